@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -48,15 +49,25 @@ class StoredTensor(ABC):
     Attributes:
         name: under which the model knows it.
         dtype, shape: of what ``read`` returns.
+        has_tiles: whether ``tiles`` reads part after part.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    has_tiles = False
 
     @abstractmethod
     def read(self) -> torch.Tensor:
         """A new tensor. Raises CheckpointError if a file is damaged."""
+
+    def tiles(self, min_rows: int) -> Iterator[torch.Tensor]:
+        """Read consecutive rows, along the first dimension, as new tensors.
+
+        All tiles but the last have the same number of rows, a multiple of ``min_rows``. A tensor that cannot be read in
+        parts comes whole. Raises CheckpointError if a file is damaged.
+        """
+        yield self.read()
 
     @property
     @abstractmethod
@@ -87,21 +98,45 @@ class FileTensor(StoredTensor):
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int  # from the beginning of the file
+    has_tiles = True
 
     @property
     def pieces(self) -> tuple[FileTensor, ...]:
         return (self,)
 
     def read(self) -> torch.Tensor:
-        data = torch.empty(self.size_bytes, dtype=torch.uint8)
-        _read_into(self.path, self.offset, data.numpy().data)
-        return data.view(self.dtype).reshape(self.shape)
+        return self._read(self.offset, self.shape)
+
+    def tiles(self, min_rows: int) -> Iterator[torch.Tensor]:
+        for start in range(0, self.shape[0], min_rows):
+            yield self.rows(start, start + min_rows)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read the rows ``start`` to ``stop``, or to the end if that comes before."""
+        _, *inner = self.shape
+        row_bytes = prod(inner) * self.dtype.itemsize
+        return self._read(self.offset + start * row_bytes, (min(stop, self.shape[0]) - start, *inner))
+
+    def _read(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        data = torch.empty(prod(shape) * self.dtype.itemsize, dtype=torch.uint8)
+        _read_into(self.path, offset, data.numpy().data)
+        return data.view(self.dtype).reshape(shape)
 
     def sample(self, max_bytes: int) -> bytes:
         """Up to ``max_bytes`` from the middle of the tensor's data."""
         data = bytearray(min(self.size_bytes, max_bytes))
         _read_into(self.path, self.offset + (self.size_bytes - len(data)) // 2, memoryview(data))
         return bytes(data)
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, tiles: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of this shape whose consecutive rows are those of ``tiles``."""
+    whole = torch.empty(shape, dtype=dtype)
+    start = 0
+    for tile in tiles:
+        whole[start : start + len(tile)] = tile
+        start += len(tile)
+    return whole
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:

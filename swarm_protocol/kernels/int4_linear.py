@@ -7,13 +7,13 @@ same, bit for bit.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, Self, TypeVar
 
 import torch
 
 from swarm_protocol.kernels.huge_pages import in_huge_pages
-from swarm_protocol.kernels.int8_linear import TILE, TINY
+from swarm_protocol.kernels.int8_linear import TILE, TINY, joined
 from swarm_protocol.kernels.kernel_weight import STRIP
 from swarm_protocol.kernels.library import kernel
 from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
@@ -82,6 +82,11 @@ class Int4Weight(QuantizedWeight):
     def __init__(self, q: torch.Tensor, groups: torch.Tensor) -> None:
         """From the result of ``quantize_groups``."""
 
+    @classmethod
+    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
+        """From the results of ``quantize_groups`` for tiles of a weight of this shape, whole strips of 64 rows each."""
+        return cls(*joined(tiles))
+
     @abstractmethod
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """(output channels, dequantised weight: [tile, in] fp32, valid until the next), tile by tile."""
@@ -113,10 +118,19 @@ class KernelInt4Weight(Int4Weight):
         self._library.pack4(q.contiguous(), groups.contiguous(), self._packed)
 
     @classmethod
-    def empty(cls, shape: Sequence[int]) -> KernelInt4Weight:
+    def empty(cls, shape: Sequence[int]) -> Self:
         """Whose ``parts`` are to be filled."""
         weight = cls.__new__(cls)
         weight._place(torch.Size(shape))
+        return weight
+
+    @classmethod
+    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
+        """Packs each tile where it belongs: tiles of whole strips can be joined."""
+        weight, start = cls.empty(shape), 0
+        for q, groups in tiles:
+            weight._library.pack4(q.contiguous(), groups.contiguous(), weight._packed[packed4_bytes(start, shape[1]) :])
+            start += len(q)
         return weight
 
     def _place(self, shape: torch.Size) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self, TypeVar
 
 import torch
 
@@ -45,6 +45,12 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale
 
 
+def joined(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rounding gives for a whole weight, from what it gave for tiles of its rows."""
+    first, second = zip(*tiles, strict=True)
+    return torch.cat(first), torch.cat(second)
+
+
 class Int8Weight(QuantizedWeight):
     """One frozen weight [out, in] in int8 with an fp32 scale per output channel."""
 
@@ -58,6 +64,11 @@ class Int8Weight(QuantizedWeight):
     @abstractmethod
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         """q: [out, in] int8, scale: [out] fp32."""
+
+    @classmethod
+    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
+        """From the results of ``quantize_rows`` for tiles of a weight of this shape, whole strips of 64 rows each."""
+        return cls(*joined(tiles))
 
     def keep_transpose(self, wanted: bool) -> None:
         """Whether ``matmul_grad`` keeps a copy of the weight, to be faster from the second time on. From any thread."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -38,6 +38,16 @@ class KernelWeight(Int8Weight):
         """Whose ``parts`` are to be filled."""
         weight = cls.__new__(cls)
         weight._place(torch.Size(shape), torch.empty(shape[0], dtype=torch.float32))
+        return weight
+
+    @classmethod
+    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
+        """Packs each tile where it belongs: tiles of whole strips can be joined."""
+        weight, start = cls.empty(shape), 0
+        for q, scale in tiles:
+            weight._library.pack(q.contiguous(), weight._packed[packed_bytes(start, shape[1]) :])
+            weight._scale[start : start + len(q)] = scale
+            start += len(q)
         return weight
 
     def _place(self, shape: torch.Size, scale: torch.Tensor) -> None:

@@ -14,18 +14,23 @@ from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
 from swarm_protocol.checkpoints.hollow_model import LeftOut, load_hollow_model
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.errors import CheckpointError
+from swarm_server.blocks.quantization.experts import deciding_parts
+from swarm_server.blocks.quantization.stored_experts import take_out_experts
 
 NARROW = {torch.bfloat16, torch.float16}
 
 
-class LayerStore(Protocol):
-    """Where finished layers may come from, and go to for the next time."""
+class LayerSource(Protocol):
+    """What makes finished layers of stored tensors, without reading a whole weight.
 
-    def restore(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
-        """The layer that stands for a linear one with these tensors, weight and bias; None if it is not there."""
+    Attributes:
+        takes_experts: whether ``replace`` and ``transform`` know what to do with ``take_out_experts``.
+    """
 
-    def keep(self, layer: nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
-        """What stands for it now."""
+    takes_experts: bool
+
+    def linear(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
+        """The layer that stands for a linear one with these tensors, weight and bias; None if it has to be read."""
 
 
 def load_block(
@@ -33,13 +38,13 @@ def load_block(
     index: int,
     dtype: torch.dtype,
     replace: Callable[[nn.Linear], nn.Module] | None = None,
-    layers: LayerStore | None = None,
+    layers: LayerSource | None = None,
 ) -> nn.Module:
     """Block ``index`` on the CPU, as transformers itself would have loaded it within the whole model.
 
     ``replace`` is given linear layers one by one, as they are read, and returns what shall stand in their place; so
     they are never all in memory. Layers whose weights transformers renames or fuses are not among them. What ``layers``
-    has is not read and not given to ``replace``.
+    makes is not given to ``replace``; if it takes experts, those of the block are left where they are stored.
 
     Raises:
         CheckpointError: if a tensor is missing, damaged or of the wrong shape.
@@ -52,7 +57,10 @@ def load_block(
     def prepare(block: nn.Module) -> None:
         if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
             late.update(_take_out_linears(block, stored))
-            for tensor in [each for name, part in late.items() for each in _tensors_of(name, part, stored).values()]:
+            taken = [each for name, part in late.items() for each in _tensors_of(name, part, stored).values()]
+            if layers is not None and layers.takes_experts:
+                taken += take_out_experts(block, stored)
+            for tensor in taken:
                 del tensors[tensor.name]
         if dtype == torch.float32:
             _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
@@ -73,20 +81,21 @@ def load_block(
         for parameter in block.parameters():
             if parameter.dtype in NARROW:
                 parameter.data = parameter.data.float()
-    for name in sorted(late, key=lambda name: -stored[f"{name}.weight"].size_bytes):  # the last ones need least room
+    for name in sorted(late, key=lambda name: _room(stored[f"{name}.weight"]), reverse=True):
         linear, kinds = late[name], _tensors_of(name, late.pop(name), stored)
-        layer = None if layers is None else layers.restore(kinds)
+        layer = None if layers is None else layers.linear(kinds)
         if layer is None:
             for kind, tensor in kinds.items():
                 setattr(linear, kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
             assert replace is not None
-            linear.stored = kinds["weight"]  # type: ignore[assignment]  # whose integers may be taken as they are
             layer = replace(linear)
-            linear.__dict__.pop("stored")
-            if layers is not None:
-                layers.keep(layer, kinds)
         block.set_submodule(name, layer)
     return block
+
+
+def _room(stored: StoredTensor) -> tuple[bool, int]:
+    """Orders tensors by the memory that reading them takes: the last ones are read beside all others, packed."""
+    return not stored.has_tiles, stored.size_bytes
 
 
 def _keeps_own_dtypes(base_class: type, dtype: torch.dtype) -> bool:
@@ -104,10 +113,9 @@ def _tensors_of(name: str, linear: nn.Linear, stored: Mapping[str, StoredTensor]
 def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, nn.Linear]:
     """Linear layers that are stored under their own names, by name; placeholders without weights stand for them."""
     linears: dict[str, nn.Linear] = {}
-    if any(hasattr(part, "experts") for part in block.modules()):
-        return linears  # next to experts, what a layer is for decides what may be done with it
+    deciding = deciding_parts(block)  # what a layer is for decides there what may be done with it
     for name, part in list(block.named_modules()):
-        if type(part) is nn.Linear and name.rpartition(".")[2] not in WEIGHT_IS_READ:
+        if type(part) is nn.Linear and part not in deciding and name.rpartition(".")[2] not in WEIGHT_IS_READ:
             shapes = {kind: tuple(parameter.shape) for kind, parameter in part.named_parameters()}
             if shapes == {kind: tensor.shape for kind, tensor in _tensors_of(name, part, stored).items()}:
                 linears[name] = part

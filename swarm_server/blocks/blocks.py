@@ -16,7 +16,7 @@ from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.family import Family, rope_depends_on_length, slice_config
 from swarm_protocol.checkpoints.hollow_model import load_hollow_model
 from swarm_protocol.span import Span
-from swarm_server.blocks.block_loading import LayerStore, load_block
+from swarm_server.blocks.block_loading import LayerSource, load_block
 from swarm_server.blocks.malloc import freed_memory_returned
 
 M = TypeVar("M", bound=nn.Module)
@@ -233,15 +233,16 @@ def load_blocks(
     device: torch.device | str = "cpu",
     transform: Callable[[nn.Module, int], None] | None = None,
     progress: Callable[[int], None] | None = None,
-    layers: LayerStore | None = None,
+    layers: LayerSource | None = None,
 ) -> BlockStack:
     """Loads the blocks of ``span``, one after the other.
 
     Each block is read, moved to ``device``, handed to ``transform(block, index)`` to be changed in place (quantized,
     for example), and reported by ``progress(index)`` before the next is read. Most linear layers are handed to
-    ``transform`` by themselves before, inside a module of their own, as they are read, unless ``layers`` has them. So
-    memory never holds more than the transformed blocks and one block in fp32, usually only one layer; experts that are
-    stored in fp32 take two thirds more while they are fused.
+    ``transform`` by themselves before, inside a module of their own, as they are read, unless ``layers`` makes them. So
+    memory never holds more than the transformed blocks and one block in fp32, usually only one layer, or some rows of
+    one with ``layers``. Experts that ``layers`` does not take and that are stored in fp32 take two thirds more while
+    they are fused.
 
     Raises:
         ValueError: if the model has no such blocks.

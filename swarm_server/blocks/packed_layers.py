@@ -1,4 +1,4 @@
-"""Linear layers whose packed weights are on disk since an earlier start: they are read as they are computed with."""
+"""Linear layers that are packed tile by tile as they are read, or read packed if an earlier start kept them on disk."""
 
 from __future__ import annotations
 
@@ -8,50 +8,47 @@ import torch
 from torch import nn
 
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
-from swarm_server.blocks.quantization import packed_kind, packed_weight, restored
+from swarm_server.blocks.quantization import packed_kind, packed_weight, quantized_linear, restored
 from swarm_server.blocks.quantization.report import Report
 from swarm_server.blocks.weight_cache import WeightCache, content_key
+
+IN_TILES = ("int8", "int4")  # whose rows are rounded by themselves
 
 
 class PackedLayers:
     """Of blocks that are loaded with one quantisation.
 
     Attributes:
-        report: of the layers that were restored.
+        report: of the layers that were made.
+        takes_experts: whether ``quantize_`` makes layers of the experts, too.
     """
 
     def __init__(self, cache: WeightCache, method: str, device: torch.device, dtype: torch.dtype) -> None:
         """dtype: of the weights before they are quantised."""
         self.report = Report(method)
+        self.takes_experts = method != "none"
         self._cache = cache
-        self._method = method
+        self._method, self._device, self._dtype = method, device, dtype
         self._kind = packed_kind(method, device)
-        self._dtype = dtype
-        self._missed: dict[StoredTensor, str] = {}  # keys from before the tensors were read
 
-    def restore(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
-        """The layer of this weight and bias; None if its weight has to be read and packed."""
-        if self._kind is None:
+    def linear(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
+        """The layer of this weight and bias; None if the weight cannot be quantised by rows."""
+        if self._method not in IN_TILES:
             return None
         stored = tensors["weight"]
-        key = self._key(stored)
-        weight = self._cache.read(key, self._kind, stored.shape)
-        if weight is None:
-            self._missed[stored] = key
-            return None
         bias = tensors["bias"].read().to(self._dtype) if "bias" in tensors else None
-        layer, report = restored(self._method, weight, bias)
+        key = self._key(stored)
+        weight = None if self._kind is None else self._cache.read(key, self._kind, stored.shape)
+        if weight is not None:
+            layer, report = restored(self._method, weight, bias)
+        else:
+            layer, report = quantized_linear(self._method, self._device, self._dtype, stored, bias)
+            weight = packed_weight(layer)
+            if weight is not None and key == self._key(stored):  # it has not been changed while it was read
+                self._cache.write(key, weight)
         self.report += report
         return layer
 
-    def keep(self, layer: nn.Module, tensors: Mapping[str, StoredTensor]) -> None:
-        """Writes its weight, unless the tensor it is from has been changed while it was read."""
-        stored = tensors["weight"]
-        weight = packed_weight(layer)
-        key = self._missed.pop(stored, None)
-        if weight is not None and key is not None and key == self._key(stored):
-            self._cache.write(key, weight)
-
     def _key(self, stored: StoredTensor) -> str:
-        assert self._kind is not None
-        return content_key(stored, f"{self._kind.FORMAT} from {self._dtype}")
+        packing = "" if self._kind is None else self._kind.FORMAT
+        return content_key(stored, f"{packing} from {self._dtype}")

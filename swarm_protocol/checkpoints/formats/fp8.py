@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -43,15 +44,19 @@ def pack_fp8(name: str, parts: Parts, block: tuple[int, int] | None = None) -> S
     require(weight.dtype in FLOAT8 and len(weight.shape) >= 2, weight, "a matrix of float8")
     require(scale.dtype.is_floating_point, scale, "floats")
     *experts, rows, width = weight.shape
+    part_rows = {"weight": Fraction(1)}
     if block is not None:
         blocks = (*experts, -(-rows // block[0]), -(-width // block[1]))
         require(scale.shape == blocks, scale, f"{list(blocks)}, a scale for each block of {block[0]}x{block[1]}")
         unpack = partial(_unpack_blocks, name=name, block=block)
+        part_rows["scale"] = Fraction(1) if experts else Fraction(1, block[0])
     else:
         per_row = scale.shape in ((rows,), (*experts, rows, 1), (*experts, 1, 1))
         require(per_row or scale.shape in ((), (1,)), scale, f"one scale, or {rows}, one for each row")
         unpack = partial(_unpack_rows, name=name)
-    return PackedTensor(name, torch.float32, weight.shape, parts, unpack)
+        if scale.shape[:1] == weight.shape[:1] and (not experts or len(scale.shape) > 1):
+            part_rows["scale"] = Fraction(1)
+    return PackedTensor(name, torch.float32, weight.shape, parts, unpack, part_rows)
 
 
 def _unpack_rows(weight: torch.Tensor, scale: torch.Tensor, *, name: str) -> torch.Tensor:

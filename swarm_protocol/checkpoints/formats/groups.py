@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from swarm_protocol.checkpoints.formats.packed import PackedTensor, require_finite
+from swarm_protocol.checkpoints.safetensors_file import filled
 from swarm_protocol.errors import CheckpointError
 
 WORD_BITS = 32
@@ -33,7 +34,9 @@ class Integers:
 
 @dataclass(frozen=True, eq=False)
 class IntegerTensor(PackedTensor):
-    """A weight that is stored as integers; ``unpack`` returns them."""
+    """A weight that is stored as integers; ``unpack`` returns them. Its tiles are those of integers in memory."""
+
+    has_tiles = True
 
     def read_integers(self) -> Integers:
         """The integers as they are stored, with scales in fp32. Raises CheckpointError if a scale is not finite."""
@@ -45,7 +48,10 @@ class IntegerTensor(PackedTensor):
         return replace(integers, scale=require_finite(integers.scale, self.name), group_of=group_of)
 
     def read(self) -> torch.Tensor:
-        return _dequantize(self.read_integers(), self.name)
+        return filled(self.shape, self.dtype, self.tiles(_TILE))
+
+    def tiles(self, min_rows: int) -> Iterator[torch.Tensor]:
+        return _dequantize(self.read_integers(), self.name, min_rows)
 
 
 def _in_order(width: int, groups: int) -> torch.Tensor:
@@ -53,8 +59,8 @@ def _in_order(width: int, groups: int) -> torch.Tensor:
     return (torch.arange(width) // max(width // groups, 1)).clamp_(max=groups - 1)
 
 
-def _dequantize(integers: Integers, name: str) -> torch.Tensor:
-    """[out, in] fp32. Raises CheckpointError if an input is of a group that is not there."""
+def _dequantize(integers: Integers, name: str, tile_rows: int) -> Iterator[torch.Tensor]:
+    """Tiles of [out, in] fp32. Raises CheckpointError if an input is of a group that is not there."""
     q, group_of = integers.q, integers.group_of
     rows, width = q.shape
     scale = integers.scale.expand(rows, -1)
@@ -66,12 +72,10 @@ def _dequantize(integers: Integers, name: str) -> torch.Tensor:
         group_of = group_of.long()
         if bool(((group_of < 0) | (group_of >= groups)).any()):
             raise CheckpointError(f"the groups of tensor {name} are damaged: expected numbers below {groups}")
-    unpacked = torch.empty(rows, width, dtype=torch.float32)
-    for start in range(0, rows, _TILE):
-        tile = slice(start, start + _TILE)
+    for start in range(0, rows, tile_rows):
+        tile = slice(start, start + tile_rows)
         zeros = zero if isinstance(zero, int) else zero[tile].float()[:, group_of]
-        torch.sub(q[tile].float(), zeros, out=unpacked[tile]).mul_(scale[tile][:, group_of])
-    return unpacked
+        yield q[tile].float().sub_(zeros).mul_(scale[tile][:, group_of])
 
 
 def unpack_words(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:

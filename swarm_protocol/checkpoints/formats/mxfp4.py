@@ -6,6 +6,7 @@ Format: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,9 @@ def _pack(name: str, parts: Parts) -> StoredTensor:
     require(is_right, scales, f"uint8 of shape {list(blocks.shape[:3])}, an exponent for each group")
     experts, rows, groups, _ = blocks.shape
     # Exact in bfloat16: a number has two bits, and the exponent is that of bfloat16.
+    shape = (experts, groups * 2 * _GROUP_BYTES, rows)
     return PackedTensor(
-        name, torch.bfloat16, (experts, groups * 2 * _GROUP_BYTES, rows), parts, partial(_unpack, name=name)
+        name, torch.bfloat16, shape, parts, partial(_unpack, name=name), dict.fromkeys(parts, Fraction(1))
     )
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
+from itertools import chain
+from math import ceil, lcm
 from typing import Any
 
 import torch
 
-from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor
+from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor, filled
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import shown
 
 Parts = Mapping[str, FileTensor]  # by role
+_TILE = 256  # rows that are read at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +28,9 @@ class PackedTensor(StoredTensor):
         dtype: what ``unpack`` returns: float32, or bfloat16 where that loses nothing.
         parts: what is stored, by role.
         unpack: a function of a module and its settings, which takes the parts as they were read, by role, and returns
-            ``shape`` in ``dtype``. Raises CheckpointError.
+            ``shape`` in ``dtype``, or as many rows of it as it was given. Raises CheckpointError.
+        part_rows: how many rows of a part belong to a row of the weight, by role; other parts are read whole for
+            each tile. Empty: the weight cannot be unpacked in tiles.
     """
 
     name: str
@@ -32,6 +38,11 @@ class PackedTensor(StoredTensor):
     shape: tuple[int, ...]
     parts: Parts
     unpack: partial[Any]
+    part_rows: Mapping[str, Fraction] = field(default_factory=dict)
+
+    @property
+    def has_tiles(self) -> bool:  # type: ignore[override]
+        return bool(self.part_rows)
 
     @property
     def pieces(self) -> tuple[FileTensor, ...]:
@@ -47,8 +58,40 @@ class PackedTensor(StoredTensor):
         assert tensor.shape == self.shape and tensor.dtype == self.dtype, self.name
         return tensor
 
+    def tiles(self, min_rows: int) -> Iterator[torch.Tensor]:
+        if not self.part_rows:
+            yield self.read()
+            return
+        step = lcm(min_rows, *(ratio.denominator for ratio in self.part_rows.values()))
+        for start in range(0, self.shape[0], step):
+            yield self.unpack(**{role: self._rows(role, start, start + step) for role in self.parts})
+
+    def _rows(self, role: str, start: int, stop: int) -> torch.Tensor:
+        part, ratio = self.parts[role], self.part_rows.get(role)
+        return part.read() if ratio is None else part.rows(int(start * ratio), ceil(stop * ratio))
+
     def _unpacked(self) -> Any:
         return self.unpack(**{role: part.read() for role, part in self.parts.items()})
+
+
+class JoinedTensor(StoredTensor):
+    """A matrix of the model whose rows are those of several tensors of one dtype, one after the other.
+
+    Attributes:
+        parts: the tensors.
+    """
+
+    def __init__(self, parts: Sequence[StoredTensor]) -> None:
+        self.parts = parts
+        self.name, self.dtype = parts[0].name, parts[0].dtype
+        self.shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+
+    @property
+    def pieces(self) -> tuple[FileTensor, ...]:
+        return tuple(piece for part in self.parts for piece in part.pieces)
+
+    def read(self) -> torch.Tensor:
+        return filled(self.shape, self.dtype, chain.from_iterable(part.tiles(_TILE) for part in self.parts))
 
 
 @dataclass(frozen=True)

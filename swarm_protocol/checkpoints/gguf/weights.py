@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,7 +22,7 @@ from swarm_protocol.checkpoints.formats.packed import PackedTensor
 from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
 from swarm_protocol.checkpoints.gguf.names import ModelNames, model_names
 from swarm_protocol.checkpoints.gguf.rope import FACTORS, OTHER_FACTORS, complete_rope
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.untrusted.numbers import require_model_numbers
 
@@ -30,6 +32,14 @@ _ALWAYS_TIED = ("bloom", "falcon")  # transformers takes their heads from their 
 _GEMMA2_27B_LAYERS = 46  # the only gemma2 whose attention is scaled otherwise
 _TILE = 1 << 18  # numbers that are unpacked at a time
 _SAMPLE_BYTES = 4096
+# Classes of transformers that change matrices row by row, but for tensors with these in their names.
+_ROW_BY_ROW = {
+    "TensorProcessor": (),
+    "LlamaTensorProcessor": (".attn_q.", ".attn_k."),
+    "Qwen2MoeTensorProcessor": (),
+    "MiniMaxM2TensorProcessor": (),
+    "Gemma2TensorProcessor": (),
+}
 
 
 class GgufWeights:
@@ -74,7 +84,16 @@ class GgufWeights:
             raise CheckpointError(f"{self._path} holds {name} with shape {found}, expected {list(shape)}")
         types = tuple((key, part.type, part.shape) for key, part in parts.items())
         unpack = partial(_unpack, name=name, shape=shape, types=types, model=self._model)
-        return PackedTensor(name, torch.float32, shape, {key: part.rows for key, part in parts.items()}, unpack)
+        rows = {key: part.rows for key, part in parts.items()}
+        return PackedTensor(name, torch.float32, shape, rows, unpack, self._part_rows(rows, shape[0]))
+
+    def _part_rows(self, rows: Mapping[str, FileTensor], num_rows: int) -> dict[str, Fraction]:
+        """As in ``PackedTensor``."""
+        changed = _ROW_BY_ROW.get(type(self._model.processor).__name__)
+        if changed is None or any(mark in key for mark in changed for key in rows):
+            return {}
+        ratios = {key: Fraction(part.shape[0], num_rows) for key, part in rows.items()}
+        return ratios if all(ratio.denominator == 1 for ratio in ratios.values()) else {}
 
     def fingerprint(self) -> str:
         """Hash of what the header says, and a sample of each tensor's data."""
@@ -135,10 +154,10 @@ def _unpack(
     model: ModelNames,
     **rows: torch.Tensor,
 ) -> torch.Tensor:
-    """rows: [rows, bytes of a row] of each part, by llama.cpp's names; experts have two."""
+    """rows: [rows, bytes of a row] of each part, by llama.cpp's names; experts have two. Some of them, or all."""
     unpacked: dict[str, torch.Tensor] = {}
     for key, type_, part_shape in types:
-        values = _dequantize(rows.pop(key), type_).reshape(part_shape)
+        values = _dequantize(rows.pop(key), type_).reshape(-1, *part_shape[1:])
         try:
             done = model.processor.process(
                 weights=values,
@@ -150,7 +169,7 @@ def _unpack(
             raise CheckpointError(f"tensor {key} has shape {list(part_shape)}, which does not fit: {error}") from error
         if done.name is not None:  # else it has written it to ``unpacked``
             unpacked[name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
-    if unpacked.keys() != {name} or tuple(unpacked[name].shape) != shape:
+    if unpacked.keys() != {name} or len(unpacked[name].shape) != len(shape) or unpacked[name].shape[1:] != shape[1:]:
         found = {key: list(tensor.shape) for key, tensor in unpacked.items()}
         raise CheckpointError(f"tensor {name} was expected with shape {list(shape)}, and is {found}")
     return unpacked[name]

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
+from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.gpu.int8_weight import GpuInt8Weight, few_rows_kernel
-from swarm_protocol.kernels import int4_linear
+from swarm_protocol.kernels import int4_linear, int8_linear
 from swarm_protocol.kernels.int4_linear import Int4Linear, Int4Weight, KernelInt4Weight, quantize_groups
-from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, quantize_rows
-from swarm_protocol.kernels.kernel_weight import KernelWeight
+from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight, joined, quantize_rows
+from swarm_protocol.kernels.kernel_weight import STRIP, KernelWeight
 from swarm_protocol.kernels.quantized_linear import QuantizedLinear
 from swarm_server.blocks.quantization import bnb
-from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts
+from swarm_server.blocks.quantization.experts import ExpertLayout, QuantizedExperts, deciding_parts
 from swarm_server.blocks.quantization.report import Left, Report
 from swarm_server.blocks.quantization.stored import stored_int4, stored_int8
 from swarm_server.core.config import METHODS
 
-R = TypeVar("R")
 Packed = KernelWeight | KernelInt4Weight  # weights that are made of some bytes alone
 
-__all__ = ["METHODS", "Left", "Report", "packed_kind", "packed_weight", "quantize_", "require_device", "restored"]
+__all__ = [
+    "METHODS",
+    "Left",
+    "Report",
+    "packed_kind",
+    "packed_weight",
+    "quantize_",
+    "quantized_linear",
+    "require_device",
+    "restored",
+]
 
 # Classes of torch and transformers that multiply by their weight and do nothing else, and whether it is kept as
 # [in, out]. A subclass that is not here computes something of its own, as Llama4Router does, and stays as it is.
@@ -47,7 +57,8 @@ def quantize_(
 
     Each original is freed once it is replaced, so the peak is what is
     quantised so far plus one weight: give it one block after the other. Quantised weights are frozen, gradients flow
-    to the inputs. Routers, norms and biases stay as they are.
+    to the inputs. Routers, norms and biases stay as they are. Experts may be stored tensors, see ``take_out_experts``:
+    they are read one at a time.
 
     ``method``: "int8" is ``Int8Linear`` on CPU and ``GpuInt8Weight`` on CUDA; "int4" is ``Int4Linear``, on CPU alone;
     "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8(), to compare
@@ -67,17 +78,9 @@ def quantize_(
         num_expert_weights = len(quantizer.layers)
         for name in _linear_names(module):
             linear: Any = module.get_submodule(name)
-            stored = getattr(linear, "stored", None)  # where it is from, if it is known
-            module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias, stored))
+            module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias))
     module.to(device)
-    return Report(
-        method,
-        num_linears=len(quantizer.layers) - num_expert_weights,
-        num_expert_weights=num_expert_weights,
-        quantised_params=quantizer.num_params,
-        quantised_bytes=quantizer.size_bytes,
-        left=tuple(_left(module, quantizer.layers)),
-    )
+    return quantizer.report(module, num_expert_weights)
 
 
 def require_device(method: str, device: torch.device) -> None:
@@ -109,6 +112,15 @@ def packed_weight(layer: torch.nn.Module) -> Packed | None:
     return weight if isinstance(weight, Packed) else None
 
 
+def quantized_linear(
+    method: str, device: torch.device, compute_dtype: torch.dtype, stored: StoredTensor, bias: torch.Tensor | None
+) -> tuple[torch.nn.Module, Report]:
+    """The layer that ``quantize_`` makes of a linear one, and what it says; reads the weight in tiles. bias: [out]."""
+    quantizer = _Quantizer(method, device, compute_dtype)
+    layer = quantizer.linear(stored.read, bias, stored).to(device)
+    return layer, quantizer.report(layer)
+
+
 def restored(method: str, weight: Packed, bias: torch.Tensor | None) -> tuple[torch.nn.Module, Report]:
     """The layer that ``quantize_`` made with this weight, and what it then said. bias: [out]."""
     layer: Any = Int8Linear(weight, bias) if isinstance(weight, KernelWeight) else Int4Linear(weight, bias)
@@ -130,35 +142,68 @@ class _Quantizer:
     method: str
     device: torch.device
     compute_dtype: torch.dtype
-    int8_weight: type[Int8Weight] | None
-    int4_weight: type[Int4Weight] | None
+    int8_weight: type[Int8Weight] | None = None
+    int4_weight: type[Int4Weight] | None = None
     layers: set[torch.nn.Module] = field(default_factory=set)
     num_params: int = 0
     size_bytes: int = 0
 
     def linear(
-        self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, stored: object = None
+        self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, stored: StoredTensor | None = None
     ) -> torch.nn.Module:
         """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out].
 
-        ``stored`` is the weight in the checkpoint: if that is of the same integers, they are taken as they are.
+        ``stored`` is the weight in the checkpoint, if it is known. It is read in tiles if it can be. If it is of the
+        same integers, they are taken as they are.
         """
         if self.method == "int8" and self.device.type == "cpu":
-            rounded = _kept(stored_int8(stored), take_weight) or quantize_rows(take_weight())
-            return self._packed(Int8Linear.from_int8(*rounded, bias, self.int8_weight))
+            int8 = self.int8_weight or int8_linear.fastest()
+            rounded = stored_int8(stored)
+            if rounded is None:
+                shape, tiles = self._tiles(take_weight, stored)
+                return self._packed(Int8Linear(int8.from_tiles(shape, map(quantize_rows, tiles)), bias))
+            return self._packed(Int8Linear(int8(*rounded), bias))
         if self.method == "int8":
-            q, scale = _kept(stored_int8(stored), take_weight) or quantize_rows(take_weight().to(self.device))
+            rounded = stored_int8(stored)
+            if rounded is None:
+                _, tiles = self._tiles(take_weight, stored)
+                rounded = joined(quantize_rows(tile.to(self.device)) for tile in tiles)
+            q, scale = (part.to(self.device) for part in rounded)
             kernel = few_rows_kernel(self.device, self.compute_dtype)
-            return self._packed(QuantizedLinear(GpuInt8Weight(q.to(self.device), scale.to(self.device), kernel), bias))
+            return self._packed(QuantizedLinear(GpuInt8Weight(q, scale, kernel), bias))
         if self.method == "int4":
-            groups = _kept(stored_int4(stored), take_weight) or quantize_groups(take_weight())
-            return self._packed(Int4Linear((self.int4_weight or int4_linear.fastest())(*groups), bias))
-        weight = take_weight()
+            int4 = self.int4_weight or int4_linear.fastest()
+            rounded = stored_int4(stored)
+            if rounded is None:
+                shape, tiles = self._tiles(take_weight, stored)
+                return self._packed(Int4Linear(int4.from_tiles(shape, map(quantize_groups, tiles)), bias))
+            return self._packed(Int4Linear(int4(*rounded), bias))
+        weight = take_weight().to(self.compute_dtype)
         if self.method == "nf4":
             layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
         else:
             layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
         return self._counted(layer, weight.numel(), size_bytes)
+
+    def _tiles(
+        self, take_weight: Callable[[], torch.Tensor], stored: StoredTensor | None
+    ) -> tuple[torch.Size, Iterable[torch.Tensor]]:
+        """The shape of the weight and its rows, of which each tile has whole strips."""
+        if stored is not None and stored.has_tiles:
+            return torch.Size(stored.shape), (tile.to(self.compute_dtype) for tile in stored.tiles(STRIP))
+        weight = take_weight()
+        return weight.shape, (tile.to(self.compute_dtype) for tile in weight.split(STRIP))
+
+    def report(self, module: torch.nn.Module, num_expert_weights: int = 0) -> Report:
+        """What was done, to layers of ``module``."""
+        return Report(
+            self.method,
+            num_linears=len(self.layers) - num_expert_weights,
+            num_expert_weights=num_expert_weights,
+            quantised_params=self.num_params,
+            quantised_bytes=self.size_bytes,
+            left=tuple(_left(module, self.layers)),
+        )
 
     def _packed(self, layer: QuantizedLinear) -> torch.nn.Module:
         return self._counted(layer, layer.quantized.shape.numel(), layer.quantized.size_bytes)
@@ -171,13 +216,6 @@ class _Quantizer:
         return layer
 
 
-def _kept(rounded: R | None, take_weight: Callable[[], torch.Tensor]) -> R | None:
-    """The same; drops the weight in full precision if it is not needed."""
-    if rounded is not None:
-        take_weight()
-    return rounded
-
-
 def _take_weight(linear: Any) -> torch.Tensor:
     """The weight, [out, in], which the layer does not keep."""
     weight = linear.weight.detach()
@@ -186,24 +224,16 @@ def _take_weight(linear: Any) -> torch.Tensor:
 
 
 def _linear_names(block: torch.nn.Module) -> list[str]:
-    routers = _beside_experts(block)
+    deciding = deciding_parts(block)
     return [
         name
         for name, part in block.named_modules()
-        if type(part).__name__ in TRANSPOSED and part not in routers and name.rpartition(".")[2] not in WEIGHT_IS_READ
+        if type(part).__name__ in TRANSPOSED and part not in deciding and name.rpartition(".")[2] not in WEIGHT_IS_READ
     ]
 
 
-def _beside_experts(block: torch.nn.Module) -> set[torch.nn.Module]:
-    """Children of modules that own experts: where they are linear, they decide about experts.
-
-    They are tiny, and the error of a decision is not bounded by the error of the weight.
-    """
-    return {child for part in block.modules() if hasattr(part, "experts") for child in part.children()}
-
-
 def _left(block: torch.nn.Module, quantised: set[torch.nn.Module]) -> Iterator[Left]:
-    beside_experts = _beside_experts(block)
+    deciding = deciding_parts(block)
     for name, part in block.named_modules():
         if getattr(part, "is_quantised", False) and part not in quantised:
             continue  # an earlier call has reported it
@@ -216,7 +246,7 @@ def _left(block: torch.nn.Module, quantised: set[torch.nn.Module]) -> Iterator[L
         elif any(param.ndim == 3 for param in params.values()):
             kind = "experts"
         elif any(param.ndim == 2 for param in params.values()):
-            kind = "router" if part in beside_experts else "linear"
+            kind = ("index" if ".indexer." in name else "router") if part in deciding else "linear"
         else:
             kind = "other"
         if params:

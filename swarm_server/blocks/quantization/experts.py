@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 
+from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+
 Activation = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]  # (experts, first product) -> input of ``down``
-# (() -> weight [out, in], bias [out] or None) -> layer
-BuildLinear = Callable[[Callable[[], torch.Tensor], torch.Tensor | None], torch.nn.Module]
+# Of all experts: [experts, …, …], in memory or stored, or a tensor for each, [out, in].
+Matrices = torch.Tensor | StoredTensor | Sequence[StoredTensor]
+
+
+class BuildLinear(Protocol):
+    """Builds a layer; see ``_Quantizer.linear``."""
+
+    def __call__(
+        self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, stored: StoredTensor | None = None
+    ) -> torch.nn.Module: ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,16 @@ class ExpertLayout:
         if experts.has_gate:
             return ExpertLayout("gate_up_proj", experts.is_transposed, type(experts)._apply_gate)
         return ExpertLayout("up_proj", experts.is_transposed, _activate)
+
+
+def deciding_parts(block: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return what chooses: the children of modules that own experts, and an index of positions to attend to.
+
+    They are tiny, and the error of a decision is not bounded by the error of the weight.
+    """
+    beside_experts = {child for part in block.modules() if hasattr(part, "experts") for child in part.children()}
+    indexes = [part.indexer for part in block.modules() if isinstance(getattr(part, "indexer", None), torch.nn.Module)]
+    return beside_experts.union(*(index.modules() for index in indexes))
 
 
 def _activate(experts: Any, up: torch.Tensor) -> torch.Tensor:
@@ -106,16 +127,29 @@ class QuantizedExperts(torch.nn.Module):
         return output
 
 
-def _out_in(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    return weight.T if transposed else weight
+def _one_by_one(matrices: Matrices) -> Iterator[tuple[Callable[[], torch.Tensor], StoredTensor | None]]:
+    """For each expert, what takes its matrix, in order, and where it is stored if that is a tensor of its own.
+
+    An expert's matrix is not kept here while the next one is taken.
+    """
+    if isinstance(matrices, torch.Tensor):
+        return ((matrix.detach, None) for matrix in matrices)
+    if not isinstance(matrices, StoredTensor):
+        return ((matrix.read, matrix) for matrix in matrices)
+    each = chain.from_iterable(map(torch.unbind, matrices.tiles(1)))
+    return ((partial(next, each), None) for _ in range(matrices.shape[0]))
+
+
+def _out_in(take: Callable[[], torch.Tensor], transposed: bool) -> torch.Tensor:
+    return take().T if transposed else take()
 
 
 def _take_linears(experts: torch.nn.Module, name: str, transposed: bool, build: BuildLinear) -> torch.nn.ModuleList:
-    """One linear per expert from parameter ``name`` [experts, …, …], which is then deleted with its bias."""
-    weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    """One linear per expert from attribute ``name``, which is then deleted with its bias."""
+    matrices, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
     linears = torch.nn.ModuleList(
-        build(partial(_out_in, weight, transposed), None if biases is None else biases[expert])
-        for expert, weight in enumerate(weights.detach())
+        build(partial(_out_in, take, transposed), None if biases is None else biases[expert], stored)
+        for expert, (take, stored) in enumerate(_one_by_one(matrices))
     )
     delattr(experts, name)
     if biases is not None:

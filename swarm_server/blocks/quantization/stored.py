@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from swarm_protocol.checkpoints.formats.groups import Integers, IntegerTensor
+from swarm_protocol.checkpoints.formats.packed import JoinedTensor
 from swarm_protocol.kernels.int4_linear import GROUP, LEVELS, groups_of
-from swarm_protocol.kernels.int8_linear import TOP
+from swarm_protocol.kernels.int8_linear import TOP, joined
+
+Rounded = tuple[torch.Tensor, torch.Tensor]
 
 
-def stored_int8(stored: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+def stored_int8(stored: object) -> Rounded | None:
     """What ``quantize_rows`` returns, of a weight that is stored in int8 with one scale for each row; else None."""
+    if isinstance(stored, JoinedTensor):
+        return _joined(stored, stored_int8)
     if not isinstance(stored, IntegerTensor):
         return None
     integers = stored.read_integers()
@@ -24,11 +31,13 @@ def stored_int8(stored: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     return q, integers.scale.expand(len(q), 1)[:, 0].contiguous()
 
 
-def stored_int4(stored: object) -> tuple[torch.Tensor, torch.Tensor] | None:
+def stored_int4(stored: object) -> Rounded | None:
     """What ``quantize_groups`` returns, of a weight of 4 bits whose groups ours divide; else None.
 
     Of a scale, five bits are kept: a weight changes by 1/32 at most, and its integer and zero point do not.
     """
+    if isinstance(stored, JoinedTensor):
+        return _joined(stored, stored_int4)
     if not isinstance(stored, IntegerTensor):
         return None
     integers = stored.read_integers()
@@ -41,6 +50,12 @@ def stored_int4(stored: object) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
     shape = (len(q), num_scales)
     return q, groups_of(integers.scale.expand(shape), zero.expand(shape)).repeat_interleave(per_scale, 1)
+
+
+def _joined(stored: JoinedTensor, taken_of: Callable[[object], Rounded | None]) -> Rounded | None:
+    """What is taken of the parts; None if one of them cannot be taken as it is."""
+    parts = [taken for part in stored.parts if (taken := taken_of(part)) is not None]
+    return joined(parts) if len(parts) == len(stored.parts) else None
 
 
 def _zeros(integers: Integers) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,59 @@ def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> No
         f"peak grew by {growth_bytes / MIB:.0f} MiB; the blocks take {held_bytes / MIB:.0f} MiB, "
         f"one in fp32 {block_bytes / MIB:.0f} MiB"
     )
+
+
+# As SCRIPT, of blocks that are quantised to int8 as servers do it; prints the growth and a byte for each parameter.
+INT8_SCRIPT = """
+import gc, resource, sys
+import torch
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import load_blocks
+from swarm_server.blocks.packed_layers import PackedLayers
+from swarm_server.blocks.quantization import quantize_
+from swarm_server.blocks.weight_cache import WeightCache
+
+CPU = torch.device("cpu")
+
+def load(checkpoint, span):
+    layers = PackedLayers(WeightCache(0), "int8", CPU, torch.float32)
+    transform = lambda block, index: quantize_(block, "int8", CPU, torch.float32)
+    return load_blocks(checkpoint, span, transform=transform, layers=layers)
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+torch.set_num_threads(1)
+checkpoint = Checkpoint.open(sys.argv[1])
+load(checkpoint, Span(0, 1))
+gc.collect()
+filler = torch.ones(max(0, peak() - resident()) // 4)
+before = resident()
+stack = load(checkpoint, Span(1, 3))
+print(peak() - before, sum(checkpoint.block_parameters(index) for index in (1, 2)))
+"""
+
+
+@SLOW
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16)),
+        (
+            "qwen3_moe",
+            dict(hidden_size=512, num_experts=16, moe_intermediate_size=512, decoder_sparse_step=1, mlp_only_layers=[]),
+        ),
+    ],
+)
+def test_int8_blocks_are_packed_as_they_are_read(name: str, sizes: dict[str, object], tmp_path: Path) -> None:
+    """At most a fifth more than the blocks take, where an fp32 matrix of the first would be half a block."""
+    pack = partial(fp8_blocks, block=BLOCK)
+    publish(tmp_path, fp8_config(BLOCK), pack, name=name, num_hidden_layers=3, **sizes)
+    result = subprocess.run([sys.executable, "-c", INT8_SCRIPT, tmp_path], capture_output=True, text=True, check=True)
+    growth_bytes, needed_bytes = map(int, result.stdout.split())
+    assert needed_bytes < growth_bytes < 1.2 * needed_bytes

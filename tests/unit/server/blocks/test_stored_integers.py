@@ -11,7 +11,9 @@ import torch
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
+from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.quantization import quantize_
+from swarm_server.blocks.weight_cache import WeightCache
 from tests.published import (
     AWQ_CONFIG,
     Packed,
@@ -50,6 +52,7 @@ def errors(directory: Path, config: object, pack: Packer, method: str) -> list[f
         Checkpoint.open(directory),
         Span(0, 1),
         transform=lambda block, index: quantize_(block, method, CPU, torch.float32),
+        layers=PackedLayers(WeightCache(0), method, CPU, torch.float32),
     )
     found = []
     for name, layer in stack.blocks[0].named_modules():

@@ -20,7 +20,7 @@ from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.quantization import Report, packed_kind, quantize_
-from swarm_server.blocks.weight_cache import WeightCache, content_key
+from swarm_server.blocks.weight_cache import PackedWeight, WeightCache, content_key
 from tests.unit.support import TIMEOUT_S
 from tests.zoo import save_checkpoint
 
@@ -252,18 +252,26 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
 # ------------------------------------------------------------ blocks
 
 
+class CountingCache(WeightCache):
+    num_written = 0
+
+    def write(self, key: str, weight: PackedWeight) -> None:
+        self.num_written += 1
+        super().write(key, weight)
+
+
 def load(directory: Path, cache: Path) -> tuple[BlockStack, Report, int]:
     """The blocks, what is said of them, and how many layers were packed anew."""
-    layers = PackedLayers(WeightCache(BUDGET, cache), "int8", CPU, torch.float32)
-    report, packed = Report("int8"), 0
+    kept = CountingCache(BUDGET, cache)
+    layers = PackedLayers(kept, "int8", CPU, torch.float32)
+    report = Report("int8")
 
     def prepare(block: torch.nn.Module, _index: int) -> None:
-        nonlocal report, packed
-        more = quantize_(block, "int8", CPU, torch.float32)
-        report, packed = report + more, packed + more.num_linears
+        nonlocal report
+        report += quantize_(block, "int8", CPU, torch.float32)
 
     stack = load_blocks(Checkpoint.open(directory), Span(0, 2), transform=prepare, layers=layers)
-    return stack, layers.report + report, packed
+    return stack, layers.report + report, kept.num_written
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second has biases
