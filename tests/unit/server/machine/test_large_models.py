@@ -1,0 +1,118 @@
+"""What the documentation says that a block of a large model takes is what servers count on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from transformers import AutoConfig
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.describing import describe
+from swarm_server.machine.memory import hosted_bytes_per_block
+
+PAGE = Path(__file__).parents[4] / "docs/how-to/models.md"
+QUANTS = ("int8", "int4", "none")
+LATENT = dict(q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+
+# The published sizes, with as few layers as have a block of each kind.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss-120b": (
+        "gpt_oss",
+        dict(
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_hidden_layers=2,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            num_local_experts=128,
+        ),
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        dict(
+            LATENT,
+            hidden_size=7168,
+            intermediate_size=18432,
+            moe_intermediate_size=2048,
+            num_hidden_layers=4,
+            first_k_dense_replace=3,
+            num_attention_heads=128,
+            num_key_value_heads=128,
+            n_routed_experts=256,
+            n_shared_experts=1,
+        ),
+    ),
+    "Kimi-K2": (
+        "deepseek_v3",
+        dict(
+            LATENT,
+            hidden_size=7168,
+            intermediate_size=18432,
+            moe_intermediate_size=2048,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            num_attention_heads=64,
+            num_key_value_heads=64,
+            n_routed_experts=384,
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=1,
+        ),
+    ),
+    "Qwen3-235B-A22B": (
+        "qwen3_moe",
+        dict(
+            hidden_size=4096,
+            intermediate_size=12288,
+            moe_intermediate_size=1536,
+            num_hidden_layers=2,
+            num_attention_heads=64,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+        ),
+    ),
+    "GLM-4.6": (
+        "glm4_moe",
+        dict(
+            hidden_size=5120,
+            intermediate_size=12288,
+            moe_intermediate_size=1536,
+            num_hidden_layers=4,
+            first_k_dense_replace=3,
+            num_attention_heads=96,
+            num_key_value_heads=8,
+            head_dim=128,
+            n_routed_experts=160,
+            n_shared_experts=1,
+            attention_bias=True,
+            use_qk_norm=True,
+        ),
+    ),
+    "Mistral-Large-2411": (
+        "mistral",
+        dict(
+            hidden_size=12288,
+            intermediate_size=28672,
+            num_hidden_layers=1,
+            num_attention_heads=96,
+            num_key_value_heads=8,
+            head_dim=128,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_of_a_block(name: str) -> None:
+    model_type, sizes = MODELS[name]
+    family = describe(AutoConfig.for_model(model_type, **sizes))
+    parameters = family.block_parameters.__getitem__
+    checkpoint = cast(Checkpoint, SimpleNamespace(family=family, block_parameters=parameters))
+    taken = [f"{hosted_bytes_per_block(checkpoint, quant) / 1e9:.1f} GB" for quant in QUANTS]
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    assert [cell.strip() for cell in row.strip("|").split("|")][-3:] == taken
