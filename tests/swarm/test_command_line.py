@@ -13,8 +13,11 @@ import pytest
 
 from swarm_client.demo.demo import verdict
 from swarm_client.demo.local_cluster import LocalCluster
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from tests.swarm.processes import Outcome, run_commands
 from tests.swarm.waiting import wait_for
+
+SHIPPED = ("--model", DEFAULT_MODEL)  # the demo's own choice is larger if it is installed
 
 
 def run(*arguments: str, cache: str, **more: str) -> subprocess.CompletedProcess:
@@ -39,13 +42,13 @@ def processes_with(text: str) -> list[int]:
 @pytest.mark.promise("swarm demo writes text through servers on this machine, one of which is killed")
 def test_demo_writes_text_through_a_death_compares_it_and_leaves_nothing_behind(tmp_path, tmp_path_factory):
     cache, temporary = tmp_path / "cache", tmp_path_factory.mktemp("t")
-    result = run("demo", "--max-new-tokens", "24", cache=cache, TMPDIR=str(temporary))
+    result = run("demo", *SHIPPED, "--max-new-tokens", "24", cache=cache, TMPDIR=str(temporary))
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr == ""
-    assert re.search(r"replicas +1{9}2{5}1{6}", result.stdout)
+    assert re.search(r"replicas +1{10}2{10}", result.stdout)
     killed = re.search(r"\[server (…\w+) was killed here\]", result.stdout)[1]
-    recovery = rf"server {killed} .*; blocks 9:14 move to …\w+; replayed \d+ tokens in [\d.]+ s"
+    recovery = rf"server {killed} .*; blocks 10:20 move to …\w+; replayed \d+ tokens in [\d.]+ s"
     assert re.search(recovery, " ".join(result.stdout.split()))
     assert re.search(r"24 tokens, [\d.]+ tokens/s", result.stdout)
     assert re.search(r"(All 24 tokens are the same|The first \d+ of 24 tokens are the same)", result.stdout)
@@ -61,10 +64,13 @@ def test_a_demo_that_is_ended_leaves_nothing_for_long(number, tmp_path, tmp_path
     cache, temporary = tmp_path / "cache", tmp_path_factory.mktemp("t")
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
     demo = subprocess.Popen(
-        [sys.executable, "-m", "swarm_client", "demo"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-m", "swarm_client", "demo", *SHIPPED],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
     )
     swarms = cache / "swarm" / "swarms"
-    wait_for(lambda: len(list(swarms.glob("demo-*/*.json"))) == 4, "the servers of the demo are there")
+    wait_for(lambda: len(list(swarms.glob("demo-*/*.json"))) == 3, "the servers of the demo are there")
     demo.send_signal(number)
     _, errors = demo.communicate()
     assert demo.returncode == (-number if number == signal.SIGKILL else 128 + number)
@@ -112,6 +118,7 @@ MISTAKES = {
     "no-data": (["finetune", "--data", "nowhere.txt", "--output", "x"], "nowhere.txt does not exist", WRONG),
     "rank": (["finetune", "--data", "x", "--output", "x", "--rank", "0"], "rank is 0: expected at least 1", WRONG),
     "demo": (["demo", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),
+    "demo-model": (["demo", "--model", "/nowhere/model"], "/nowhere/model does not exist", WRONG),
 }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from swarm_client.generation.generation import load_tokenizer
+from swarm_client.generation.generation import load_tokenizer, stream_text
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
@@ -80,3 +82,26 @@ def test_a_tokenizer_does_not_lead_out_of_the_directory(tmp_path):
     (tmp_path / "model" / TOKENIZER).symlink_to(tmp_path / TOKENIZER)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*: expected the file itself"):
         load_tokenizer(str(tmp_path / "model"))
+
+
+class Echo:
+    """Stands for a model that answers with the prompt."""
+
+    device = torch.device("cpu")
+
+    def generate(self, ids: torch.Tensor, *, attention_mask: torch.Tensor, streamer: Any, **_options: Any) -> Any:
+        assert attention_mask.shape == ids.shape and attention_mask.all()
+        for part in (ids, *ids[0, :, None]):
+            streamer.put(part)
+        streamer.end()
+        return torch.cat([ids, ids], 1)
+
+
+def test_a_question_is_asked_by_the_chat_template_and_a_text_is_continued(capsys):
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %} Answer:"
+    asked = stream_text(Echo(), tokenizer, "Why", TextOptions(max_new_tokens=3, temperature=0), is_question=True)
+    assert asked.token_ids == tokenizer("<user>Why Answer:", add_special_tokens=False).input_ids
+    assert capsys.readouterr().out == "Why\n<user>Why Answer:\n"
+    continued = stream_text(Echo(), tokenizer, "Why", TextOptions(max_new_tokens=3, temperature=0))
+    assert continued.token_ids == tokenizer("Why").input_ids

@@ -7,11 +7,31 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.describing import describe
-from tests.zoo import SUPPORTED, make_config
+from swarm_protocol.checkpoints.hollow_model import load_whole_model
+from tests.gguf_files import write_gguf
+from tests.zoo import SUPPORTED, make_config, save_checkpoint
+
+
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
+def test_a_whole_model_computes_what_transformers_makes_of_its_files(format, tmp_path):
+    path, options = tmp_path, {}
+    if format == "gguf":
+        pytest.importorskip("gguf", reason="needs gguf: pip install 'swarm-lm[gguf]'")
+        path, options = tmp_path / "tiny.gguf", {"gguf_file": "tiny.gguf"}
+        write_gguf(path, type="Q8_0")
+    else:
+        save_checkpoint("mixtral", tmp_path)
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        found = load_whole_model(Checkpoint.open(path))(ids).logits
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options).eval()(ids).logits
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def test_threads_that_describe_models_at_once_leave_initialisation_switched_on():
