@@ -61,6 +61,16 @@ LATENT = dict(
     moe_intermediate_size=32,
     n_shared_experts=1,
 )
+INDEXED = dict(
+    {name: value for name, value in LATENT.items() if name != "num_local_experts"},
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    q_lora_rank=32,
+    index_topk=SLIDING,  # so that the index leaves positions out
+    index_head_dim=16,
+    index_n_heads=16,  # with few heads, scores of exactly 0 are equal
+)
 MAMBA = dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, vocab_size=VOCAB, **TOKENS)
 
 CONFIGS: dict[str, tuple[str, dict]] = {
@@ -189,6 +199,26 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **TOKENS,
         ),
     ),
+    # -- blocks with an index that chooses what is attended to
+    "deepseek_v32": ("deepseek_v32", dict(INDEXED, n_group=2, first_k_dense_replace=2)),
+    "axk2": ("axk2", INDEXED),
+    "glm_moe_dsa": ("glm_moe_dsa", INDEXED),
+    "dots3_note_text": (
+        "dots3_note_text",
+        dict(
+            INDEXED,
+            sliding_window=SLIDING,
+            shared_experts_intermediate_size=32,
+            head_dim=24,
+            swa_num_attention_heads=2,
+            swa_num_key_value_heads=2,
+            swa_q_lora_rank=32,
+            swa_kv_lora_rank=32,
+            swa_head_dim=24,
+            swa_qk_nope_head_dim=16,
+            swa_v_head_dim=16,
+        ),
+    ),
     # -- blocks with convolutions, or with recurrent states
     "lfm2": ("lfm2", dict(COMMON, layer_types=CONVOLUTIONS, block_auto_adjust_ff_dim=False)),
     "lfm2_moe": ("lfm2_moe", dict(COMMON, **EXPERTS, layer_types=CONVOLUTIONS, num_dense_layers=2)),
@@ -276,12 +306,11 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     ),
     "gemma4_text": ("gemma4_text", dict(SMALL_HEADS, sliding_window=SLIDING)),
     "recurrent_gemma": ("recurrent_gemma", dict(SMALL_HEADS, lru_width=HIDDEN, attention_window_size=SLIDING)),
-    "deepseek_v32": ("deepseek_v32", dict(COMMON, num_key_value_heads=HEADS)),
 }
 
 MODEL_TYPES = frozenset(model_type for model_type, _ in CONFIGS.values())
 CONFIGS = {name: entry for name, entry in CONFIGS.items() if entry[0] in CONFIG_MAPPING}  # before 5.23 there is no lfm3
-REJECTED = ("gemma3n_text", "gemma4_text", "recurrent_gemma", "deepseek_v32")
+REJECTED = ("gemma3n_text", "gemma4_text", "recurrent_gemma")
 SUPPORTED = tuple(name for name in CONFIGS if name not in REJECTED)
 WITH_STATES = SUPPORTED[SUPPORTED.index("lfm2") :]
 # Whose blocks are made like those of another member: the slow tests have these too.
@@ -290,7 +319,7 @@ ALIKE = (
     *("kimi_linear", "bailing_hybrid", "bamba", "granitemoehybrid", "mamba", "falcon_mamba"),
     *("opt", "gpt_neox", "qwen2", "qwen2_moe", "qwen3", "gemma", "gemma2", "phi3", "olmo3", "stablelm", "starcoder2"),
     *("cohere", "glm", "glm4", "granite", "smollm3", "nemotron", "falcon-40b", "gptj", "qwen2-sliding", "qwen3_moe"),
-    *("phi", "olmo2", "exaone4"),
+    *("phi", "olmo2", "exaone4", "axk2", "glm_moe_dsa"),
 )
 
 _TASKS = {"causal-lm": AutoModelForCausalLM, "sequence-classification": AutoModelForSequenceClassification}

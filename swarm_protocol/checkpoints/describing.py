@@ -34,18 +34,22 @@ _HANDS_OVER = "its blocks hand one another more than hidden states"
 _STATE_IN_BLOCKS = (
     "its blocks keep their recurrent state in themselves instead of a cache, for one generation at a time"
 )
+_STREAMS = "its blocks hand one another several streams of hidden states"
 REJECTED: dict[str, str] = {
+    "deepseek_v4": f"{_STREAMS}, keep tokens that are not compressed yet, and choose experts by token ids",
     "gemma3n": _SHARES,
     "gemma3n_text": _SHARES,
     "gemma4": _SHARES,
     "gemma4_text": _SHARES,
+    "hy_v4": f"{_STREAMS}, and the positions that an index has chosen",
+    "qwen4_exp_text": _STREAMS,
     "recurrent_gemma": _STATE_IN_BLOCKS,
     "zamba": _SHARES,
     "zamba2": _SHARES,
     "zaya": _HANDS_OVER,
 }
 
-ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 STATE_TYPES = {"conv", "linear_attention", "hybrid"}  # blocks with a state of fixed size, beside attention or without
 NO_CACHE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = ATTENTION_TYPES | STATE_TYPES | NO_CACHE_TYPES
@@ -116,6 +120,8 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _unsupported(config, f"it has blocks of type {', '.join(sorted(others))}, which servers do not know")
     if getattr(config, "num_kv_shared_layers", 0):
         raise _unsupported(config, _SHARES)
+    if "shared" in (getattr(config, "indexer_types", None) or ()):
+        raise _unsupported(config, "its blocks hand one another the positions that an index has chosen")
     for name in ("num_hidden_layers", "hidden_size"):
         if not isinstance(getattr(config, name, None), int):
             raise _unsupported(config, f"its config does not say {name}")

@@ -77,7 +77,7 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
     try_rows: what ``steps_of_two_lengths`` gives.
     """
     views = stack.views(stack.span)
-    if not all(replaceable(view.config) for view in views):
+    if layout.has_index or not all(replaceable(view.config) for view in views):
         return Ways(refusal="attention cannot be taken over")
     types = {view.device.type for view in views}
     if types == {"cuda"}:
@@ -144,7 +144,7 @@ def with_replays(
 
 def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:
     """Why steps of these blocks cannot be written down; None: they may be."""
-    if layout.has_states:
+    if layout.has_states or layout.has_index:
         return "blocks remember more than keys and values"
     if not stack.row_independent:
         return "what a row gives depends on the other rows"

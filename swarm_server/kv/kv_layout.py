@@ -25,12 +25,14 @@ class BlockFacts:
         keys, values: None for blocks without them.
         window: how many positions its attention looks at, None for all.
         slots: what it remembers besides.
+        index: keys by which an index chooses the positions that attention looks at, [1 head, width]; None: it has none.
     """
 
     keys: Channel | None
     values: Channel | None
     window: int | None
     slots: tuple[Slot, ...] = ()
+    index: Channel | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class StackLayout:
         """Whether some blocks remember more than keys and values."""
         return any(block.slots for block in self.blocks)
 
+    @property
+    def has_index(self) -> bool:
+        """Whether some blocks choose the positions that they attend to."""
+        return any(block.index for block in self.blocks)
+
     def part(self, span: Span, keeps_outputs: bool, windows: bool = True) -> PageLayout:
         """What a session over ``span`` stores. Without ``windows``, every block keeps all positions."""
         facts = self.blocks[span.start - self.hosted.start : span.end - self.hosted.start]
@@ -78,8 +85,9 @@ class StackLayout:
             window = block.window if windows else None
             group = numbers.setdefault(window, len(numbers))
             start = len(channels.setdefault(window, []))
-            channels[window] += [block.keys, block.values]
-            places.append(ChannelPlace(group, start, start + 1))
+            stored = [channel for channel in (block.keys, block.values, block.index) if channel is not None]
+            channels[window] += stored
+            places.append(ChannelPlace(group, start, start + 1, start + 2 if block.index is not None else None))
         outputs_group = None
         if keeps_outputs:
             outputs_group = numbers.setdefault(None, len(numbers))
@@ -89,17 +97,30 @@ class StackLayout:
         return PageLayout(groups, tuple(places), outputs_group, slots if any(slots) else ())
 
 
+class _TakesAll(StatesCache):
+    """A cache that stores all that blocks give it of one position."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.layers = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in range(num_blocks)]
+        super().__init__([*self.layers])
+        self.index_keys: dict[int, torch.Tensor] = {}  # by block
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        self.index_keys[layer_idx] = keys
+        return keys
+
+
 def _probed(stack: BlockStack) -> list[BlockFacts]:
-    layers = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in stack.span]  # they take all there is
-    cache = StatesCache([*layers])
+    cache = _TakesAll(len(stack.span))
     with torch.inference_mode():
         hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
         stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
     windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=stack.config).layers]
-    return [_facts(layer, window) for layer, window in zip(layers, windows, strict=True)]
+    return [_facts(cache, block, window) for block, window in enumerate(windows)]
 
 
-def _facts(layer: LinearAttentionAndFullAttentionLayer, window: int | None) -> BlockFacts:
+def _facts(cache: _TakesAll, block: int, window: int | None) -> BlockFacts:
+    layer, index_keys = cache.layers[block], cache.index_keys.get(block)
     slots = [
         Slot(is_convolution, index, tuple(state.shape[1:]), state.dtype, state.device)
         for is_convolution, states in ((True, layer.conv_states), (False, layer.recurrent_states))
@@ -108,7 +129,8 @@ def _facts(layer: LinearAttentionAndFullAttentionLayer, window: int | None) -> B
     ]
     if layer.keys is None or layer.values is None:
         return BlockFacts(None, None, None, tuple(slots))
-    return BlockFacts(_channel(layer.keys), _channel(layer.values), window, tuple(slots))
+    index = None if index_keys is None else _channel(index_keys[:, None])
+    return BlockFacts(_channel(layer.keys), _channel(layer.values), window, tuple(slots), index)
 
 
 def _channel(tensor: torch.Tensor) -> Channel:

@@ -30,7 +30,7 @@ GROWTH_TOKENS = 64  # least room of a page for a row whose page is full
 
 @dataclass(frozen=True)
 class Channel:
-    """What is stored of every position: the keys or the values of one block, or the outputs of the last one.
+    """What is stored of every position: keys, values or an index's keys of one block, or the outputs of the last one.
 
     Attributes:
         device: that of the block.
@@ -51,7 +51,7 @@ class Group:
     """Channels that keep the same positions: all of them, or a window.
 
     Attributes:
-        channels: keys and values of some blocks, and at last the outputs if they are kept.
+        channels: keys, values and index keys of some blocks, and at last the outputs if they are kept.
         window: how many positions attention looks at; None for all.
     """
 
@@ -85,11 +85,16 @@ class Group:
 
 @dataclass(frozen=True)
 class ChannelPlace:
-    """Where a block's keys and values are: which group, and which of its channels."""
+    """Where a block's keys and values are: which group, and which of its channels.
+
+    Attributes:
+        index: the channel of the index's keys; None for blocks without an index.
+    """
 
     group: int
     keys: int
     values: int
+    index: int | None = None
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,13 @@ class BlockRuns:
     Attributes:
         runs: the positions to attend to; the new ones are the last of each.
         keys, values: for each run the channels of its pages.
+        index: the channels of an index's keys; empty for blocks without an index.
     """
 
     runs: tuple[Run, ...]
     keys: tuple[int, ...]
     values: tuple[int, ...]
+    index: tuple[int, ...] = ()
 
 
 class StatesCache(Cache):
@@ -101,6 +103,13 @@ class RowsCache(StatesCache):
         if self.in_place:
             return keys, values
         return self._aligned(block.keys, keys), self._aligned(block.values, values)
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Stores an index's keys [rows, new, width]; returns those of all positions, [rows, length, width]."""
+        block = self._current = self._blocks[layer_idx]
+        for run, channel in zip(block.runs, block.index, strict=True):
+            _write(run, channel, keys[:, None])
+        return self._aligned(block.index, keys[:, None])[:, 0]
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> BlockRuns:
         block = self._current = self._blocks[layer]

@@ -12,7 +12,7 @@ PLURALS = {"bias": "biases", "other": "others", "experts": "fused experts"}
 class Left:
     """Parameters of one module that stay as they were: ``kind`` groups them, ``name`` finds them in the block."""
 
-    kind: str  # "linear", "experts", "router", "norm", "bias" or "other"
+    kind: str  # "linear", "experts", "router", "index", "norm", "bias" or "other"
     name: str
     num_params: int
     size_bytes: int

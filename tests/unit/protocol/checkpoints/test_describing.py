@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from transformers import (
     BertConfig,
+    DeepseekV4Config,
     Gemma3Config,
     GraniteMoeConfig,
+    HYV4Config,
     LlamaConfig,
     OpenAIGPTConfig,
     PreTrainedConfig,
@@ -52,6 +54,7 @@ def test_which_families_return_tuples() -> None:
         "falcon-7b",
         "falcon-40b",
         "falcon_h1",
+        "glm_moe_dsa",
         "gpt_neo",
         "mpt",
     }
@@ -76,8 +79,10 @@ REFUSED = {
     "gemma3n_text": (make_config("gemma3n_text"), "share keys, values or embeddings"),
     "gemma4_text": (make_config("gemma4_text"), "share keys, values or embeddings"),
     "recurrent_gemma": (make_config("recurrent_gemma"), "keep their recurrent state in themselves"),
+    "deepseek_v4": (DeepseekV4Config(), "keep tokens that are not compressed yet"),
+    "glm_moe_dsa": (make_config("glm_moe_dsa", index_topk_freq=3), "hand one another the positions"),
+    "hy_v4": (HYV4Config(), "several streams of hidden states"),
     "zaya": (ZayaConfig(), "hand one another more than hidden states"),
-    "deepseek_v32": (make_config("deepseek_v32"), "blocks of type indexed_attention"),
     "t5": (T5Config(), "encoder-decoder"),
     "gemma3": (Gemma3Config(), "wraps a text model"),
     "bert": (BertConfig(**SMALL), "token embedding is not beside"),

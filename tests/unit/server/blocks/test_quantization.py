@@ -300,7 +300,7 @@ def hidden_of(output) -> torch.Tensor:
 
 
 def routers(block: nn.Module) -> list[nn.Module]:
-    return [part for part in block.modules() if "Router" in type(part).__name__]
+    return [part for part in block.modules() if type(part).__name__.endswith(("Router", "Indexer"))]
 
 
 def recorder(answers: list):
@@ -315,9 +315,9 @@ def replay(block: nn.Module, answers: list) -> list:
 
 
 def is_matrix(name: str, module: nn.Module) -> bool:
-    """Whether int8 applies: not to a gate of experts, nor where a family's own code reads the weight."""
-    kept = ("shared_expert_gate", "dt_proj")
-    return type(module) in (nn.Linear, FalconLinear, Conv1D) and not name.endswith(kept)
+    """Whether int8 applies: not to a gate of experts or an index, nor where a family's own code reads the weight."""
+    kept = name.endswith(("shared_expert_gate", "dt_proj")) or ".indexer." in name
+    return type(module) in (nn.Linear, FalconLinear, Conv1D) and not kept
 
 
 def matrices(block: nn.Module) -> tuple[int, int]:
@@ -349,10 +349,11 @@ def test_int8_blocks_of_every_family(name):
         assert error(output, original.run(round_weights(block), index)) < 0.001, index
 
         assert (report.num_linears, report.num_expert_weights) == matrices(block)
-        assert {part.kind for part in report.left} <= {"router", "norm", "bias", "other"}
+        assert {part.kind for part in report.left} <= {"router", "index", "norm", "bias", "other"}
         num_params = sum(param.numel() for param in block.parameters())
         assert report.quantised_params + report.left_params == num_params
-        assert report.left_params < 0.05 * num_params
+        index_params = sum(part.num_params for part in report.left if ".indexer." in part.name)
+        assert report.left_params < 0.05 * num_params + index_params
 
 
 @pytest.mark.parametrize("name", families())

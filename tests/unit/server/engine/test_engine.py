@@ -29,7 +29,8 @@ OF_STATES = 2e-4  # families compute several tokens of a recurrence in another w
 HOSTED = Span(0, BLOCKS)
 PLENTY = 1 << 30
 UNLIKE = tuple(name for name in SUPPORTED if name not in ALIKE)
-KINDS = ("llama", "mistral-sliding", "llama4_text", "lfm2", "qwen3_next")  # all positions, windows, chunks, two states
+# All positions, windows, chunks, an index, two states
+KINDS = ("llama", "mistral-sliding", "llama4_text", "deepseek_v32", "lfm2", "qwen3_next")
 OF_KINDS = pytest.mark.parametrize("engine", always(*KINDS, among=UNLIKE), indirect=True)
 
 
