@@ -101,8 +101,8 @@ class _TakesAll(StatesCache):
     """A cache that stores all that blocks give it of one position."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.layers = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in range(num_blocks)]
-        super().__init__([*self.layers])
+        self.blocks = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in range(num_blocks)]
+        super().__init__([*self.blocks])
         self.index_keys: dict[int, torch.Tensor] = {}  # by block
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _probed(stack: BlockStack) -> list[BlockFacts]:
 
 
 def _facts(cache: _TakesAll, block: int, window: int | None) -> BlockFacts:
-    layer, index_keys = cache.layers[block], cache.index_keys.get(block)
+    layer, index_keys = cache.blocks[block], cache.index_keys.get(block)
     slots = [
         Slot(is_convolution, index, tuple(state.shape[1:]), state.dtype, state.device)
         for is_convolution, states in ((True, layer.conv_states), (False, layer.recurrent_states))

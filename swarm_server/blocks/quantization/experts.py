@@ -58,8 +58,7 @@ def deciding_parts(block: torch.nn.Module) -> set[torch.nn.Module]:
     They are tiny, and the error of a decision is not bounded by the error of the weight.
     """
     beside_experts = {child for part in block.modules() if hasattr(part, "experts") for child in part.children()}
-    indexes = [part.indexer for part in block.modules() if isinstance(getattr(part, "indexer", None), torch.nn.Module)]
-    return beside_experts.union(*(index.modules() for index in indexes))
+    return beside_experts | {part for name, part in block.named_modules() if "indexer" in name.split(".")}
 
 
 def _activate(experts: Any, up: torch.Tensor) -> torch.Tensor:
