@@ -56,6 +56,7 @@ test-newest test-oldest: test-%:
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not cuda and not browser" tests/unit/protocol/checkpoints \
 	    tests/swarm/test_families_remote.py tests/swarm/test_serve.py tests/swarm/test_finetune.py
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests/swarm/test_lora.py tests/training/test_runs.py
+	$(BIN)/python -m tests.exact_types --check
 	$(BIN)/python -m swarm_client demo
 	$(BIN)/python -m swarm_client doctor
 

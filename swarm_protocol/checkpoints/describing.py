@@ -34,6 +34,7 @@ _HANDS_OVER = "its blocks hand one another more than hidden states"
 _STATE_IN_BLOCKS = (
     "its blocks keep their recurrent state in themselves instead of a cache, for one generation at a time"
 )
+_ATTENDS_TWICE = "each of its blocks attends twice, with two entries of the cache where a server keeps one"
 _STREAMS = "its blocks hand one another several streams of hidden states"
 REJECTED: dict[str, str] = {
     "deepseek_v4": f"{_STREAMS}, keep tokens that are not compressed yet, and choose experts by token ids",
@@ -41,6 +42,8 @@ REJECTED: dict[str, str] = {
     "gemma3n_text": _SHARES,
     "gemma4": _SHARES,
     "gemma4_text": _SHARES,
+    "inkling2_text": _HANDS_OVER,
+    "longcat_flash": _ATTENDS_TWICE,
     "hy_v4": f"{_STREAMS}, and the positions that an index has chosen",
     "qwen4_exp_text": _STREAMS,
     "recurrent_gemma": _STATE_IN_BLOCKS,
@@ -50,7 +53,8 @@ REJECTED: dict[str, str] = {
 }
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
-STATE_TYPES = {"conv", "linear_attention", "hybrid"}  # blocks with a state of fixed size, beside attention or without
+# Blocks with a state of fixed size, beside attention or without
+STATE_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
 NO_CACHE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = ATTENTION_TYPES | STATE_TYPES | NO_CACHE_TYPES
 
@@ -61,8 +65,10 @@ MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "use_cache")
 BLOCK_ARGUMENTS = {
     "alibi",
     "attention_mask",
+    "attention_scaling",
     "cache_position",
     "causal_mask",
+    "conv_mask",
     "head_mask",
     "mamba_attention_mask",
     "position_bias",

@@ -90,7 +90,8 @@ class BlockStack:
     @property
     def row_independent(self) -> bool:
         """Whether a row's result does not depend on how long the other rows are, or on how a prompt is cut."""
-        return not rope_depends_on_length(self.config)
+        counts_padding = getattr(self.config, "log_scaling_n_floor", None) is not None  # inkling: as positions
+        return not (counts_padding or rope_depends_on_length(self.config))
 
     def view(self, span: Span) -> BlockStack:
         """The stack of the blocks of ``span``, sharing weights with this one.

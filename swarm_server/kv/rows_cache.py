@@ -265,7 +265,7 @@ def _attend_parts(
         output = piece if output is None else output.add_(piece)
         position += part.shape[2]
     assert output is not None
-    return output.view(rows, heads, num_new, -1).transpose(1, 2)
+    return output.view(rows, heads, num_new, -1).transpose(1, 2).contiguous()  # as from transformers' function
 
 
 # ---------------------------------------------------------------- standing in for an attention function

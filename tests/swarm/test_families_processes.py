@@ -1,10 +1,9 @@
-"""Every family that the README names is loaded by a client, and by a server that computes as the local model."""
+"""Every family of the zoo is loaded by a client, and by a server that computes as the local model."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
 import ssl
 from collections.abc import Sequence
@@ -16,22 +15,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarm_client.demo.local_cluster import LocalCluster, LocalServer
-from swarm_client.model.model import load_client
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import decode
 from swarm_protocol.wire.constants import WIRE_VERSION
+from tests.splitting import require_that_a_client_loads_its_own
 from tests.swarm.raw_client import RawClient
 from tests.swarm.target import wire
 from tests.swarm.waiting import DEADLINE_S
-from tests.zoo import BLOCKS, CONFIGS, MODEL_TYPES, PAD, REJECTED, SUPPORTED, VOCAB, save_checkpoint
+from tests.zoo import BLOCKS, CONFIGS, PAD, SUPPORTED, VOCAB, save_checkpoint
 
 AT_ONCE = 4  # processes
 PROMPT, NEW = 11, 3
 TOLERANCE = 1e-4  # relative; the zoo's large weights amplify rounding, by which servers differ (oneDNN, other batches)
-README = Path(__file__).parents[2] / "README.md"
 FAMILIES = list({CONFIGS[name][0]: name for name in SUPPORTED}.values())  # one of each
 IN_PROMISE = ["llama", "gpt_oss", "qwen3_next", "bamba"]  # all positions, windows, two kinds of states
 OTHERS = [name for name in FAMILIES if name not in IN_PROMISE]
@@ -39,12 +37,6 @@ WAVES = [
     pytest.param(IN_PROMISE, marks=pytest.mark.promise("every family that is named is hosted by server processes")),
     *(OTHERS[start : start + AT_ONCE] for start in range(0, len(OTHERS), AT_ONCE)),
 ]
-
-
-@pytest.mark.promise("the README names every family that is tested")
-def test_every_family_that_the_readme_names_is_tested() -> None:
-    listed = re.search(r"Tested[^:]*: (.*?)\.\s", README.read_text().partition("## Models")[2], re.DOTALL)[1]
-    assert set(re.split(r",\s+", listed)) == MODEL_TYPES - set(REJECTED)
 
 
 @pytest.mark.parametrize("names", WAVES, ids=", ".join)
@@ -56,7 +48,7 @@ def test_server_processes(names: Sequence[str], cluster: LocalCluster, identitie
         cluster.wait_ready(servers)
         for name, server in zip(names, servers, strict=True):
             check(server, tmp_path / name)
-            check_client(tmp_path / name)
+            require_that_a_client_loads_its_own(tmp_path / name)
     finally:
         for server in servers:
             server.kill()
@@ -100,14 +92,6 @@ def check(server: LocalServer, directory: Path) -> None:
     for output, expected in zip([*steps, decode(without_cache.replies[0].output)], [*outputs, outputs[0]], strict=True):
         error = float((output - expected).abs().max() / expected.abs().max())
         assert error <= TOLERANCE, f"{directory.name}: {error}"
-
-
-def check_client(directory: Path) -> None:
-    """A client loads what is its own of the model."""
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    client = load_client(Checkpoint.open(directory), AutoModelForCausalLM, torch.float32, torch.device("cpu"))
-    own = client.state_dict()
-    assert own and all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in own.items())
 
 
 def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
