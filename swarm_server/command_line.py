@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT, add_member_flags
-from swarm_protocol.checkpoints.default_model import check_location, locate, with_gguf_file
+from swarm_protocol.checkpoints.default_model import FROM_SWARM, check_location, locate, with_gguf_file
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
@@ -52,7 +52,20 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, default = parser.add_argument, ServerConfig
-    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name, directory, GGUF file, or smollm2")
+    add(
+        "--model",
+        metavar="NAME_OR_PATH",
+        help="hub name, directory, GGUF file, smollm2, or swarm://NAME, whose files members give; without it, the "
+        f"only model of the swarm at --initial-peers, or {default.model}",
+    )
+    add(
+        "--share-weights",
+        default=default.share_weights,
+        metavar="auto|never|RATE",
+        help="give the model's files to members that have none: at a rate that leaves sessions alone, or so many bytes "
+        "per second, such as 10MB",
+    )
+    add("--weights", default=default.weights, metavar="SHA256", help="of the files to take from others, if they differ")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
     add(
@@ -223,7 +236,9 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
         incoming_bytes=parse_size(args.incoming_memory),
         chunk_tokens=args.chunk_tokens,
         max_sessions=args.max_sessions,
-        model=with_gguf_file(args.model, args.gguf_file),
+        model=with_gguf_file(args.model or _usual_model(args), args.gguf_file),
+        share_weights=args.share_weights,
+        weights=args.weights,
         model_revision=args.revision,
         blocks=None if args.blocks is None else Span.parse(args.blocks),
         initial_blocks=None if args.initial_blocks is None else Span.parse(args.initial_blocks),
@@ -254,6 +269,12 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
     )
 
 
+def _usual_model(args: argparse.Namespace) -> str:
+    """What is served if no model is named."""
+    joins_others = (args.initial_peers or args.discover) and args.gguf_file is None
+    return FROM_SWARM if joins_others else ServerConfig.model
+
+
 def require_train_flags(argv: list[str]) -> None:
     """Raises ValueError if something is typed that says nothing about a stage of a run."""
     typed_here = typed_flags(make_parser(), argv)
@@ -269,7 +290,8 @@ def require_train_flags(argv: list[str]) -> None:
 
 def check_files(config: ServerConfig) -> None:
     """Raises ValueError if something is not where the arguments say it is."""
-    check_location(locate(config.model), config.model_revision)
+    if not config.model.startswith(FROM_SWARM):
+        check_location(locate(config.model), config.model_revision)
     if config.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
         raise ValueError("--metrics-port needs one more package: pip install 'swarm-lm[metrics]'")
     if config.identity is not None and not config.identity.parent.is_dir():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 DEFAULT_MODEL = "tiny-python-docs"
 SMALL_CHAT_MODEL = "smollm2"
+FROM_SWARM = "swarm://"  # before the name of a model that other members give their files of
 _MODELS = Path(__file__).parents[1] / "models"
 
 

@@ -72,7 +72,7 @@ class OfferingMembers:
             if manifest.digest == wanted:
                 return manifest
         offered = ", ".join(sorted({manifest.digest.hex() for manifest in manifests}))
-        raise CheckpointError(f"no member of the swarm offers the weights {wanted.hex()}: expected one of {offered}")
+        raise CheckpointError(f"no member offers the weights {wanted.hex()}: expected one of {offered}")
 
     def _offers(self, server: ServerRecord) -> bool:
         is_there = server.state in (ServerState.ONLINE, ServerState.DRAINING)

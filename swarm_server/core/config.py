@@ -150,7 +150,7 @@ class ServerConfig:
                 is_rate = False
             if not is_rate:
                 raise ValueError(
-                    f"share_weights {self.share_weights!r} is not understood: expected auto, never, or bytes per second, "
+                    f"share_weights {self.share_weights!r} is unknown: expected auto, never, or bytes per second, "
                     "such as 10MB"
                 )
         if self.weights and not re.fullmatch(r"[0-9a-f]{64}", self.weights):

@@ -186,6 +186,8 @@ class SpanLoader:
 
     def _load(self, span: Span) -> Stack:
         gc.collect()  # what was hosted before
+        block_index, blocks = self._checkpoint.family.block_index, frozenset(span)
+        self._checkpoint.stored(lambda name: block_index(name) in blocks)  # what comes from others comes at once
         report = Report(self._config.quant)
         cache = WeightCache(self._config.weight_cache_bytes)
         layers = {device: PackedLayers(cache, self._config.quant, device, self._dtype) for device in self._devices}

@@ -79,6 +79,13 @@ class Presence:
         if not await self._dht.publish(self.record()):
             _logger.warning("the swarm did not take this server's record; trying again in %g s", REFRESH_S)
 
+    async def keep_offer(self) -> None:
+        """Finds out what can be offered, and says so at once."""
+        before = self.offering.digest
+        await self.offering.refresh()
+        if self.offering.digest != before:
+            await self.publish()
+
     async def keep_membership(self) -> None:
         """Publishes to those who are met at once, not only when the record is due."""
         if await self._membership.keep():

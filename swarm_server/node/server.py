@@ -7,23 +7,25 @@ import ipaddress
 import logging
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import locate
+from swarm_protocol.checkpoints.default_model import FROM_SWARM, locate
 from swarm_protocol.checkpoints.family import has_experts
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
-from swarm_protocol.errors import SwarmError
+from swarm_protocol.errors import CheckpointError, SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.process.routine import repeat
+from swarm_protocol.sharing.obtaining import NothingServed, SharingSwarm, open_served
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.dialing import Dialer
-from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.members import Membership as TunnelMembership
 from swarm_protocol.verification.statements import Signer
 from swarm_server.blocks.products import described, multiplied_by
 from swarm_server.core.access import ServerAccess
@@ -36,7 +38,7 @@ from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
 from swarm_server.node.addresses import bind
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
-from swarm_server.node.joining import join
+from swarm_server.node.joining import Membership, join
 from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
 from swarm_server.node.preloaded import check_adapters
 from swarm_server.node.presence import Presence
@@ -84,8 +86,8 @@ class Server:
         counters = Counters()
         async with AsyncExitStack() as cleanup:
             exporter = await _export(self.config, counters, cleanup)
-            starting = await _start(self.config, counters, cleanup)
-            joined = await _join(starting, cleanup)
+            starting, membership = await _start(self.config, counters, cleanup)
+            joined = await _join(starting, membership, cleanup)
             network_probe = NetworkProbe(starting.channels)
             liars = Liars()
             monitor = PeerMonitor(joined, network_probe, liars)
@@ -135,7 +137,7 @@ class Server:
         self, presence: Presence, mover: Mover, judge: Judge, losing_daemon: asyncio.Task[SwarmError]
     ) -> None:
         """Until ``stop``, or until there is no libp2p daemon any more."""
-        offering = asyncio.ensure_future(presence.offering.refresh())
+        offering = asyncio.ensure_future(presence.keep_offer())
         stopping = asyncio.ensure_future(self._stop.wait())
         tasks = [
             stopping,
@@ -146,7 +148,7 @@ class Server:
             asyncio.ensure_future(repeat(presence.keep_revocations, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(repeat(judge.publish, (REFRESH_S, REFRESH_S))),
             asyncio.ensure_future(repeat(judge.judge_others, _JUDGE_S)),
-            asyncio.ensure_future(repeat(presence.offering.refresh, _OFFER_S)),
+            asyncio.ensure_future(repeat(presence.keep_offer, _OFFER_S)),
             asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S))),
         ]
         try:
@@ -169,8 +171,17 @@ async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitSt
     return exporter
 
 
-async def _start(config: ServerConfig, counters: Counters, cleanup: AsyncExitStack) -> Starting:
-    checkpoint = await asyncio.to_thread(Checkpoint.open, locate(config.model), config.model_revision)
+async def _start(
+    config: ServerConfig, counters: Counters, cleanup: AsyncExitStack
+) -> tuple[Starting, Membership | None]:
+    """The membership: if the swarm had to be joined to find the model."""
+    access, streams = ServerAccess.of(config), DaemonStreams()
+    credentials = ClientCredentials(access.identity, access.token)
+    dialer = Dialer(credentials, streams, TunnelMembership(access.identity, access.token))
+    cleanup.push_async_callback(dialer.close)
+    channels = ChannelPool(dialer.connect)
+    cleanup.push_async_callback(channels.close)
+    checkpoint, membership = await _open(config, access, streams, channels, cleanup)
     await asyncio.to_thread(check_adapters, config.adapters, checkpoint.family, checkpoint.config)
     given = config.blocks or config.initial_blocks
     if given is not None:
@@ -182,19 +193,47 @@ async def _start(config: ServerConfig, counters: Counters, cleanup: AsyncExitSta
     if given is not None:  # nothing to find out first: load while joining
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
-    access = ServerAccess.of(config)
-    streams = DaemonStreams()
-    credentials = ClientCredentials(access.identity, access.token)
-    dialer = Dialer(credentials, streams, Membership(access.identity, access.token))
-    cleanup.push_async_callback(dialer.close)
-    channels = ChannelPool(dialer.connect)
-    cleanup.push_async_callback(channels.close)
-    return Starting(config, access, checkpoint, devices, dtype, channels, loader, counters, streams)
+    return Starting(config, access, checkpoint, devices, dtype, channels, loader, counters, streams), membership
 
 
-async def _join(starting: Starting, cleanup: AsyncExitStack) -> Joined:
+async def _open(
+    config: ServerConfig, access: ServerAccess, streams: DaemonStreams, channels: ChannelPool, cleanup: AsyncExitStack
+) -> tuple[Checkpoint, Membership | None]:
+    """The model that the configuration names, or that the swarm serves; what is not here or on the hub, from there."""
+    failure: CheckpointError | None = None
+    if not config.model.startswith(FROM_SWARM):
+        try:
+            return await asyncio.to_thread(Checkpoint.open, locate(config.model), config.model_revision), None
+        except CheckpointError as error:
+            if Path(config.model).exists() or not (config.initial_peers or config.discover):
+                raise
+            failure = error
+    membership = await join(config, access, cleanup)
+    streams.daemon = lambda: membership.dht.p2p
+    loop, dht = asyncio.get_running_loop(), membership.dht
+    swarm = SharingSwarm(
+        dht.models, dht.view, channels.stub, lambda fetching: asyncio.run_coroutine_threadsafe(fetching, loop).result()
+    )
+    name = config.model.removeprefix(FROM_SWARM)
+    try:
+        opening = open_served(
+            swarm, name, config.model_revision, config.weights, asks_hub=not name and config.model == FROM_SWARM
+        )
+        return await opening, membership
+    except NothingServed:
+        if name:
+            raise
+        _logger.info("the swarm serves no model yet: taking %s", ServerConfig.model)
+        return await asyncio.to_thread(Checkpoint.open, locate(ServerConfig.model)), membership
+    except CheckpointError as error:
+        if failure is None:
+            raise
+        raise CheckpointError(f"{failure}; nor does it come from the swarm: {error}") from None
+
+
+async def _join(starting: Starting, membership: Membership | None, cleanup: AsyncExitStack) -> Joined:
     config = starting.config
-    membership = await join(config, starting.access, cleanup)
+    membership = membership or await join(config, starting.access, cleanup)
     certificate = Certificate.generate()
     own = membership.own_addresses()
     grpc_server, own.port = bind(own.grpc_host, config.port, certificate)
@@ -234,7 +273,8 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     config, membership = joined.starting.config, joined.membership
     peer = (await membership.dht.addresses())[0]
     swarm = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
-    model = "" if config.model == ServerConfig.model else f" --model {config.model}"
+    name = record.model if config.model.startswith(FROM_SWARM) else config.model
+    model = "" if name == ServerConfig.model else f" --model {name}"
     fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
@@ -135,7 +135,7 @@ class Offering:
 
     # ------------------------------------------------------------ for members
 
-    async def parts(self, caller: Caller) -> AsyncIterator[bytes]:
+    async def parts(self, caller: Caller) -> AsyncGenerator[bytes, None]:
         """The serialised offer. Raises RequestRejected if there is none, PeerBusy."""
         offered = self._require()
         with self._places.taken(caller):
@@ -145,7 +145,7 @@ class Offering:
                 await self._pass(len(data[at : at + PART_BYTES]))
                 yield data[at : at + PART_BYTES]
 
-    async def piece(self, caller: Caller, digest: bytes) -> AsyncIterator[bytes]:
+    async def piece(self, caller: Caller, digest: bytes) -> AsyncGenerator[bytes, None]:
         """A piece by its SHA-256. Raises RequestRejected if it is not offered, PeerBusy."""
         offered, found = self._require(), self._pieces.get(digest)
         if found is None or found[1] not in await self._held(offered, found[0]):

@@ -1,0 +1,176 @@
+"""Where a peer takes the files of a model from that its swarm serves: its own, the hub's, or those of other members."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+from swarm_protocol.checkpoints import default_model
+from swarm_protocol.checkpoints.checkpoint import Checkpoint, is_fingerprint
+from swarm_protocol.checkpoints.files import CONFIG, GGUF
+from swarm_protocol.checkpoints.formats.shards import INDEX, SINGLE
+from swarm_protocol.dht.claims import within_addresses
+from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.sharing.download import Download
+from swarm_protocol.sharing.manifest import Manifest
+from swarm_protocol.sharing.members import OfferingMembers
+from swarm_protocol.sharing.piece_store import PieceStore, remembered
+from swarm_protocol.sharing.swarm_files import Run, SwarmFiles
+
+_SHOWN_MODELS = 5
+_LOOKS, _LOOK_S = 10, 3.0  # for somebody who offers something
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SharingSwarm:
+    """The swarm as a peer sees it that has no copy.
+
+    Attributes:
+        models: names of the models that it serves, with their numbers of blocks.
+        view: the servers of one.
+        stub: connects to one of those.
+        run: runs a coroutine on the loop of all these, and waits for it in another thread.
+        on_wrong: is told the peer id of who sends wrong bytes.
+    """
+
+    models: Callable[[], Awaitable[dict[str, int]]]
+    view: Callable[[str, int], Awaitable[SwarmView]]
+    stub: Callable[[ServerRecord], Awaitable[BlocksStub]]
+    run: Run
+    on_wrong: Callable[[str], None] = lambda _peer_id: None
+
+
+class NothingServed(CheckpointError):
+    """The swarm serves no model at all."""
+
+
+async def open_served(
+    swarm: SharingSwarm, name: str, revision: str | None = None, weights: str = "", *, asks_hub: bool = True
+) -> Checkpoint:
+    """Open a model that the swarm serves: from this machine, the hub's cache, the hub, or members, in this order.
+
+    Args:
+        name: of the model; empty: the only one that the swarm serves.
+        revision: None: the one that most servers have.
+        weights: SHA-256 of the manifest to take from members, in hex; empty: the one that most of them offer.
+        asks_hub: whether the hub is asked at all, unless it is to be offline.
+
+    Raises:
+        CheckpointError: the swarm does not serve it, or its files are nowhere to be had; NothingServed.
+    """
+    name, num_blocks = _served(await swarm.models(), name)
+    view = partial(swarm.view, name, num_blocks)
+    revision = _revision((await view()).servers, name, revision)
+    if not weights:
+        found = await asyncio.to_thread(_own, name, revision, asks_hub and not constants.HF_HUB_OFFLINE)
+        if found is not None:
+            return found
+    members = OfferingMembers(revision, view, swarm.stub)
+    manifest = await _manifest(members, bytes.fromhex(weights) or None) or remembered(name, revision)
+    if manifest is None:
+        raise CheckpointError(
+            f"{name} is not on this machine, and no member of the swarm offers its files: expected a server without "
+            "--share-weights never"
+        )
+    store = PieceStore(manifest)
+    _logger.info(
+        "%s: not on this machine%s, so from members of the swarm (%d at present), manifest %s; kept in %s",
+        name,
+        " nor on the hub" if asks_hub else "",
+        len(await members.find()),
+        manifest.digest.hex(),
+        store.snapshot,
+    )
+    files = SwarmFiles(store, Download(store, members.find, swarm.on_wrong), swarm.run)
+    return await asyncio.to_thread(_opened, files)
+
+
+async def _manifest(members: OfferingMembers, wanted: bytes | None) -> Manifest | None:
+    """Servers that have just started do not know yet what they have."""
+    for _ in range(_LOOKS):
+        if manifest := await members.manifest(wanted):
+            return manifest
+        await asyncio.sleep(_LOOK_S)
+    return None
+
+
+def _opened(files: SwarmFiles) -> Checkpoint:
+    files.open()
+    return Checkpoint(files)
+
+
+def _served(models: dict[str, int], name: str) -> tuple[str, int]:
+    """The model's name and number of blocks."""
+    shown = ", ".join(list(models)[:_SHOWN_MODELS]) + (", …" if len(models) > _SHOWN_MODELS else "")
+    if not models:
+        raise NothingServed("the swarm serves no model: start a server with --model NAME_OR_PATH")
+    if name and name not in models:
+        raise CheckpointError(f"the swarm does not serve {name}: it has {shown}")
+    if not name and len(models) > 1:
+        raise CheckpointError(
+            f"the swarm serves {len(models)} models, {shown}: say which one with --model swarm://NAME"
+        )
+    name = name or next(iter(models))
+    return name, models[name]
+
+
+def _revision(servers: tuple[ServerRecord, ...], name: str, wanted: str | None) -> str:
+    counts = Counter(server.revision for server in within_addresses(servers))
+    if wanted is not None:
+        matching = [revision for revision in counts if revision.startswith(wanted)]
+        if len(matching) != 1:
+            raise CheckpointError(f"the swarm does not serve {name} at {wanted}: expected {' or '.join(counts)}")
+        return matching[0]
+    if not counts:
+        raise CheckpointError(f"the servers of {name} cannot be read: try again")
+    return min(counts, key=lambda revision: (-counts[revision], revision))
+
+
+def _own(name: str, revision: str, asks_hub: bool) -> Checkpoint | None:
+    """What is on this machine or on the hub at this revision."""
+    if is_fingerprint(revision):
+        path = Path(default_model.locate(name))
+        try:
+            found = Checkpoint.open(path) if path.exists() else None
+        except (CheckpointError, OSError):
+            return None
+        if found is None or (found.name, found.revision) != (name, revision):
+            return None
+        _logger.info("%s: from %s", name, path)
+        return found
+    is_cached = _is_cached(name, revision)
+    if not (is_cached or asks_hub):
+        return None
+    try:
+        checkpoint = Checkpoint.open(name, revision)
+    except CheckpointError as error:
+        _logger.info("%s: not from the hub: %s", name, error)
+        return None
+    _logger.info("%s: from the hub%s", name, "'s cache" if is_cached else "")
+    return checkpoint
+
+
+def _is_cached(name: str, revision: str) -> bool:
+    """Whether the hub's cache has all files of weights."""
+    owner, _, rest = name.partition("/")
+    if name.endswith(GGUF):
+        model, _, file = rest.partition("/")
+        return isinstance(try_to_load_from_cache(f"{owner}/{model}", file, revision=revision), str)
+    have = {file: try_to_load_from_cache(name, file, revision=revision) for file in (CONFIG, INDEX, SINGLE)}
+    if not isinstance(have[CONFIG], str) or not any(isinstance(have[file], str) for file in (INDEX, SINGLE)):
+        return False
+    try:
+        files = Checkpoint.open(name, revision).weight_files
+    except CheckpointError:
+        return False
+    return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)

@@ -1,0 +1,161 @@
+"""Which files a server takes for a model that its swarm serves: its own, or those of other members."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
+from swarm_protocol.dht.records import SwarmView
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.net.shares import Caller
+from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.sharing import obtaining
+from swarm_protocol.sharing.hashing import FileHashes
+from swarm_protocol.sharing.obtaining import NothingServed, SharingSwarm, open_served
+from swarm_server.command_line import parse_args, read_config
+from swarm_server.weights.offering import Offering
+from tests.unit.support import run, server_record
+
+PEER = "/ip4/192.0.2.1/tcp/1/p2p/QmdUtnPbuY3WTo3fZTDxigxcQoQQuFXn9QVnM3eJhRR4mq"
+
+
+class Member:
+    """A server of a model in a directory, called without a network."""
+
+    def __init__(self, directory: Path) -> None:
+        self.offering = Offering(Checkpoint.open(directory), None, hashes=FileHashes(directory.parent / "kept"))
+        run(self.offering.refresh())
+        checkpoint = self.offering._checkpoint
+        self.num_blocks, self.model = checkpoint.family.num_blocks, checkpoint.name
+        self.record = server_record(
+            peer_id=directory.parent.name,
+            model=self.model,
+            revision=checkpoint.revision,
+            num_blocks=self.num_blocks,
+            weights=self.offering.digest,
+        )
+
+    def GetOffer(self, _request: pb.OfferRequest) -> AsyncIterator[pb.OfferPart]:
+        return _Call(self.offering.parts(Caller("joiner")), pb.OfferPart)
+
+    def GetPiece(self, request: pb.PieceRequest) -> AsyncIterator[pb.PiecePart]:
+        return _Call(self.offering.piece(Caller("joiner"), request.sha256), pb.PiecePart)
+
+
+class _Call:
+    def __init__(self, parts: Any, kind: type) -> None:
+        self._parts, self._kind = parts, kind
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for data in self._parts:
+            yield self._kind(data=data)
+
+    def cancel(self) -> None:
+        pass
+
+
+def made(directory: Path) -> Path:
+    shutil.copytree(locate(DEFAULT_MODEL), directory, ignore=shutil.ignore_patterns("README.md", "*.txt"))
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(obtaining, "_LOOK_S", 0.0)
+
+
+def opened(name: str, *members: Member, **options: Any) -> Checkpoint:
+    async def scenario() -> Checkpoint:
+        loop = asyncio.get_running_loop()
+
+        async def models() -> dict[str, int]:
+            return {member.model: member.num_blocks for member in members}
+
+        async def view(model: str, _num_blocks: int) -> SwarmView:
+            return SwarmView(tuple(member.record for member in members if member.model == model))
+
+        async def stub(record: Any) -> Any:
+            return next(member for member in members if member.record.peer_id == record.peer_id)
+
+        swarm = SharingSwarm(
+            models, view, stub, lambda fetching: asyncio.run_coroutine_threadsafe(fetching, loop).result()
+        )
+        found = await open_served(swarm, name, **options)
+        await asyncio.to_thread(found.stored, lambda _name: True)
+        return found
+
+    return run(scenario())
+
+
+def test_the_only_model_comes_from_members(tmp_path: Path) -> None:
+    members = [Member(made(tmp_path / name / "tiny")) for name in ("first", "second")]
+    found = opened("", *members)
+    assert (found.name, found.revision) == ("tiny", members[0].record.revision)
+    assert Path(found.location).is_relative_to(tmp_path / "cache" / "swarm" / "hub" / "models--tiny" / "snapshots")
+    assert (Path(found.location) / "tokenizer.json").is_file()
+
+
+def test_what_was_taken_before_is_enough(tmp_path: Path) -> None:
+    member = Member(made(tmp_path / "first" / "tiny"))
+    opened("tiny", member)
+    member.record = server_record(
+        peer_id="first", model="tiny", revision=member.record.revision, num_blocks=member.num_blocks
+    )
+    assert Path(opened("tiny", member).location, "model.safetensors").is_file()  # nobody offers anything now
+
+
+def test_a_model_that_is_on_this_machine_is_not_fetched(tmp_path: Path) -> None:
+    member = SimpleNamespace(model=DEFAULT_MODEL, num_blocks=20)
+    local = Checkpoint.open(locate(DEFAULT_MODEL))
+    member.record = server_record(model=DEFAULT_MODEL, revision=local.revision, num_blocks=20)
+    found = opened("", member)
+    assert found.location == locate(DEFAULT_MODEL) and not (tmp_path / "cache" / "swarm" / "hub").exists()
+
+
+def test_most_members_decide_and_a_digest_decides_against_them(tmp_path: Path) -> None:
+    members = [Member(made(tmp_path / name / "tiny")) for name in ("first", "second")]
+    template = made(tmp_path / "third" / "tiny") / "chat_template.jinja"
+    template.write_text("another")
+    members.append(Member(template.parent))
+    assert len({member.record.revision for member in members}) == 1
+    assert not (Path(opened("tiny", *members).location) / template.name).exists()
+    wanted = members[2].offering.digest.hex()
+    assert (Path(opened("tiny", *members, weights=wanted).location) / template.name).read_text() == "another"
+    with pytest.raises(CheckpointError, match=rf"no member offers the weights {'0' * 64}: expected one of"):
+        opened("tiny", *members, weights="0" * 64)
+
+
+def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NothingServed, match="serves no model: start a server with --model"):
+        opened("")
+    members = [Member(made(tmp_path / "first" / name)) for name in ("one", "two")]
+    with pytest.raises(CheckpointError, match=r"serves 2 models, one, two: say which one with --model swarm://NAME"):
+        opened("", *members)
+    with pytest.raises(CheckpointError, match="does not serve three: it has one, two"):
+        opened("three", *members)
+    silent = server_record(model="one", revision=members[0].record.revision, num_blocks=members[0].num_blocks)
+    members[0].record = silent
+    with pytest.raises(CheckpointError, match=r"no member of the swarm offers its files.*--share-weights never"):
+        opened("one", members[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        ([], DEFAULT_MODEL),
+        (["--initial-peers", PEER], FROM_SWARM),
+        (["--initial-peers", PEER, "--model", "owner/model"], "owner/model"),
+        (["--model", "swarm://owner/model", "--initial-peers", PEER], "swarm://owner/model"),
+    ],
+)
+def test_the_model_that_is_served_without_a_name(arguments: list[str], model: str) -> None:
+    assert read_config(parse_args(arguments)).model == model
