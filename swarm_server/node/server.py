@@ -216,10 +216,7 @@ async def _open(
     )
     name = config.model.removeprefix(FROM_SWARM)
     try:
-        opening = open_served(
-            swarm, name, config.model_revision, config.weights, asks_hub=not name and config.model == FROM_SWARM
-        )
-        return await opening, membership
+        return await open_served(swarm, name, config.model_revision, config.weights, asks_hub=not name), membership
     except NothingServed:
         if name:
             raise
