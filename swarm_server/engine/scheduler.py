@@ -222,8 +222,12 @@ class Scheduler:
 
     @property
     def queue_s(self) -> float:
-        """How long all that waits now will take, training too, by how long others of its kind took lately."""
-        return sum(self._costs[kind] * self._pace_s[kind] for kind in Kind)
+        """Return how long a step would wait: for all steps, and for one piece of training, since they take turns.
+
+        It is known by how long others of the same kind took lately.
+        """
+        costs = self._costs | {Kind.TRAINING: self._costs[Kind.TRAINING] / max(1, self._training.used)}
+        return sum(costs[kind] * self._pace_s[kind] for kind in Kind)
 
     @property
     def num_waiting(self) -> int:

@@ -320,17 +320,18 @@ def test_what_waits_and_what_is_done_is_counted(scheduler: Scheduler, engine: En
     run(count())
 
 
-def test_training_that_waits_is_part_of_the_queue(scheduler: Scheduler, engine: Engine) -> None:
-    """Or a client would take a server that has much to train for one that has nothing to do."""
+@pytest.mark.parametrize("num_waiting", [1, 2])
+def test_one_piece_of_training_is_part_of_the_queue(scheduler: Scheduler, engine: Engine, num_waiting: int) -> None:
+    """A step waits for no more than one, however many there are: others hold up other training."""
 
     async def train() -> None:
         await scheduler.train(lambda: None, num_positions=100)
         pace_s = scheduler._counters.compute_s["training"] / 100
         first = await held(scheduler, engine)
-        waiting = await submit(scheduler.train(lambda: None, num_positions=300))
+        pieces = [await submit(scheduler.train(lambda: None, num_positions=300)) for _ in range(num_waiting)]
         assert scheduler.queue_s == pytest.approx(300 * pace_s) and pace_s > 0
         engine.gate.set()
-        await asyncio.gather(first, waiting)
+        await asyncio.gather(first, *pieces)
         assert scheduler.queue_s == 0
 
     run(train())
