@@ -231,8 +231,12 @@ class Checker:
             self._swarm.spawn(self._accusations.doubt(peer_id))
 
     def hear_doubt(self, peer_id: str) -> None:
-        """Check the server sooner than others for a while; ``share`` pays for that, so that slander costs nothing."""
-        self._past(peer_id).heard.begin(now_s())
+        """Check the server sooner than others for a while; ``share`` pays for that, so that slander costs nothing.
+
+        One that was never checked is checked more anyway. Nothing is kept of it: strangers could have others forgotten.
+        """
+        if peer_id in self._pasts:
+            self._pasts[peer_id].heard.begin(now_s())
 
     def _past(self, peer_id: str) -> _Past:
         if peer_id not in self._pasts and len(self._pasts) >= _MAX_HISTORIES:

@@ -178,6 +178,7 @@ def test_a_doubt_of_others_is_over_after_four_checks_and_is_heard_once_an_hour()
                 checker.draws(checker, sample.hops, 1, 1, 100, is_owed=False)
             return draws.call_args.kwargs["is_heard"]
 
+        await checked(checker, sample, [])
         assert not is_heard()
         for _ in range(4):
             checker.hear_doubt("a")
@@ -188,6 +189,31 @@ def test_a_doubt_of_others_is_over_after_four_checks_and_is_heard_once_an_hour()
         await asyncio.sleep(3601.0)
         checker.hear_doubt("a")
         assert is_heard() and not swarm.spawned  # it is not told again as this client's own
+
+    run_virtually(scenario())
+
+
+def test_doubts_of_others_neither_begin_the_record_of_a_server_nor_end_that_of_another() -> None:
+    async def scenario() -> None:
+        swarm = Swarm("0:8", "0:8")
+        checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]
+
+        def share() -> float:
+            with patch.object(checker._budget, "draws") as draws:
+                checker.draws(checker, sample.hops, 1, 1, 100, is_owed=False)
+            return draws.call_args.args[0] / checker.share
+
+        checker.hear_doubt("a")
+        await asyncio.sleep(3600.0)
+        assert share() == 8  # as of any that was not checked yet
+        for _ in range(8):  # in a hurry
+            await checked(checker, sample, [])
+        assert share() == pytest.approx(4)
+        await asyncio.sleep(3600.0)
+        assert share() == 1
+        for number in range(5000):
+            checker.hear_doubt(f"server of a stranger {number}")
+        assert share() == 1
 
     run_virtually(scenario())
 
