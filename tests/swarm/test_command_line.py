@@ -13,7 +13,8 @@ import pytest
 
 from swarm_client.demo.demo import verdict
 from swarm_client.demo.local_cluster import LocalCluster
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL, SMALL_CHAT_MODEL
+from tests.small_chat_model import ANSWER, NEEDS_IT, QUESTION
 from tests.swarm.processes import Outcome, run_commands
 from tests.swarm.waiting import wait_for
 
@@ -56,6 +57,17 @@ def test_demo_writes_text_through_a_death_compares_it_and_leaves_nothing_behind(
     assert processes_with(swarm) == []
     assert not (cache / "swarm" / "swarms" / swarm).exists()
     assert list(temporary.iterdir()) == []
+
+
+@NEEDS_IT
+@pytest.mark.slow
+def test_demo_answers_a_question_through_a_death(tmp_path):
+    result = run("demo", cache=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    said, file = " ".join(result.stdout.split()), ALIASES[SMALL_CHAT_MODEL].file
+    assert f"Starting three servers for blocks 0:15, 15:30, 15:30 of {file} …" in said
+    assert re.search(rf"{re.escape(QUESTION)} The capital of \w* ?\[server …\w+ was killed here\] [\w ]*Paris\.", said)
+    assert f"{QUESTION} {ANSWER} All 8 tokens are the same." in said
 
 
 @pytest.mark.slow

