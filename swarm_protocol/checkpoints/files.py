@@ -26,6 +26,7 @@ WEIGHTS, GGUF = ".safetensors", ".gguf"
 _BEST_KNOWN = ("q4_k_m", "q8_0")  # of several GGUF files of a model: the one that most people take
 _LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _SHOWN_FILES = 5
+_LIST_TIMEOUT_S = 10.0  # as huggingface_hub waits for what it is told of a file
 _MAX_NAME = 255  # characters, as most file systems allow
 
 
@@ -34,15 +35,15 @@ class FileMissing(CheckpointError):
 
 
 class CheckpointFiles(Protocol):
-    """Where the files of one checkpoint are found, wherever they come from.
+    """Where the files of one checkpoint are found, wherever they come from."""
 
-    Attributes:
-        location: as a user has named it.
-        name: what the swarm calls the model.
-    """
+    @property
+    def location(self) -> str:
+        """As a user has named it."""
 
-    location: str
-    name: str
+    @property
+    def name(self) -> str:
+        """What the swarm calls the model."""
 
     @property
     def gguf(self) -> str | None: ...
@@ -78,11 +79,16 @@ def locate(name_or_path: str, revision: str | None, token: str | None) -> Direct
 
 
 def choose_gguf(names: Iterable[str], where: str) -> str | None:
-    """The GGUF file of a model if there is one alone, or one of the best known kind; None if there is none.
+    """The GGUF file of a model if there is one alone, or one of the best known kind.
+
+    None: there is none, or config.json and safetensors are the model.
 
     Raises:
         CheckpointError: there are several, and which of them is meant cannot be guessed.
     """
+    names = set(names)
+    if CONFIG in names and any(name.endswith(WEIGHTS) and "/" not in name for name in names):
+        return None
     found = sorted(name for name in names if name.lower().endswith(GGUF) and not _LATER_SHARD.search(name.lower()))
     found = [name for name in found if "mmproj" not in name.lower()]  # of an image encoder
     for kind in _BEST_KNOWN:
@@ -122,10 +128,7 @@ class Directory:
     @cached_property
     def gguf(self) -> str | None:
         """Raises CheckpointError if there are several."""
-        has_others = (self._directory / CONFIG).is_file() and any(self._directory.glob(f"*{WEIGHTS}"))
-        if self._gguf is not None or has_others:
-            return self._gguf
-        return choose_gguf((path.name for path in self._directory.iterdir()), self.location)
+        return self._gguf or choose_gguf((path.name for path in self._directory.iterdir()), self.location)
 
     def path(self, name: str) -> Path:
         """The file's path. Raises FileMissing if there is none, CheckpointError if it is a link to somewhere else."""
@@ -194,17 +197,11 @@ class HubModel:
 
     @cached_property
     def gguf(self) -> str | None:
-        """Raises CheckpointError if the model cannot be reached, or has several GGUF files and no config.json."""
-        if self._gguf is not None:
-            return self._gguf
-        try:
+        """Raises CheckpointError if the model cannot be reached, or has several GGUF files and no safetensors."""
+        found = self._gguf or choose_gguf(self._files(), self.location)
+        if found is None:
             self._download(CONFIG, self._revision)
-        except FileMissing:
-            found = choose_gguf(self._files(), self.location)
-            if found is None:
-                raise
-            return found
-        return None
+        return found
 
     @cached_property
     def commit(self) -> str:
@@ -215,7 +212,8 @@ class HubModel:
     def _files(self) -> list[str]:
         """The names of all files; of those in the local cache if the hub cannot be reached."""
         try:
-            siblings = HfApi(token=self._token).model_info(self._repository, revision=self._revision).siblings
+            hub = HfApi(token=self._token)
+            siblings = hub.model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S).siblings
             return [sibling.rfilename for sibling in siblings or ()]
         except Exception:  # no network, no such model, or an error of whichever HTTP library huggingface_hub uses
             pass
@@ -223,7 +221,7 @@ class HubModel:
             cached = Path(snapshot_download(self._repository, revision=self._revision, local_files_only=True))
         except (OSError, ValueError):
             return []
-        return [str(path.relative_to(cached).as_posix()) for path in cached.rglob(f"*{GGUF}")]
+        return [str(path.relative_to(cached).as_posix()) for path in cached.rglob("*")]
 
     def path(self, name: str) -> Path:
         """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
@@ -233,7 +231,7 @@ class HubModel:
         """Do nothing: ``path`` has downloaded their files."""
 
     def local(self, name: str) -> Path | None:
-        """Return the file's path if it is in the local cache. A small file is downloaded: most members have all those."""
+        """Return the file's path if it is in the local cache. A small one is downloaded: most members have those."""
         found = try_to_load_from_cache(self._repository, name, revision=self.commit)
         if isinstance(found, str) or name.endswith((WEIGHTS, GGUF)):
             return Path(found) if isinstance(found, str) else None

@@ -25,6 +25,8 @@ OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 # Fields of config.json that say how it was written, not what the model computes.
 CONFIG_NOISE = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+# Types that repositories bring code for, though it is what transformers has under another name (see its kimi_k25).
+TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 SAMPLE_BYTES = 4096
 SAMPLES_PER_SHARD = 64
 
@@ -122,14 +124,20 @@ class ShardedWeights:
 
 
 def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
-    model_type = raw.get("model_type")
+    model_type = written = raw.get("model_type")
     if model_type is None:
         raise CheckpointError(f"{path} does not say its model_type")
+    if isinstance(written, str):
+        model_type = TYPE_ALIASES.get(written, written)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"models of type {model_type!r} are not known to the installed transformers")
     require_model_numbers(raw, path, CONFIG_MAPPING[model_type].attribute_map)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        config: PreTrainedConfig
+        if model_type != written:
+            config = CONFIG_MAPPING[model_type].from_dict({**raw, "model_type": model_type})
+        else:
+            config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
     except Exception as error:  # each config class has its own ways to dislike a file
         raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {_one_line(error)}") from error
     if hasattr(config, QUANTIZATION):

@@ -43,11 +43,12 @@ def test_an_alias_is_the_file_of_its_package_or_else_the_model_on_the_hub(
     assert locate(model.file) == model.file
     check_location(model.hub)
     monkeypatch.delitem(sys.modules, model.module)
-    (tmp_path / "site" / model.module).mkdir(parents=True)
+    file = tmp_path / "site" / model.module / model.file
+    file.parent.mkdir(parents=True)
+    (file.parent / "__init__.py").write_text("raise AssertionError('it is not to be imported')")
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert locate(alias) == model.hub  # the package is another version, without the file
-    (file := tmp_path / "site" / model.module / model.file).touch()
-    (file.parent / "__init__.py").write_text("raise AssertionError('it is not to be imported')")
+    file.touch()
     assert locate(alias) == locate(model.file) == str(file)
     check_location(str(file))
     (tmp_path / alias).mkdir()

@@ -20,6 +20,8 @@ from swarm_protocol.errors import CheckpointError
         (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "a-00001-of-00002.gguf"),
         (["a.gguf", "mmproj-a.gguf"], "a.gguf"),
         (["q/a.Q4_K_M.gguf"], "q/a.Q4_K_M.gguf"),
+        (["a.Q4_K_M.gguf", "a.Q8_0.gguf", "config.json", "onnx/a.safetensors"], "a.Q4_K_M.gguf"),
+        (["a.Q4_K_M.gguf", "config.json", "model.safetensors"], None),
     ],
 )
 def test_the_file_that_is_chosen(names: list[str], chosen: str | None) -> None:
@@ -59,5 +61,9 @@ def test_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert (files.location, files.gguf, files.commit) == (name, "q/tiny.Q4_K_M.gguf", commit)
         assert files.name == "someone/tiny-GGUF/q/tiny.Q4_K_M.gguf"  # whichever way it was named
         assert files.path("q/tiny.Q4_K_M.gguf").is_file()
+    (repository / "snapshots" / commit / "config.json").write_text("{}")
+    assert locate("someone/tiny-GGUF", None, None).gguf == "q/tiny.Q4_K_M.gguf"
+    (repository / "snapshots" / commit / "model.safetensors").touch()
+    assert locate("someone/tiny-GGUF", None, None).gguf is None
     with pytest.raises(CheckpointError, match=r"has no other\.gguf in the local cache, and the hub cannot be reached"):
         assert locate("someone/tiny-GGUF/other.gguf", None, None).commit
