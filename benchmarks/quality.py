@@ -93,11 +93,11 @@ def load(path: Path, quant: str) -> tuple[PreTrainedModel, Report, float]:
     """The stock model around a server's blocks, and the seconds that loading and quantising these took."""
     checkpoint, report = Checkpoint.open(path), Report(quant)
     family = checkpoint.family
-    layers = PackedLayers(WeightCache(0), quant, CPU, torch.float32)
+    layers = PackedLayers(WeightCache(0), quant, CPU, torch.float32, family)
 
-    def transform(block: torch.nn.Module, _index: int) -> None:
+    def transform(block: torch.nn.Module, index: int) -> None:
         nonlocal report
-        report += quantize_(block, quant, CPU, torch.float32)
+        report += quantize_(block, quant, CPU, torch.float32, eight_bits=layers.eight_bits(index))
 
     start = time.perf_counter()
     stack = load_blocks(checkpoint, family.all_blocks, transform=transform, layers=layers)

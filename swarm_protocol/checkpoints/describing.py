@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
+from transformers.pytorch_utils import Conv1D
 
 from swarm_protocol.checkpoints.family import Family, cache_argument_of
 from swarm_protocol.checkpoints.hollow_model import RangesOnCpu, hf_loader, load_hollow_model
@@ -182,6 +183,14 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
         num_blocks=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         block_parameters=tuple(sum(p.numel() for p in block.parameters()) for block in getattr(owner, blocks)),
+        linears=tuple(
+            tuple(
+                (name, part.weight.numel())
+                for name, part in block.named_modules()
+                if isinstance(part, nn.Linear | Conv1D)
+            )
+            for block in getattr(owner, blocks)
+        ),
     )
 
 

@@ -49,6 +49,7 @@ class Family:
         num_blocks: how many blocks the model has.
         hidden_size: width of the hidden states between blocks.
         block_parameters: how many parameters each block has.
+        linears: of each block, the names of its linear layers in it, each with the number of its weights.
     """
 
     model_type: str
@@ -66,6 +67,7 @@ class Family:
     num_blocks: int
     hidden_size: int
     block_parameters: tuple[int, ...]
+    linears: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def all_blocks(self) -> Span:

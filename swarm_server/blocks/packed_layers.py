@@ -7,10 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from swarm_protocol.checkpoints.family import Family
+from swarm_protocol.checkpoints.formats.groups import IntegerTensor
+from swarm_protocol.checkpoints.formats.packed import JoinedTensor
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
-from swarm_server.blocks.quantization import packed_kind, packed_weight, quantized_linear, restored
+from swarm_server.blocks.quantization import Packed, packed_kind, packed_weight, quantized_linear, restored
 from swarm_server.blocks.quantization.report import Report
 from swarm_server.blocks.weight_cache import WeightCache, content_key
+from swarm_server.machine.eight_bits import eight_bit_layers
 
 IN_TILES = ("int8", "int4")  # whose rows are rounded by themselves
 
@@ -23,13 +27,25 @@ class PackedLayers:
         takes_experts: whether ``quantize_`` makes layers of the experts, too.
     """
 
-    def __init__(self, cache: WeightCache, method: str, device: torch.device, dtype: torch.dtype) -> None:
-        """dtype: of the weights before they are quantised."""
+    def __init__(
+        self, cache: WeightCache, method: str, device: torch.device, dtype: torch.dtype, family: Family | None = None
+    ) -> None:
+        """Make layers for one device.
+
+        Args:
+            dtype: of the weights before they are quantised.
+            family: of the model, some of whose layers int4 holds in 8 bits; None for all in ``method``.
+        """
         self.report = Report(method)
         self.takes_experts = method != "none"
         self._cache = cache
         self._method, self._device, self._dtype = method, device, dtype
-        self._kind = packed_kind(method, device)
+        self._family = family
+        self._eight_bits = eight_bit_layers(family) if family is not None and method == "int4" else ()
+
+    def eight_bits(self, index: int) -> frozenset[str]:
+        """Return the names in block ``index`` of its layers that ``quantize_`` is to hold in 8 bits."""
+        return self._eight_bits[index] if self._eight_bits else frozenset()
 
     def linear(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
         """The layer of this weight and bias; None if the weight cannot be quantised by rows."""
@@ -37,18 +53,29 @@ class PackedLayers:
             return None
         stored = tensors["weight"]
         bias = tensors["bias"].read().to(self._dtype) if "bias" in tensors else None
-        key = self._key(stored)
-        weight = None if self._kind is None else self._cache.read(key, self._kind, stored.shape)
+        eight_bits = self._is_eight_bits(stored)
+        kind = packed_kind(self._method, self._device, eight_bits)
+        key = self._key(stored, kind)
+        weight = None if kind is None else self._cache.read(key, kind, stored.shape)
         if weight is not None:
             layer, report = restored(self._method, weight, bias)
         else:
-            layer, report = quantized_linear(self._method, self._device, self._dtype, stored, bias)
+            layer, report = quantized_linear(self._method, self._device, self._dtype, stored, bias, eight_bits)
             weight = packed_weight(layer)
-            if weight is not None and key == self._key(stored):  # it has not been changed while it was read
+            if weight is not None and key == self._key(stored, kind):  # it has not been changed while it was read
                 self._cache.write(key, weight)
         self.report += report
         return layer
 
-    def _key(self, stored: StoredTensor) -> str:
-        packing = "" if self._kind is None else self._kind.FORMAT
+    def _is_eight_bits(self, stored: StoredTensor) -> bool:
+        """Return whether int4 holds this weight in 8 bits; the integers of a checkpoint are kept as they are."""
+        parts = stored.parts if isinstance(stored, JoinedTensor) else [stored]
+        if self._family is None or any(isinstance(part, IntegerTensor) for part in parts):
+            return False
+        index = self._family.block_index(stored.name)
+        name = self._family.name_in_block(stored.name).removesuffix(".weight")
+        return index is not None and name in self.eight_bits(index)
+
+    def _key(self, stored: StoredTensor, kind: type[Packed] | None) -> str:
+        packing = "" if kind is None else kind.FORMAT
         return content_key(stored, f"{packing} from {self._dtype}")

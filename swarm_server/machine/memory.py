@@ -7,6 +7,7 @@ import os
 import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_server.machine.eight_bits import eight_bit_layers
 
 _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
 
@@ -26,5 +27,10 @@ def available_bytes(device: torch.device) -> int:
 
 def hosted_bytes_per_block(checkpoint: Checkpoint, quant: str) -> int:
     """What the largest block takes once loaded with this quantisation."""
-    num_blocks = checkpoint.family.num_blocks
-    return int(max(map(checkpoint.block_parameters, range(num_blocks))) * _BYTES_PER_WEIGHT[quant])
+    family, weight_bytes = checkpoint.family, _BYTES_PER_WEIGHT[quant]
+    sizes = [weight_bytes * checkpoint.block_parameters(index) for index in range(family.num_blocks)]
+    if quant == "int4":
+        more_bytes = _BYTES_PER_WEIGHT["int8"] - weight_bytes
+        for index, names in enumerate(eight_bit_layers(family)):
+            sizes[index] += more_bytes * sum(size for name, size in family.linears[index] if name in names)
+    return int(max(sizes))

@@ -190,7 +190,8 @@ class SpanLoader:
         self._checkpoint.stored(lambda name: block_index(name) in blocks)  # what comes from others comes at once
         report = Report(self._config.quant)
         cache = WeightCache(self._config.weight_cache_bytes)
-        layers = {device: PackedLayers(cache, self._config.quant, device, self._dtype) for device in self._devices}
+        quant, family = self._config.quant, self._checkpoint.family
+        layers = {device: PackedLayers(cache, quant, device, self._dtype, family) for device in self._devices}
         bar = tqdm(
             total=len(span),
             desc="loading blocks",
@@ -201,9 +202,10 @@ class SpanLoader:
         )
         with bar:
 
-            def prepare(device: torch.device, block: torch.nn.Module, _index: int) -> None:
+            def prepare(device: torch.device, block: torch.nn.Module, index: int) -> None:
                 nonlocal report
-                report += quantize_(block, self._config.quant, device, self._dtype)
+                eight_bits = layers[device].eight_bits(index)
+                report += quantize_(block, quant, device, self._dtype, eight_bits=eight_bits)
                 if device.type == "cpu":
                     use_onednn_(block)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ Packed = KernelWeight | KernelInt4Weight  # weights that are made of some bytes 
 __all__ = [
     "METHODS",
     "Left",
+    "Packed",
     "Report",
     "packed_kind",
     "packed_weight",
@@ -50,6 +51,7 @@ def quantize_(
     *,
     int8_weight: type[Int8Weight] | None = None,
     int4_weight: type[Int4Weight] | None = None,
+    eight_bits: Container[str] = (),
 ) -> Report:
     """Replaces every linear and fused expert weight of one block by its quantised version and moves it to ``device``.
 
@@ -63,6 +65,7 @@ def quantize_(
     ``method``: "int8" is ``Int8Linear`` on CPU and ``GpuInt8Weight`` on CUDA; "int4" is ``Int4Linear``, on CPU alone;
     "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8(), to compare
     with; "none" only moves.
+    ``eight_bits`` names the layers of ``module`` that int4 holds in 8 bits.
     ``int8_weight`` and ``int4_weight`` are the implementations on CPU, the fastest that run here unless given.
     Raises ValueError: see ``require_device``.
     """
@@ -78,7 +81,8 @@ def quantize_(
         num_expert_weights = len(quantizer.layers)
         for name in _linear_names(module):
             linear: Any = module.get_submodule(name)
-            module.set_submodule(name, quantizer.linear(partial(_take_weight, linear), linear.bias))
+            layer = quantizer.linear(partial(_take_weight, linear), linear.bias, eight_bits=name in eight_bits)
+            module.set_submodule(name, layer)
     module.to(device)
     return quantizer.report(module, num_expert_weights)
 
@@ -97,12 +101,15 @@ def require_device(method: str, device: torch.device) -> None:
 # ------------------------------------------------------------ weights that can be kept as bytes
 
 
-def packed_kind(method: str, device: torch.device) -> type[Packed] | None:
-    """How linear weights are packed by ``quantize_``; None if they cannot be made of bytes alone."""
+def packed_kind(method: str, device: torch.device, eight_bits: bool = False) -> type[Packed] | None:
+    """How linear weights are packed by ``quantize_``; None if they cannot be made of bytes alone.
+
+    ``eight_bits``: of the layers that int4 holds in 8 bits.
+    """
     if device.type != "cpu":
         return None
     if method == "int4" and KernelInt4Weight.is_available():
-        return KernelInt4Weight
+        return KernelWeight if eight_bits else KernelInt4Weight
     return KernelWeight if method == "int8" and KernelWeight.is_fastest() else None
 
 
@@ -113,11 +120,16 @@ def packed_weight(layer: torch.nn.Module) -> Packed | None:
 
 
 def quantized_linear(
-    method: str, device: torch.device, compute_dtype: torch.dtype, stored: StoredTensor, bias: torch.Tensor | None
+    method: str,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    stored: StoredTensor,
+    bias: torch.Tensor | None,
+    eight_bits: bool = False,
 ) -> tuple[torch.nn.Module, Report]:
     """The layer that ``quantize_`` makes of a linear one, and what it says; reads the weight in tiles. bias: [out]."""
     quantizer = _Quantizer(method, device, compute_dtype)
-    layer = quantizer.linear(stored.read, bias, stored).to(device)
+    layer = quantizer.linear(stored.read, bias, stored, eight_bits=eight_bits).to(device)
     return layer, quantizer.report(layer)
 
 
@@ -149,15 +161,22 @@ class _Quantizer:
     size_bytes: int = 0
 
     def linear(
-        self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, stored: StoredTensor | None = None
+        self,
+        take_weight: Callable[[], torch.Tensor],
+        bias: torch.Tensor | None,
+        stored: StoredTensor | None = None,
+        eight_bits: bool = False,
     ) -> torch.nn.Module:
         """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out].
 
         ``stored`` is the weight in the checkpoint, if it is known. It is read in tiles if it can be. If it is of the
-        same integers, they are taken as they are.
+        same integers, they are taken as they are. With ``eight_bits``, int4 is int8, of the kernel if there is one, so
+        that decode steps can be programs.
         """
-        if self.method == "int8" and self.device.type == "cpu":
-            int8 = self.int8_weight or int8_linear.fastest()
+        mixed = eight_bits and self.method == "int4"
+        if mixed or (self.method == "int8" and self.device.type == "cpu"):
+            kernel_first = mixed and KernelWeight.is_available()
+            int8 = self.int8_weight or (KernelWeight if kernel_first else int8_linear.fastest())
             rounded = stored_int8(stored)
             if rounded is None:
                 shape, tiles = self._tiles(take_weight, stored)

@@ -48,18 +48,21 @@ def gptq_with_zeros(weight: torch.Tensor) -> Packed:
 def errors(directory: Path, config: object, pack: Packer, method: str) -> list[float]:
     """Relative, of each linear layer of a block that was loaded with this quantisation, beside what is stored."""
     expected = publish(directory, config, pack, num_hidden_layers=1, intermediate_size=128)
+    checkpoint = Checkpoint.open(directory)
     stack = load_blocks(
-        Checkpoint.open(directory),
+        checkpoint,
         Span(0, 1),
         transform=lambda block, index: quantize_(block, method, CPU, torch.float32),
-        layers=PackedLayers(WeightCache(0), method, CPU, torch.float32),
+        layers=PackedLayers(WeightCache(0), method, CPU, torch.float32, checkpoint.family),
     )
-    found = []
+    found, kinds = [], set()
     for name, layer in stack.blocks[0].named_modules():
         weight = expected.get(f"model.layers.0.{name}.weight")
         if name.endswith("_proj") and weight is not None:
+            kinds.add(type(layer))
             found.append(float((layer.quantized.dequantize() - weight).norm() / weight.norm()))
     assert len(found) == 7
+    assert len(kinds) == 1  # in the bits of the checkpoint, those too that int4 would hold in 8
     return found
 
 
