@@ -125,7 +125,7 @@ def _check_config(config: PreTrainedConfig) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
         raise _unsupported(config, f"it has blocks of type {', '.join(sorted(others))}, which servers do not know")
-    if getattr(config, "num_kv_shared_layers", 0):
+    if getattr(config, "num_kv_shared_layers", 0) or any(getattr(config, "kv_sharing_modes", None) or ()):
         raise _unsupported(config, _SHARES)
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         raise _unsupported(config, "its blocks hand one another the positions that an index has chosen")

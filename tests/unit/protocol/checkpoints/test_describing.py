@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from transformers import (
+    CONFIG_MAPPING,
     BertConfig,
     DeepseekV4Config,
     Gemma3Config,
@@ -101,6 +102,16 @@ def test_refused_with_the_reason(model_type: str) -> None:
         UnsupportedModel, match=f"models of type '{model_type}' cannot be split into blocks: .*{reason}"
     ):
         describe(config)
+
+
+def test_blocks_that_reuse_the_keys_of_others_are_refused() -> None:
+    """Nothing would be stored of them, not even the keys of their index."""
+    if "mistral_large4_text" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know it")
+    make = CONFIG_MAPPING["mistral_large4_text"]
+    with pytest.raises(UnsupportedModel, match="share keys, values or embeddings"):
+        describe(make(num_hidden_layers=4, kv_source_layers=[0, 0, 2, 2]))
+    assert describe(make(num_hidden_layers=4)).num_blocks == 4
 
 
 def test_an_unknown_multiplier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
