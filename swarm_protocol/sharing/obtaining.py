@@ -76,7 +76,9 @@ async def open_served(
         if found is not None:
             return found
     members = OfferingMembers(revision, view, swarm.stub)
-    manifest = await _manifest(members, bytes.fromhex(weights) or None) or remembered(name, revision)
+    wanted = bytes.fromhex(weights) or None
+    kept = remembered(name, revision, wanted)
+    manifest = (kept if wanted else None) or await _manifest(members, wanted) or kept
     if manifest is None:
         raise CheckpointError(
             f"{name} is not on this machine, and no member of the swarm offers its files: expected a server without "
@@ -96,10 +98,14 @@ async def open_served(
 
 
 async def _manifest(members: OfferingMembers, wanted: bytes | None) -> Manifest | None:
-    """Servers that have just started do not know yet what they have."""
-    for _ in range(_LOOKS):
-        if manifest := await members.manifest(wanted):
-            return manifest
+    """Look several times: servers that have just started do not know yet what they have."""
+    for num_left in reversed(range(_LOOKS)):
+        try:
+            if manifest := await members.manifest(wanted):
+                return manifest
+        except CheckpointError:
+            if not num_left:
+                raise
         await asyncio.sleep(_LOOK_S)
     return None
 

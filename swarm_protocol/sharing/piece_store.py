@@ -2,7 +2,8 @@
 
 ``models--OWNER--NAME/blobs/KEY.incomplete`` is a sparse file, ``KEY.pieces`` has one byte for each piece that was
 verified, written after the piece itself. A file that is whole is linked to ``blobs/SHA256``, to which
-``snapshots/REVISION/NAME`` leads, as in the cache of the hub: that directory has whole files only.
+``snapshots/REVISION-DIGEST/NAME`` leads, much as in the cache of the hub: that directory has whole files only, of one
+manifest, which has this digest.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from swarm_protocol.wire.constants import MIB
 
 _VERIFIED = b"\x01"
 _NAME = re.compile(r"(?!\.)[\w.-]{1,96}", re.ASCII)
+_DIGITS = 32  # of a manifest's digest, in the name of its directory
 _MAX_PARTS = 3  # of a name: owner, model and GGUF file
 _FREE_BYTES = 256 * MIB  # of the disk, that are left
 
@@ -32,7 +34,7 @@ class PieceStore:
     """The files of one manifest. Several processes may write the same ones; each piece is the same from all.
 
     Attributes:
-        snapshot: the directory of the files that are whole.
+        snapshot: the directory of the files of this manifest that are whole.
     """
 
     def __init__(self, manifest: Manifest, root: Path | None = None) -> None:
@@ -40,7 +42,7 @@ class PieceStore:
         self.manifest = manifest
         directory = model_directory(manifest.model, root)
         self._blobs = directory / "blobs"
-        self.snapshot = directory / "snapshots" / _part(manifest.revision)
+        self.snapshot = directory / "snapshots" / f"{_part(manifest.revision)}-{manifest.digest.hex()[:_DIGITS]}"
 
     def open(self) -> None:
         """Make the directories, and remember the manifest. Raises CheckpointError if that cannot be written."""
@@ -58,7 +60,7 @@ class PieceStore:
     def path(self, file: SharedFile) -> Path:
         """Return where the file is whole, or else where its pieces are."""
         whole, incomplete = self.paths(file)
-        return whole if whole.exists() and self.is_whole(file) else incomplete
+        return whole if self._is_linked(file) and self.is_whole(file) else incomplete
 
     def paths(self, file: SharedFile) -> tuple[Path, Path]:
         """Return where the file is once it is whole, and where its pieces are until then, and stay."""
@@ -134,11 +136,13 @@ class PieceStore:
 
     def _link(self, file: SharedFile) -> None:
         """Give a whole file its own name."""
-        target = Path("..", "..", "blobs", file.sha256.hex())
+        if not self._is_linked(file):
+            with written_atomically(self.snapshot / file.name) as partial:
+                partial.symlink_to(_target(file))
+
+    def _is_linked(self, file: SharedFile) -> bool:
         path = self.snapshot / file.name
-        if not path.is_symlink() or path.readlink() != target:
-            with written_atomically(path) as partial:
-                partial.symlink_to(target)
+        return path.is_symlink() and path.readlink() == _target(file)
 
     def _incomplete(self, file: SharedFile) -> Path:
         return self._blobs / f"{file.key}.incomplete"
@@ -166,16 +170,28 @@ def model_directory(model: str, root: Path | None = None) -> Path:
     return root / "--".join(["models", *map(_part, parts)])
 
 
-def remembered(model: str, revision: str, root: Path | None = None) -> Manifest | None:
-    """Return the manifest of a download of this revision that was begun before, if there was one."""
+def remembered(model: str, revision: str, wanted: bytes | None = None, root: Path | None = None) -> Manifest | None:
+    """Return the manifest of a download of this revision that was begun before, if there was one.
+
+    ``wanted`` is its digest; None means that of the download which was begun or resumed last.
+    """
     try:
-        return Manifest.parse(_remembered(model_directory(model, root) / "snapshots" / _part(revision)).read_bytes())
+        snapshots = model_directory(model, root) / "snapshots"
+        digits = "?" * _DIGITS if wanted is None else wanted.hex()[:_DIGITS]
+        paths = snapshots.parent.glob(_remembered(snapshots / f"{_part(revision)}-{digits}").name)
+        newest = max(paths, key=lambda path: path.stat().st_mtime_ns)
+        manifest = Manifest.parse(newest.read_bytes())
     except (OSError, ValueError):  # CheckpointError is one
         return None
+    return manifest if wanted in (None, manifest.digest) else None
 
 
 def _remembered(snapshot: Path) -> Path:
     return snapshot.parent.parent / f"{snapshot.name}.manifest"
+
+
+def _target(file: SharedFile) -> Path:
+    return Path("..", "..", "blobs", file.sha256.hex())
 
 
 def _part(name: str) -> str:

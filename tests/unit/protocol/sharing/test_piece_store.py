@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,10 +88,33 @@ def test_a_false_manifest_spoils_no_true_file(manifest: Manifest, tmp_path: Path
 
 
 def test_the_manifest_of_a_download_is_remembered(manifest: Manifest, tmp_path: Path) -> None:
-    assert remembered(manifest.model, manifest.revision, tmp_path / "cache") is None
-    opened(manifest, tmp_path)
-    assert remembered(manifest.model, manifest.revision, tmp_path / "cache") == manifest
-    assert remembered("..", manifest.revision, tmp_path / "cache") is None
+    def known(wanted: bytes | None = None) -> Manifest | None:
+        return remembered(manifest.model, manifest.revision, wanted, tmp_path / "cache")
+
+    assert known() is None
+    other = replace(manifest, files=manifest.files[:1])
+    for last in (other, manifest):
+        store = opened(last, tmp_path)
+        os.utime(tmp_path / f"cache/models--owner--model/{store.snapshot.name}.manifest", (last is manifest,) * 2)
+    assert known() == known(manifest.digest) == manifest and known(other.digest) == other
+    assert known(bytes(32)) is None and remembered("..", manifest.revision, root=tmp_path / "cache") is None
+
+
+def test_manifests_of_one_revision_share_no_directory(manifest: Manifest, tmp_path: Path) -> None:
+    """Of two versions of a file, each store reads its own; what one manifest has more is not in the other's."""
+    false = manifest_of(write_files(tmp_path / "false", seed=1))
+    false = replace(false, files=(*false.files, replace(false.files[0], name="vocab.txt")))
+    stores = {"source": opened(manifest, tmp_path), "false": opened(false, tmp_path)}
+    for name, store in stores.items():
+        for file in store.manifest.files[:3]:
+            data = (tmp_path / name / file.name).read_bytes()
+            for index in range(len(file.pieces)):
+                store.write(file, index, data[index * PIECE :][:PIECE])
+    for name, store in stores.items():
+        for file in store.manifest.files[:3]:
+            assert store.path(file).read_bytes() == (tmp_path / name / file.name).read_bytes()
+    stores["false"].open()  # it links what is whole
+    assert (stores["false"].snapshot / "vocab.txt").exists() and not (stores["source"].snapshot / "vocab.txt").exists()
 
 
 @pytest.mark.parametrize("name", ["..", "a/../b", "/a", "a//b", "a/b/c/d", "a b", ".hidden", "", "a\0"])

@@ -107,9 +107,7 @@ def test_the_only_model_comes_from_members(tmp_path: Path) -> None:
 def test_what_was_taken_before_is_enough(tmp_path: Path) -> None:
     member = Member(made(tmp_path / "first" / "tiny"))
     opened("tiny", member)
-    member.record = server_record(
-        peer_id="first", model="tiny", revision=member.record.revision, num_blocks=member.num_blocks
-    )
+    silent(member)
     assert Path(opened("tiny", member).location, "model.safetensors").is_file()  # nobody offers anything now
 
 
@@ -134,6 +132,48 @@ def test_most_members_decide_and_a_digest_decides_against_them(tmp_path: Path) -
         opened("tiny", *members, weights="0" * 64)
 
 
+def silent(member: Member) -> None:
+    """It offers nothing any more."""
+    record = member.record
+    member.record = server_record(
+        peer_id=record.peer_id, model=member.model, revision=record.revision, num_blocks=member.num_blocks
+    )
+
+
+def with_licence(directory: Path) -> Member:
+    (made(directory) / "LICENSE").write_text("another")
+    return Member(directory)
+
+
+def test_a_copy_with_the_wanted_digest_is_enough_and_no_other_is(tmp_path: Path) -> None:
+    member, other = Member(made(tmp_path / "first" / "tiny")), with_licence(tmp_path / "second" / "tiny")
+    digest = opened("tiny", member).files.store.manifest.digest.hex()
+    assert opened("tiny", other, weights=digest).files.store.manifest.digest.hex() == digest
+    for is_offered in (True, False):
+        with pytest.raises(CheckpointError, match=r"no member (offers the weights abab|of the swarm offers its files)"):
+            opened("tiny", member, weights="ab" * 32)
+        if is_offered:
+            silent(member)
+
+
+def test_the_wanted_digest_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are offered at the first looks."""
+    monkeypatch.setattr("swarm_protocol.sharing.members._MAX_AGE_S", -1.0)
+    late, other = Member(made(tmp_path / "first" / "tiny")), with_licence(tmp_path / "second" / "tiny")
+    full, looks = late.record, []
+    silent(late)
+
+    def offered(_request: pb.OfferRequest) -> AsyncIterator[pb.OfferPart]:
+        looks.append(1)
+        if len(looks) == 3:
+            late.record = full
+        return Member.GetOffer(other, _request)
+
+    other.GetOffer = offered
+    found = opened("tiny", late, other, weights=full.weights.hex())
+    assert found.files.store.manifest.digest == full.weights and len(looks) >= 3
+
+
 def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
     with pytest.raises(NothingServed, match="serves no model: start a server with --model"):
         opened("")
@@ -142,8 +182,7 @@ def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
         opened("", *members)
     with pytest.raises(CheckpointError, match="does not serve three: it has one, two"):
         opened("three", *members)
-    silent = server_record(model="one", revision=members[0].record.revision, num_blocks=members[0].num_blocks)
-    members[0].record = silent
+    silent(members[0])
     with pytest.raises(CheckpointError, match=r"no member of the swarm offers its files.*--share-weights never"):
         opened("one", members[0])
 
