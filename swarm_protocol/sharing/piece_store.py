@@ -8,6 +8,7 @@ manifest, which has this digest.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -107,8 +108,7 @@ class PieceStore:
             raise BadReply(f"piece {index} of {file.name} has other bytes than its digest says")
         try:
             with _opened(self._incomplete(file)) as descriptor:
-                if os.fstat(descriptor).st_size != file.size_bytes:
-                    os.ftruncate(descriptor, file.size_bytes)
+                self._begin(file, descriptor)
                 _write_at(descriptor, data, index * PIECE_BYTES)
                 os.fsync(descriptor)
             with _opened(self._marks(file)) as descriptor:
@@ -117,6 +117,15 @@ class PieceStore:
                 self._finish(file)
         except OSError as error:
             raise CheckpointError(f"{file.name} cannot be written in {self._blobs}: {error.strerror}") from None
+
+    def _begin(self, file: SharedFile, descriptor: int) -> None:
+        if os.fstat(descriptor).st_size == file.size_bytes:
+            return
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed: another process may begin at the same time
+        if os.fstat(descriptor).st_size != file.size_bytes:
+            with _opened(self._marks(file)) as marks:  # those of a file that was deleted
+                os.ftruncate(marks, 0)
+            os.ftruncate(descriptor, file.size_bytes)
 
     def _finish(self, file: SharedFile) -> None:
         digest, incomplete = sha256(), self._incomplete(file)

@@ -63,6 +63,11 @@ def test_a_piece_whose_file_is_gone_does_not_count(manifest: Manifest, tmp_path:
     store.write(file, 0, piece(tmp_path, file, 0))
     store.path(file).write_bytes(b"cut off")
     assert not store.held(file)
+    store.write(file, 1, piece(tmp_path, file, 1))
+    assert store.held(file) == {1}
+    store.path(file).unlink()
+    store.write(file, 2, piece(tmp_path, file, 2))
+    assert store.held(file) == {2}
 
 
 def test_two_processes_write_one_file(manifest: Manifest, tmp_path: Path) -> None:
