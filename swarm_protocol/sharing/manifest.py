@@ -171,24 +171,22 @@ class HeldPieces:
 def agreed(manifests: Sequence[Manifest]) -> Manifest:
     """Return the files that most of the manifests have, which are of one model and revision.
 
-    The files without weights are chosen together, since they belong together; then each file of weights by itself,
-    among the manifests with those: a member may have some of them only. With equal votes the lowest digest wins: all
-    who read the same manifests choose the same.
+    The config is chosen first; then each other file by itself, among the manifests with that config. A file without
+    weights is left out if most of them lack it. A file of weights is not, since a member may have some of those only.
+    With equal votes the lowest digest wins: all who read the same manifests choose the same.
     """
     assert manifests, "somebody must offer something"
-    small = _most([manifest.small for manifest in manifests])
-    weights: dict[str, list[SharedFile]] = {}
-    for manifest in manifests:
-        for file in manifest.files if manifest.small == small else ():
-            if has_weights(file.name):
-                weights.setdefault(file.name, []).append(file)
-    chosen = [*small, *((_most([(file,) for file in files])[0]) for files in weights.values())]
-    return Manifest(manifests[0].model, manifests[0].revision, tuple(sorted(chosen, key=lambda file: file.name)))
+    config = _most([manifest.file(CONFIG) for manifest in manifests])
+    voters = [{file.name: file for file in manifest.files} for manifest in manifests if manifest.file(CONFIG) == config]
+    names = {name for files in voters for name in files}
+    chosen = (_most([files.get(name) for files in voters if name in files or not has_weights(name)]) for name in names)
+    files = sorted((file for file in chosen if file is not None), key=lambda file: file.name)
+    return Manifest(manifests[0].model, manifests[0].revision, tuple(files))
 
 
-def _most(groups: Sequence[tuple[SharedFile, ...]]) -> tuple[SharedFile, ...]:
-    counts = Counter(groups)
-    return min(counts, key=lambda group: (-counts[group], [file.key for file in group]))
+def _most(files: Iterable[SharedFile | None]) -> SharedFile | None:
+    counts = Counter(files)
+    return min(counts, key=lambda file: (-counts[file], "" if file is None else file.key))
 
 
 def _bits(indices: Iterable[int], count: int) -> bytes:

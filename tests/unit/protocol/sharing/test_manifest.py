@@ -138,3 +138,20 @@ def test_one_member_adds_no_file_to_those_of_others(tmp_path: Path) -> None:
     more = manifest_of(directory, ["chat_template.jinja", *SIZES])
     honest = manifest_of(directory)
     assert agreed([more, honest, honest]) == honest
+
+
+def test_members_that_differ_in_a_licence_count_together(tmp_path: Path) -> None:
+    """Four have another licence each; two have a template more."""
+    common = manifest_of(write_files(tmp_path))
+    text = replace(common.files[0], name="LICENSE")
+    honest = [replace(common, files=(replace(text, sha256=bytes([number] * 32)), *common.files)) for number in range(4)]
+    evil = replace(common, files=(replace(text, name="chat_template.jinja"), *common.files))
+    chosen = agreed([*honest, evil, evil])
+    assert chosen.file("chat_template.jinja") is None and chosen.files[-3:] == common.files
+    assert agreed([honest[0], honest[1], honest[0], evil]) == honest[0]  # most have a licence, and most of those this
+
+
+def test_a_config_of_the_most_decides_whose_other_files_count(tmp_path: Path) -> None:
+    honest, other = (manifest_of(write_files(tmp_path / str(seed), seed)) for seed in range(2))
+    mixed = replace(other, files=(honest.files[0], *other.files[1:]))
+    assert agreed([honest, honest, mixed, other, other]) == honest
