@@ -18,6 +18,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.comparison import Kind
 from swarm_protocol.verification.evidence import Evidence
 from swarm_protocol.verification.statements import SKETCH_POSITIONS
+from swarm_protocol.wire.constants import MAX_NAME_CHARS
 from swarm_protocol.wire.printable import printable
 from swarm_server.sessions.services import SpanServices
 from swarm_server.verification.doubts import Doubts
@@ -138,5 +139,5 @@ class Judge:
         """Raises RequestRejected."""
         if peer_id == self._record().peer_id:
             raise RequestRejected("evidence is about this server itself")
-        if not await services.neighbours.knows(peer_id):
+        if len(peer_id) > MAX_NAME_CHARS or not await services.neighbours.knows(peer_id):  # which may take seconds
             raise RequestRejected("evidence is about a peer that is no server of this swarm")

@@ -222,9 +222,11 @@ def test_callers_without_an_address_count_as_one() -> None:
 
 
 def test_only_other_servers_of_the_swarm_can_be_doubted() -> None:
+    """What is no name at all is not looked for: megabytes of it would wait for a reading of the DHT."""
     world = World()
     world.strangers = {"stranger"}
-    for peer_id, expected in (("stranger", "no server of this swarm"), ("judge", "itself")):
+    unknown = "no server of this swarm"
+    for peer_id, expected in (("stranger", unknown), ("x" * 513, unknown), ("judge", "itself")):
         with pytest.raises(RequestRejected, match=expected):
             run(world.judge.doubt(peer_id, CLIENT))
     run(world.judge.publish())
