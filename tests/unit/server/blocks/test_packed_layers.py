@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.published import (
     compressed_words,
     fp8_blocks,
     fp8_config,
+    fp8_rows,
     mxfp4_experts,
     publish,
 )
@@ -35,7 +37,7 @@ from tests.zoo import save_checkpoint
 CPU = torch.device("cpu")
 BLOCK = (16, 16)
 NUM_BLOCKS = 3  # of deepseek_v3, the last one has experts
-ALL_SPARSE: dict[str, object] = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 64}
+ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 64}
 EXPERTS_ENDS = (".gate_up_proj", ".down_proj")
 
 
@@ -48,10 +50,10 @@ def load(path: Path, method: str, in_parts: bool, dtype: torch.dtype = torch.flo
     return load_blocks(checkpoint, checkpoint.family.all_blocks, dtype=dtype, transform=transform, layers=layers)
 
 
-def fp8(name: str) -> Callable[[Path], Path]:
+def fp8(name: str, **sizes: int) -> Callable[[Path], Path]:
     def make(directory: Path) -> Path:
         pack = partial(fp8_blocks, block=BLOCK)
-        publish(directory, fp8_config(BLOCK), pack, name=name, num_hidden_layers=NUM_BLOCKS)
+        publish(directory, fp8_config(BLOCK), pack, name=name, num_hidden_layers=NUM_BLOCKS, **sizes)
         return directory
 
     return make
@@ -70,23 +72,34 @@ def plain(name: str, **overrides: object) -> Callable[[Path], Path]:
     return make
 
 
-def gguf(directory: Path) -> Path:
-    directory.mkdir()
-    write_gguf(directory / "tiny.gguf", name="qwen3_moe", type="Q8_0", num_hidden_layers=2, **ALL_SPARSE)
-    return directory / "tiny.gguf"
+def fp8_of_rows(directory: Path) -> Path:
+    publish(directory, fp8_config(), lambda weight: fp8_rows(weight, (len(weight), 1)), num_hidden_layers=1)
+    return directory
+
+
+def gguf(name: str, **sizes: Any) -> Callable[[Path], Path]:
+    def make(directory: Path) -> Path:
+        directory.mkdir()
+        write_gguf(directory / "tiny.gguf", name=name, type="Q8_0", num_hidden_layers=2, **sizes)
+        return directory / "tiny.gguf"
+
+    return make
 
 
 NEEDS_GGUF = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
 CHECKPOINTS = [
     pytest.param(fp8("llama"), id="fp8"),
+    pytest.param(fp8_of_rows, id="fp8 of rows"),
     pytest.param(fp8("deepseek_v3"), id="fp8 of each expert"),
+    pytest.param(plain("qwen2", num_hidden_layers=1), id="biases"),
     pytest.param(mxfp4, id="mxfp4 of all experts"),
     pytest.param(plain("mixtral", num_hidden_layers=2), id="bf16 of each expert"),
     pytest.param(plain("nemotron_h"), id="experts without a gate", marks=SLOW),
     pytest.param(plain("lfm2_moe"), id="lfm2_moe", marks=SLOW),
     pytest.param(plain("llama4_text"), id="llama4_text", marks=SLOW),
     pytest.param(plain("granitemoehybrid"), id="experts under another name", marks=SLOW),
-    pytest.param(gguf, id="gguf", marks=NEEDS_GGUF),
+    pytest.param(gguf("qwen3_moe", **ALL_SPARSE), id="gguf", marks=NEEDS_GGUF),
+    pytest.param(gguf("llama", hidden_size=128, head_dim=32), id="gguf whose heads are permuted", marks=NEEDS_GGUF),
 ]
 
 
@@ -116,7 +129,7 @@ def assert_same(stack: BlockStack, expected: BlockStack) -> None:
 @pytest.mark.parametrize(
     ("make", "most"),
     [
-        (fp8("llama"), 64 * 96),  # rows of the widest matrix
+        (fp8("llama", hidden_size=128, intermediate_size=256), 64 * 256),  # rows of the widest matrix
         (fp8("qwen3_moe"), 96 * 64),  # gate and up of an expert
         (mxfp4, 64 * 192),
     ],
