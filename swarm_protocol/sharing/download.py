@@ -1,7 +1,9 @@
 """Pieces from several members at once, each verified before it counts, until all that are wanted are there.
 
-Members take the next piece whenever they have sent one, so that fast ones send more. One that is slow with one of the
-last pieces is not waited for, one that fails is left out, and one that sends wrong bytes is never asked again.
+A member is asked for the next piece whenever it has sent one, so that fast members send more. A piece that is late is
+asked for elsewhere too. A member that fails or is too slow makes room for others, and a member that sends wrong bytes
+is never asked again. As many pieces travel at a time as each arrive at the least speed (AIMD, as TCP's congestion
+control): a slow line is not divided among more.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from tqdm import tqdm
 
 from swarm_protocol.dht.records import short_id
-from swarm_protocol.errors import BadReply, CheckpointError, PeerUnavailable, SwarmError
+from swarm_protocol.errors import BadReply, CheckpointError, PeerBusy, PeerUnavailable, SwarmError
 from swarm_protocol.process.logs import shows_progress
 from swarm_protocol.sharing.manifest import HeldPieces, SharedFile
 from swarm_protocol.sharing.piece_store import PieceStore
@@ -30,8 +34,12 @@ _IDLE_S = 10.0  # between two parts of a piece
 _POLL_S = 0.2
 _MAX_FAILURES = 4  # of a member, one after the other
 _BACKOFF_S = 0.5  # after a failure, twice as long after each further one
-_AGAIN_S = 2.0  # until members are looked for again, when those that were known have nothing more
-PATIENCE_S = 60.0  # without a piece
+_AGAIN_S = 2.0  # until members are looked for again, when nobody sends
+_LOOK_S = 30.0  # until new members are looked for, while others send
+LEAST_BYTES_PER_S = 64 * 1024  # of a piece that has travelled for some time
+_BUSY_S = 5.0  # until a busy member is asked again
+PATIENCE_S = 60.0  # while no piece arrives at the least speed and no member is merely busy
+_MAX_WAIT_S = 3600.0  # for one piece, whatever members say
 _LEAST_STEAL_S = 1.0  # that a piece is under way before another member is asked too
 _logger = logging.getLogger(__name__)
 
@@ -71,25 +79,26 @@ class Download:
         in_thread: InThread = asyncio.to_thread,
     ) -> None:
         """``find``: members that offer something now. ``on_wrong`` is told the peer id of who sends wrong bytes."""
-        self._store = store
-        self._find = find
+        self.store = store
+        self.find = find
         self._on_wrong = on_wrong
         self._in_thread = in_thread
-        self._blocked: set[str] = set()
+        self.blocked: set[str] = set()
         self._one_at_a_time = asyncio.Lock()
 
     async def fetch(self, wanted: Wanted) -> None:
         """Return when these pieces are there.
 
         Raises:
-            CheckpointError: no member has offered one of them for ``PATIENCE_S``, or the disk is full.
+            CheckpointError: no member has sent one of them for ``PATIENCE_S`` (busy members: for an hour), or the disk
+                is full.
         """
         async with self._one_at_a_time:
             found = await self._in_thread(self._missing, list(wanted))
             if not found:
                 return
             size_bytes = sum(piece.size_bytes for piece in found)
-            self._store.require_room(size_bytes)
+            self.store.require_room(size_bytes)
             bar: tqdm[Any] = tqdm(
                 total=size_bytes,
                 desc="weights from the swarm",
@@ -100,149 +109,192 @@ class Download:
                 disable=not shows_progress(),
             )
             with bar:
-                await self._all(found, bar)
+                await _Transfers(self, found, bar).run()
 
     def _missing(self, wanted: Wanted) -> list[Piece]:
-        return [Piece(file, index) for file, indices in wanted for index in self._store.missing(file, indices)]
-
-    async def _all(self, pieces: Iterable[Piece], bar: tqdm[Any]) -> None:
-        clock, todo = asyncio.get_running_loop().time, dict.fromkeys(pieces)
-        arrived_s = clock()
-        while todo:
-            members = [member for member in await self._find() if member.peer_id not in self._blocked]
-            useful = [member for member in members if any(map(member.has, todo))][:_MAX_MEMBERS]
-            num_left = len(todo)
-            if useful:
-                await _Round(self, useful, todo, bar).run()
-            if len(todo) < num_left:
-                arrived_s = clock()
-            elif clock() - arrived_s > PATIENCE_S:
-                piece = next(iter(todo))
-                raise CheckpointError(
-                    f"no member of the swarm gives piece {piece.index} of {piece.file.name} of "
-                    f"{self._store.manifest.model}: {len(members)} offer something, {len(todo)} pieces are missing; "
-                    "what has come is kept for the next start"
-                )
-            if todo:
-                await asyncio.sleep(_AGAIN_S)
+        return [Piece(file, index) for file, indices in wanted for index in self.store.missing(file, indices)]
 
     async def keep(self, piece: Piece, data: bytearray, member: OfferingMember) -> bool:
         """Return whether the piece is right; who has sent a wrong one is blocked."""
         try:
-            await self._in_thread(self._store.write, piece.file, piece.index, data)
+            await self._in_thread(self.store.write, piece.file, piece.index, data)
             return True
         except BadReply as error:
-            if member.peer_id not in self._blocked:
-                self._blocked.add(member.peer_id)
+            if member.peer_id not in self.blocked:
+                self.blocked.add(member.peer_id)
                 _logger.warning("%s has sent wrong bytes and is not asked again: %s", short_id(member.peer_id), error)
                 self._on_wrong(member.peer_id)
             return False
 
 
-class _Round:
-    """The work of some members until all pieces are there, or none of them can send any more."""
+class _TooSlow(PeerUnavailable):
+    """A piece that arrives at less than the least speed."""
 
-    def __init__(
-        self, download: Download, members: Collection[OfferingMember], todo: dict[Piece, None], bar: tqdm[Any]
-    ) -> None:
-        self._download = download
-        self._members = members
-        self._todo = todo
-        self._free = dict(todo)  # that nobody sends
-        self._begun_s: dict[Piece, float] = {}  # of pieces that one member sends: when it was asked
-        self._bar = bar
+
+class _Transfers:
+    """The pieces of one download that are missing, and who sends them."""
+
+    def __init__(self, download: Download, pieces: Iterable[Piece], bar: tqdm[Any]) -> None:
+        self._download, self._bar = download, bar
         self._clock = asyncio.get_running_loop().time
+        self._todo = dict.fromkeys(pieces)
+        self._senders: dict[Piece, set[str]] = {piece: set() for piece in self._todo}  # peer ids
+        self._begun_s: dict[Piece, float] = {}  # when a piece was last asked for; without those being written
+        self._num_written = 0  # pieces, at this moment
+        self._most = _STREAMS * _MAX_MEMBERS  # pieces that travel at a time
+        self._members: dict[str, OfferingMember] = {}
+        self._failures: Counter[str] = Counter()  # by peer id, one after the other
+        self._working: dict[str, list[asyncio.Task[None]]] = {}
+        self._arrived_s = self._alive_s = self._clock()  # the last piece; the last sign that waiting is worth it
         self._is_done = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises CheckpointError if what has come cannot be written."""
-        working: asyncio.Future[Any] = asyncio.gather(
-            *(self._work(member) for member in self._members for _ in range(_STREAMS))
-        )
-        done: asyncio.Future[Any] = asyncio.ensure_future(self._is_done.wait())
+        """Raises CheckpointError if what has come cannot be written, or if nothing comes."""
+        seeking = asyncio.ensure_future(self._seek())
+        done = asyncio.ensure_future(self._is_done.wait())
         try:
-            await asyncio.wait([working, done], return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
+            await asyncio.wait([seeking, done], return_when=asyncio.FIRST_COMPLETED)
+            if seeking.done():
+                seeking.result()
         finally:
-            done.cancel()
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
+            ending = [seeking, done, *(task for tasks in self._working.values() for task in tasks)]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _seek(self) -> None:
+        """Look for members, and have them asked for pieces, as long as some are missing."""
+        looked_s = -inf
+        while self._todo:
+            if not self._working or self._clock() - looked_s >= _LOOK_S:
+                found, looked_s = await self._download.find(), self._clock()
+                self._members = {each.peer_id: each for each in found if each.peer_id not in self._download.blocked}
+                self._start()
+            await asyncio.sleep(_AGAIN_S)
+            for peer_id, tasks in list(self._working.items()):
+                ended = [task for task in tasks if task.done()]
+                for task in ended:
+                    task.result()
+                if len(ended) == len(tasks):
+                    del self._working[peer_id]
+            self._require_progress()
+
+    def _start(self) -> None:
+        useful = [each for each in self._members.values() if any(map(each.has, self._todo))]
+        least = min((self._failures[each.peer_id] for each in useful), default=0)
+        if self._most < _STREAMS * _MAX_MEMBERS:  # who drips would take the little that is left
+            useful = [each for each in useful if self._failures[each.peer_id] == least]
+        idle = [each for each in useful if each.peer_id not in self._working]
+        idle.sort(key=lambda each: self._failures[each.peer_id])
+        for member in idle[: max(0, _MAX_MEMBERS - len(self._working))]:
+            self._working[member.peer_id] = [asyncio.ensure_future(self._work(member)) for _ in range(_STREAMS)]
+
+    def _require_progress(self) -> None:
+        now_s = self._clock()
+        if self._num_written or (now_s - self._alive_s <= PATIENCE_S and now_s - self._arrived_s <= _MAX_WAIT_S):
+            return
+        piece = next(iter(self._todo))
+        raise CheckpointError(
+            f"no member of the swarm gives piece {piece.index} of {piece.file.name} of "
+            f"{self._download.store.manifest.model}: {len(self._members)} offer something, {len(self._todo)} pieces "
+            "are missing; what has come is kept for the next start"
+        )
 
     async def _work(self, member: OfferingMember) -> None:
-        failures, took_s = 0, _LEAST_STEAL_S
+        peer_id, took_s = member.peer_id, _LEAST_STEAL_S
         while self._todo:
+            member = self._members.get(peer_id, member)  # what it has may have become more
             piece = self._next(member, took_s)
             if piece is None:
                 if not any(map(member.has, self._todo)):
                     return
                 await asyncio.sleep(_POLL_S)
                 continue
-            start_s = self._clock()
+            self._begun_s[piece] = start_s = self._clock()
+            self._senders[piece].add(peer_id)
             try:
                 data = await self._read(member, piece)
-            except SwarmError as error:
-                _logger.info("no piece from %s: %s", short_id(member.peer_id), error)
-                failures += 1
-                self._give_back(piece)
-                if failures >= _MAX_FAILURES:
-                    return
-                await asyncio.sleep(_BACKOFF_S * 2**failures)
+                took_s = max(_LEAST_STEAL_S, self._clock() - start_s)
+                if data is not None:
+                    if not await self._take(piece, data, member):
+                        return
+                    self._failures[peer_id] = 0
                 continue
-            except BaseException:
-                self._give_back(piece)
+            except PeerBusy as error:
+                if self._alive_s <= self._arrived_s:
+                    _logger.info("waiting for members that are busy: %s says %s", short_id(peer_id), error)
+                self._alive_s, wait_s = self._clock(), _BUSY_S
+            except CheckpointError:
                 raise
-            failures, took_s = 0, max(_LEAST_STEAL_S, self._clock() - start_s)
-            if data is not None and not await self._take(piece, data, member):
-                return
+            except SwarmError as error:
+                _logger.info("no piece from %s: %s", short_id(peer_id), error)
+                self._failures[peer_id] += 1
+                if isinstance(error, _TooSlow):
+                    self._most = max(1, self._num_travelling() - 1)
+                if isinstance(error, _TooSlow) or self._failures[peer_id] >= _MAX_FAILURES:
+                    return
+                wait_s = _BACKOFF_S * 2 ** self._failures[peer_id]
+            finally:
+                self._leave(piece, peer_id)
+            await asyncio.sleep(wait_s)
+
+    def _num_travelling(self) -> int:
+        return sum(map(len, self._senders.values()))
 
     def _next(self, member: OfferingMember, took_s: float) -> Piece | None:
-        """One that nobody sends; or that another has been sending for twice as long as this member takes."""
+        """One that nobody sends; or that others have been sending for twice as long as this member takes."""
+        if self._num_travelling() >= self._most:
+            return None
+        free = (piece for piece, senders in self._senders.items() if not senders and member.has(piece))
+        if (piece := next(free, None)) is not None:
+            return piece
         now_s = self._clock()
-        piece = next((piece for piece in self._free if member.has(piece)), None)
-        if piece is None:
-            late = (piece for piece, begun_s in self._begun_s.items() if now_s - begun_s > 2 * took_s)
-            piece = next((piece for piece in late if member.has(piece)), None)
-            if piece is not None:
-                del self._begun_s[piece]  # two are enough
-        else:
-            del self._free[piece]
-            self._begun_s[piece] = now_s
-        return piece
+        late = [piece for piece, begun_s in self._begun_s.items() if now_s - begun_s > 2 * took_s]
+        return next((each for each in late if member.has(each) and member.peer_id not in self._senders[each]), None)
 
-    def _give_back(self, piece: Piece) -> None:
-        if piece in self._todo:
-            self._free[piece] = None
-            self._begun_s.pop(piece, None)
+    def _leave(self, piece: Piece, peer_id: str) -> None:
+        if senders := self._senders.get(piece):
+            senders.discard(peer_id)
+            if not senders:
+                self._begun_s.pop(piece, None)
 
     async def _read(self, member: OfferingMember, piece: Piece) -> bytearray | None:
         """None: another member was faster. What is too long is not read to its end."""
-        data = bytearray()
+        data, start_s = bytearray(), self._clock()
         async with aclosing(member.read(piece.file.pieces[piece.index])) as parts:
             while len(data) <= piece.size_bytes:
                 try:
                     async with asyncio.timeout(_IDLE_S):
                         part = await anext(parts, None)
                 except TimeoutError:
-                    raise PeerUnavailable(f"it has sent nothing for {_IDLE_S:g} s", member.peer_id) from None
+                    raise _TooSlow(f"it has sent nothing for {_IDLE_S:g} s", member.peer_id) from None
                 if piece not in self._todo:
                     return None
                 if part is None:
                     break
                 data += part
+                judged_s = self._clock() - start_s - _IDLE_S
+                if judged_s > 0:
+                    if len(data) < min(piece.size_bytes, LEAST_BYTES_PER_S * judged_s):
+                        raise _TooSlow(f"it sends less than {LEAST_BYTES_PER_S / 1024:g} KiB/s", member.peer_id)
+                    self._alive_s = self._clock()
         if len(data) < piece.size_bytes:
             raise PeerUnavailable("it has sent only some of the piece", member.peer_id)
         return data
 
     async def _take(self, piece: Piece, data: bytearray, member: OfferingMember) -> bool:
-        """Return whether the member is asked for more."""
-        is_right = await self._download.keep(piece, data, member)
-        if not is_right:
-            self._give_back(piece)
-        elif piece in self._todo:
-            del self._todo[piece]
-            self._free.pop(piece, None)
+        """Return whether the member is asked for more. Nobody else is asked for a piece while it is written."""
+        self._begun_s.pop(piece, None)
+        self._num_written += 1
+        try:
+            is_right = await self._download.keep(piece, data, member)
+        finally:
+            self._num_written -= 1
+        if is_right and piece in self._todo:
+            del self._todo[piece], self._senders[piece]
             self._begun_s.pop(piece, None)
+            self._arrived_s = self._alive_s = self._clock()
+            self._most = min(_STREAMS * _MAX_MEMBERS, self._most + 1)
             self._bar.update(piece.size_bytes)
             if not self._todo:
                 self._is_done.set()

@@ -29,4 +29,6 @@ def write_files(directory: Path, seed: int = 0) -> Path:
 
 def manifest_of(directory: Path, names: list[str] | None = None) -> Manifest:
     hashes = FileHashes(directory / "kept")
-    return Manifest("owner/model", "0" * 16, tuple(hashes.of(directory / name, name) for name in sorted(names or SIZES)))
+    return Manifest(
+        "owner/model", "0" * 16, tuple(hashes.of(directory / name, name) for name in sorted(names or SIZES))
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.sharing.download import OfferingMember
 from swarm_protocol.sharing.manifest import HeldPieces, Manifest
 from tests.unit.protocol.sharing.files import PIECE
@@ -74,3 +74,40 @@ def finder(*members: FakeMember) -> Any:
         return [member.offering() for member in members if member.is_there]
 
     return find
+
+
+class DrippingMember(FakeMember):
+    """Sends pieces and never ends them: nothing at all of them, but often.
+
+    ``only``: those that somebody else was asked for; the others come at once.
+    """
+
+    def __init__(self, *args: Any, only: Sequence[bytes] | None = None, **faults: Any) -> None:
+        super().__init__(*args, **faults)
+        self._only = only
+
+    async def read(self, digest: bytes) -> AsyncGenerator[bytes, None]:
+        self.sent.append(digest)
+        if self._only is not None and digest not in self._only:
+            yield self._content[digest]
+            return
+        while True:
+            await asyncio.sleep(9.0)
+            yield b""
+
+
+class CrowdedMember(FakeMember):
+    """Has one place, which others have until ``free_s`` of the loop's clock."""
+
+    free_s = 0.0
+    num_taken = 0
+
+    async def read(self, digest: bytes) -> AsyncGenerator[bytes, None]:
+        if asyncio.get_running_loop().time() < self.free_s or self.num_taken:
+            raise PeerBusy("there are 16 pieces of weights being sent already", self.peer_id)
+        self.num_taken += 1
+        try:
+            async for part in super().read(digest):
+                yield part
+        finally:
+            self.num_taken -= 1

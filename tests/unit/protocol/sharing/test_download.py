@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.sharing import download
 from swarm_protocol.sharing.download import PATIENCE_S, Download
 from swarm_protocol.sharing.manifest import Manifest
 from swarm_protocol.sharing.piece_store import PieceStore
 from tests.unit.protocol.sharing.files import PIECE, manifest_of, small_pieces, write_files
-from tests.unit.protocol.sharing.members import FakeMember, finder, in_thread
+from tests.unit.protocol.sharing.members import CrowdedMember, DrippingMember, FakeMember, finder, in_thread
 from tests.unit.virtual_time import run_virtually
 
 PIECES = 15  # of all files together
@@ -76,7 +78,7 @@ def test_members_send_at_the_same_time(scene: Scene) -> None:
 
 
 def test_a_faster_member_sends_more_and_each_piece_comes_once(scene: Scene) -> None:
-    slow, fast = scene.member("slow", part_s=3.0), scene.member("fast", part_s=0.5)
+    slow, fast = scene.member("slow", part_s=3.1), scene.member("fast", part_s=0.5)
     took_s = scene.run(lambda: scene.download(slow, fast).fetch(scene.all()))
     assert len(slow.sent) + len(fast.sent) <= PIECES + 1 and len(fast.sent) >= 3 * len(slow.sent) > 0
     assert took_s < 9.5 and scene.is_complete()
@@ -150,3 +152,92 @@ def test_an_interrupted_download_goes_on_where_it_was(scene: Scene, interrupted_
     assert scene.is_complete()
     assert set(asked) == {digest for file in scene.manifest.files for digest in file.pieces}
     assert len(asked) <= PIECES + 2 * 4  # again only what was under way: two pieces of each member
+
+
+def dripping(scene: Scene, name: str, only: list[bytes] | None = None) -> DrippingMember:
+    return DrippingMember(name, scene.source, scene.manifest, only=only)
+
+
+def test_a_member_that_comes_is_asked_while_another_drips(scene: Scene) -> None:
+    drip, late = dripping(scene, "drip"), scene.member("late")
+    late.is_there = False
+    took_s = scene.run(lambda: coming(scene, drip, late, 30.0))
+    assert scene.is_complete() and took_s < 30.0 + 30.0 + 16.0
+
+
+async def coming(scene: Scene, there: FakeMember, late: FakeMember, after_s: float) -> None:
+    fetching = asyncio.ensure_future(scene.download(there, late).fetch(scene.all()))
+    await asyncio.sleep(after_s)
+    late.is_there = True
+    await fetching
+
+
+def test_members_that_drip_make_room_for_others(scene: Scene) -> None:
+    members = [*(dripping(scene, str(index)) for index in range(8)), scene.member("good")]
+    assert scene.run(lambda: scene.download(*members).fetch(scene.all())) < 120.0
+    assert scene.is_complete()
+
+
+def test_a_fast_member_that_comes_helps_a_slow_one(scene: Scene) -> None:
+    slow, fast = scene.member("slow", part_s=4.5), scene.member("fast", part_s=0.1)
+    fast.is_there = False
+    took_s = scene.run(lambda: coming(scene, slow, fast, 5.0))
+    assert scene.is_complete() and took_s < 40.0 and len(fast.sent) > len(slow.sent)
+
+
+def test_two_members_together_do_not_stall_a_piece(scene: Scene) -> None:
+    first = dripping(scene, "first")
+    second, good = dripping(scene, "second", only=first.sent), scene.member("good", part_s=2.0)
+    took_s = scene.run(lambda: scene.download(first, second, good).fetch(scene.all()))
+    assert scene.is_complete() and took_s < 60.0
+
+
+def test_members_that_only_drip_are_given_up(scene: Scene) -> None:
+    with pytest.raises(CheckpointError, match="no member of the swarm gives piece"):
+        scene.run(lambda: scene.download(dripping(scene, "drip")).fetch(scene.all()))
+
+
+def test_a_busy_member_is_waited_for(scene: Scene) -> None:
+    busy = CrowdedMember("busy", scene.source, scene.manifest)
+    busy.free_s = 10 * PATIENCE_S
+    took_s = scene.run(lambda: scene.download(busy).fetch(scene.all()))
+    assert scene.is_complete() and took_s < busy.free_s + 60.0
+
+
+def test_a_member_that_is_always_busy_is_given_up(scene: Scene) -> None:
+    busy = CrowdedMember("busy", scene.source, scene.manifest)
+    busy.free_s = inf
+    with pytest.raises(CheckpointError, match="no member of the swarm gives piece"):
+        scene.run(lambda: scene.download(busy).fetch(scene.all()))
+
+
+def test_a_slow_line_is_not_divided_among_too_many(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All members together send eight bytes a second to this machine, and a piece shall have four of them."""
+    monkeypatch.setattr(download, "LEAST_BYTES_PER_S", 4)
+    line = asyncio.Lock()
+
+    class Far(FakeMember):
+        async def read(self, digest: bytes) -> AsyncGenerator[bytes, None]:
+            for byte in self._content[digest]:
+                async with line:
+                    await asyncio.sleep(1 / 8)
+                yield bytes([byte])
+
+    members = [Far(str(index), scene.source, scene.manifest) for index in range(8)]
+    took_s = scene.run(lambda: scene.download(*members).fetch(scene.all()))
+    assert scene.is_complete() and took_s < 4 * 863 / 8  # 863 bytes are all files
+
+
+def test_nobody_sends_a_piece_again_that_is_being_written(scene: Scene) -> None:
+    """The last piece of a file is written when all of the file has been read once more."""
+    member = scene.member("a", part_s=0.1)
+
+    async def slowly(function: Any, *args: Any) -> Any:
+        if function.__name__ == "write":
+            await asyncio.sleep(2 * PATIENCE_S)
+        return function(*args)
+
+    other = scene.member("b", part_s=0.1)
+    fetching = Download(scene.store(), finder(member, other), in_thread=slowly)
+    scene.run(lambda: fetching.fetch(scene.all()))
+    assert scene.is_complete() and len(member.sent) + len(other.sent) == PIECES
