@@ -15,6 +15,7 @@ from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.files import Directory, HubModel
 from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
+from swarm_protocol.sharing.download import LEAST_BYTES_PER_S
 from swarm_protocol.sharing.hashing import FileHashes, lower_priority
 from swarm_protocol.sharing.manifest import PIECE_BYTES, SMALL_FILES, HeldPieces, Manifest, SharedFile, may_be_shared
 from swarm_protocol.sharing.swarm_files import SwarmFiles
@@ -77,9 +78,10 @@ class Offering:
         self._stopped = False
         self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
         self._offered: _Offered | None = None
-        self._pieces: dict[bytes, tuple[SharedFile, int]] = {}
+        self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # by digest: wherever these bytes are
         self._budget = Budget()
         self._places = Places("pieces of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
+        self._offers = Places("offers of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
 
     @property
     def digest(self) -> bytes:
@@ -105,9 +107,10 @@ class Offering:
         if found is None or (self._offered is not None and found == self._offered):
             return
         self._offered = found
-        self._pieces = {
-            digest: (file, index) for file in found.manifest.files for index, digest in enumerate(file.pieces)
-        }
+        self._pieces = {}
+        for file in found.manifest.files:
+            for index, digest in enumerate(file.pieces):
+                self._pieces.setdefault(digest, []).append((file, index))
         size_bytes = sum(file.size_bytes for file in found.manifest.files)
         _logger.info(
             "offering %d files of %s to members that have none: %.3g GB, manifest %s",
@@ -138,7 +141,7 @@ class Offering:
     async def parts(self, caller: Caller) -> AsyncGenerator[bytes, None]:
         """The serialised offer. Raises RequestRejected if there is none, PeerBusy."""
         offered = self._require()
-        with self._places.taken(caller):
+        with self._offers.taken(caller):
             held = {file.key: await self._held(offered, file) for file in offered.manifest.files}
             data = HeldPieces(offered.manifest, held).to_proto().SerializeToString()
             for at in range(0, len(data), PART_BYTES):
@@ -147,10 +150,16 @@ class Offering:
 
     async def piece(self, caller: Caller, digest: bytes) -> AsyncGenerator[bytes, None]:
         """A piece by its SHA-256. Raises RequestRejected if it is not offered, PeerBusy."""
-        offered, found = self._require(), self._pieces.get(digest)
-        if found is None or found[1] not in await self._held(offered, found[0]):
+        offered = self._require()
+        for file, index in self._pieces.get(digest, ()):
+            if index in await self._held(offered, file):
+                break
+        else:
             raise RequestRejected("this server does not have the piece")
-        file, index = found
+        # Each piece gets twice the least speed: members give up slower ones, and other traffic comes between.
+        most = max(1, int(min(_MAX_SENT, self._bytes_per_s() / (2 * LEAST_BYTES_PER_S))))
+        if self._places.num_taken >= most:
+            raise PeerBusy(f"there are {most} pieces of weights being sent already")
         with self._places.taken(caller):
             end = index * PIECE_BYTES + file.piece_bytes(index)
             for at in range(index * PIECE_BYTES, end, _SENT_BYTES):
@@ -159,8 +168,11 @@ class Offering:
                 yield await asyncio.to_thread(_read, self._path(offered, file), at, size_bytes)
 
     async def _pass(self, size_bytes: int) -> None:
-        self._budget.bytes_per_s = rate_beside(self._load()) if self._rate is None else self._rate
+        self._budget.bytes_per_s = self._bytes_per_s()
         await self._budget.take(size_bytes)
+
+    def _bytes_per_s(self) -> float:
+        return rate_beside(self._load()) if self._rate is None else self._rate
 
     def _require(self) -> _Offered:
         if self._offered is None:

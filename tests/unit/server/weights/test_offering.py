@@ -17,7 +17,7 @@ from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
-from swarm_protocol.sharing.download import Download, OfferingMember
+from swarm_protocol.sharing.download import LEAST_BYTES_PER_S, Download, OfferingMember
 from swarm_protocol.sharing.hashing import FileHashes
 from swarm_protocol.sharing.manifest import HeldPieces, Manifest
 from swarm_protocol.sharing.piece_store import PieceStore
@@ -135,6 +135,53 @@ def test_one_caller_does_not_take_all_places(source: Path) -> None:
         for parts in held:
             await parts.aclose()
         assert await joined(server.piece(CALLER, file.pieces[0]))
+
+    run(scenario())
+
+
+def test_a_slow_line_is_not_divided_among_too_many(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members give up a piece that arrives at less than the least speed."""
+    monkeypatch.setattr(offering.asyncio, "to_thread", _at_once)
+    server = offered(source, rate=4.5 * LEAST_BYTES_PER_S)
+    run(server.refresh())
+    file = FileHashes(source).of(source / "tokenizer.json", "tokenizer.json")
+
+    async def sent(index: int) -> bool:
+        start_s = asyncio.get_running_loop().time()
+        try:
+            await joined(server.piece(Caller(str(index), f"192.0.2.{index}"), file.pieces[0]))
+        except PeerBusy:
+            return False
+        took_s = asyncio.get_running_loop().time() - start_s
+        assert took_s < file.size_bytes / LEAST_BYTES_PER_S
+        return True
+
+    async def scenario() -> list[bool]:
+        return await asyncio.gather(*map(sent, range(8)))
+
+    assert sum(run_virtually(scenario())) == 2
+    assert run(joined(server.parts(CALLER)))
+
+
+def test_a_piece_that_is_in_two_files_is_sent_as_long_as_one_is_there(source: Path) -> None:
+    for name in ("LICENSE", "NOTICE"):
+        (source / name).write_text("the same")
+    server = offered(source)
+    digest = run(manifest_of(server)).manifest.file("LICENSE").pieces[0]
+    (source / "NOTICE").unlink()
+    assert run(joined(server.piece(CALLER, digest))) == b"the same"
+
+
+def test_offers_are_sent_while_all_places_of_pieces_are_taken(source: Path) -> None:
+    server = offered(source, rate=LEAST_BYTES_PER_S)
+    file = run(manifest_of(server)).manifest.file("config.json")
+
+    async def scenario() -> None:
+        async with aclosing(server.piece(CALLER, file.pieces[0])) as parts:
+            await anext(parts)
+            with pytest.raises(PeerBusy, match="there are 1 pieces of weights being sent already"):
+                await joined(server.piece(Caller("other", "192.0.2.2"), file.pieces[0]))
+            assert await joined(server.parts(Caller("other", "192.0.2.2")))
 
     run(scenario())
 
