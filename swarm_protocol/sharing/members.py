@@ -19,7 +19,7 @@ from swarm_protocol.sharing.download import OfferingMember
 from swarm_protocol.sharing.manifest import MAX_MANIFEST_BYTES, HeldPieces, Manifest, agreed
 
 _MAX_ASKED = 16
-_MAX_PER_ADDRESS = 2  # who would decide what most say needs many addresses
+MAX_PER_ADDRESS = 2  # who would decide what most say needs many addresses
 _OFFER_S = 30.0
 _MAX_AGE_S = 10.0  # of what is known
 _logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class OfferingMembers:
         self._view, self._stub, self._is_left_out = view, stub, is_left_out
         self._known: list[OfferingMember] = []
         self._known_s = -inf
+        self._manifests: dict[bytes, Manifest] = {}  # by digest: most members offer the same one
+        self._parsing = asyncio.Lock()
 
     async def find(self) -> list[OfferingMember]:
         """Ask some of them what they have, unless that was done just now."""
@@ -51,10 +53,11 @@ class OfferingMembers:
                 _logger.info("the DHT cannot be read: %r", error)
                 return self._known
             offering = [server for server in view.servers if self._offers(server)]
-            counted = within_addresses(offering, most=_MAX_PER_ADDRESS)
+            counted = within_addresses(offering, most=MAX_PER_ADDRESS)
             asked = random.sample(counted, min(len(counted), _MAX_ASKED))
             offers = await asyncio.gather(*map(self._ask, asked))
             self._known, self._known_s = [offer for offer in offers if offer is not None], clock()
+            self._manifests = {member.offer.manifest.digest: member.offer.manifest for member in self._known}
         return self._known
 
     async def manifest(self, wanted: bytes | None) -> Manifest | None:
@@ -82,17 +85,20 @@ class OfferingMembers:
     async def _ask(self, server: ServerRecord) -> OfferingMember | None:
         """None if it does not answer as it should."""
         try:
-            stub = await self._stub(server)
             async with asyncio.timeout(_OFFER_S), translated(server.peer_id):
+                stub = await self._stub(server)
                 data = bytearray()
                 async for part in stub.GetOffer(pb.OfferRequest()):
                     data += part.data
-                    if len(data) > 2 * MAX_MANIFEST_BYTES:
+                    if len(data) > MAX_MANIFEST_BYTES:
                         raise BadReply("its offer is too long", server.peer_id)
-            offer = HeldPieces.parse(bytes(data), server.weights)
+            async with self._parsing:
+                known = self._manifests.get(server.weights)
+                offer = await asyncio.to_thread(HeldPieces.parse, bytes(data), server.weights, known)
+                self._manifests[server.weights] = offer.manifest
             if (offer.manifest.model, offer.manifest.revision) != (server.model, server.revision):
                 raise BadReply("it offers files of another model than its record says", server.peer_id)
-        except (SwarmError, TimeoutError) as error:
+        except (SwarmError, TimeoutError, OSError) as error:
             _logger.info("no weights are taken from %s: %s", server.short_id, error or "it does not answer")
             return None
         return OfferingMember(server.peer_id, offer, partial(_read, stub, server.peer_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,23 +12,26 @@ from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from swarm_protocol.checkpoints import default_model
 from swarm_protocol.checkpoints.checkpoint import Checkpoint, is_fingerprint
-from swarm_protocol.checkpoints.files import CONFIG, GGUF
+from swarm_protocol.checkpoints.files import CONFIG, GGUF, is_plain
 from swarm_protocol.checkpoints.formats.shards import INDEX, SINGLE
 from swarm_protocol.dht.claims import within_addresses
-from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.sharing.download import Download
 from swarm_protocol.sharing.manifest import Manifest
-from swarm_protocol.sharing.members import OfferingMembers
+from swarm_protocol.sharing.members import MAX_PER_ADDRESS, OfferingMembers
 from swarm_protocol.sharing.piece_store import PieceStore, remembered
 from swarm_protocol.sharing.swarm_files import Run, SwarmFiles
 
 _SHOWN_MODELS = 5
 _LOOKS, _LOOK_S = 10, 3.0  # for somebody who offers something
+_REVISION = re.compile(r"[0-9a-f]{16}|[0-9a-f]{40}")
 _logger = logging.getLogger(__name__)
 
 
@@ -61,7 +65,7 @@ async def open_served(
 
     Args:
         name: of the model; empty: the only one that the swarm serves.
-        revision: None: the one that most servers have.
+        revision: None: the one that most servers have, of each address ``MAX_PER_ADDRESS``.
         weights: SHA-256 of the manifest to take from members, in hex; empty: the one that most of them offer.
         asks_hub: whether the hub is asked at all, unless it is to be offline.
 
@@ -70,13 +74,13 @@ async def open_served(
     """
     name, num_blocks = _served(await swarm.models(), name)
     view = partial(swarm.view, name, num_blocks)
-    revision = _revision((await view()).servers, name, revision)
+    wanted = bytes.fromhex(weights) or None
+    revision = _revision((await view()).servers, name, revision, wanted)
     if not weights:
         found = await asyncio.to_thread(_own, name, revision, asks_hub and not constants.HF_HUB_OFFLINE)
         if found is not None:
             return found
     members = OfferingMembers(revision, view, swarm.stub)
-    wanted = bytes.fromhex(weights) or None
     kept = remembered(name, revision, wanted)
     manifest = (kept if wanted else None) or await _manifest(members, wanted) or kept
     if manifest is None:
@@ -117,6 +121,7 @@ def _opened(files: SwarmFiles) -> Checkpoint:
 
 def _served(models: dict[str, int], name: str) -> tuple[str, int]:
     """The model's name and number of blocks."""
+    models = {model: num_blocks for model, num_blocks in models.items() if is_plain(model)}
     shown = ", ".join(list(models)[:_SHOWN_MODELS]) + (", …" if len(models) > _SHOWN_MODELS else "")
     if not models:
         raise NothingServed("the swarm serves no model: start a server with --model NAME_OR_PATH")
@@ -130,16 +135,35 @@ def _served(models: dict[str, int], name: str) -> tuple[str, int]:
     return name, models[name]
 
 
-def _revision(servers: tuple[ServerRecord, ...], name: str, wanted: str | None) -> str:
-    counts = Counter(server.revision for server in within_addresses(servers))
+def _revision(servers: tuple[ServerRecord, ...], name: str, wanted: str | None, weights: bytes | None) -> str:
+    """The one that most servers have: of those that offer the ``weights``, or else any, or else of all."""
+    known = [server for server in servers if _is_possible(server)]
+    offering = [server for server in known if server.weights and server.state is ServerState.ONLINE]
+    same = [server for server in offering if server.weights == weights]
+    counts = Counter(server.revision for server in within_addresses(same or offering or known, most=MAX_PER_ADDRESS))
     if wanted is not None:
-        matching = [revision for revision in counts if revision.startswith(wanted)]
+        revisions = sorted({server.revision for server in known})
+        matching = [revision for revision in revisions if revision.startswith(wanted)]
         if len(matching) != 1:
-            raise CheckpointError(f"the swarm does not serve {name} at {wanted}: expected {' or '.join(counts)}")
+            raise CheckpointError(f"the swarm does not serve {name} at {wanted}: expected {' or '.join(revisions)}")
         return matching[0]
     if not counts:
         raise CheckpointError(f"the servers of {name} cannot be read: try again")
     return min(counts, key=lambda revision: (-counts[revision], revision))
+
+
+def _is_possible(server: ServerRecord) -> bool:
+    """Whether a model of this name can have this revision: that of a directory, or a commit of a model on the hub."""
+    if not _REVISION.fullmatch(server.revision):
+        return False
+    if is_fingerprint(server.revision):
+        return True
+    parts = server.model.split("/")
+    try:
+        validate_repo_id("/".join(parts[:2]))
+    except HFValidationError:
+        return False
+    return (len(parts) > 2) == server.model.endswith(GGUF)
 
 
 def _own(name: str, revision: str, asks_hub: bool) -> Checkpoint | None:

@@ -13,8 +13,8 @@ import pytest
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
-from swarm_protocol.dht.records import SwarmView
-from swarm_protocol.errors import CheckpointError
+from swarm_protocol.dht.records import ServerState, SwarmView
+from swarm_protocol.errors import CheckpointError, PeerUnavailable
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.sharing import obtaining
@@ -84,7 +84,10 @@ def opened(name: str, *members: Member, **options: Any) -> Checkpoint:
             return SwarmView(tuple(member.record for member in members if member.model == model))
 
         async def stub(record: Any) -> Any:
-            return next(member for member in members if member.record.peer_id == record.peer_id)
+            found = next(member for member in members if member.record.peer_id == record.peer_id)
+            if not isinstance(found, Member):
+                raise PeerUnavailable("it is not there", record.peer_id)
+            return found
 
         swarm = SharingSwarm(
             models, view, stub, lambda fetching: asyncio.run_coroutine_threadsafe(fetching, loop).result()
@@ -172,6 +175,56 @@ def test_the_wanted_digest_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     other.GetOffer = offered
     found = opened("tiny", late, other, weights=full.weights.hex())
     assert found.files.store.manifest.digest == full.weights and len(looks) >= 3
+
+
+def announced(peer_id: str, model: str, revision: str, **fields: Any) -> SimpleNamespace:
+    """A stranger's record, with no server behind."""
+    record = server_record(peer_id=peer_id, model=model, revision=revision, num_blocks=20, **fields)
+    return SimpleNamespace(model=model, num_blocks=20, record=record)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"weights": bytes(32), "addresses": ("8.8.8.8:1",)},  # many at one address
+        {"addresses": ()},  # they offer nothing
+        {"weights": bytes(32), "addresses": (), "state": ServerState.DRAINING},
+    ],
+)
+def test_records_without_addresses_or_weights_choose_no_revision(tmp_path: Path, fields: dict[str, Any]) -> None:
+    members = [Member(made(tmp_path / name / "tiny")) for name in ("first", "second", "third")]
+    strangers = [announced(f"stranger {number}", "tiny", "e" * 16, **fields) for number in range(9)]
+    assert opened("tiny", *members, *strangers).revision == members[0].record.revision
+
+
+def test_the_wanted_digest_chooses_the_revision(tmp_path: Path) -> None:
+    member = Member(made(tmp_path / "first" / "tiny"))
+    strangers = [announced(f"stranger {number}", "tiny", "e" * 16, weights=bytes(32)) for number in range(9)]
+    found = opened("tiny", member, *strangers, weights=member.offering.digest.hex())
+    assert found.revision == member.record.revision
+
+
+@pytest.mark.parametrize(
+    ("model", "revision"),
+    [
+        ("a b", "0" * 40),
+        ("a b", "f" * 16),
+        ("..", "0" * 40),
+        ("/etc", "0" * 16),
+        ("a--b", "0" * 40),
+        ("x.gguf", "0" * 40),
+        ("tiny", "main"),
+        ("tiny", "../.."),
+        ("tiny", "Z" * 16),
+    ],
+)
+def test_strangers_names_of_models_and_revisions_are_no_traceback(tmp_path: Path, model: str, revision: str) -> None:
+    with pytest.raises(CheckpointError):
+        opened("", announced("stranger", model, revision, weights=bytes(32)))
+    if model == "tiny":
+        member = Member(made(tmp_path / "first" / "tiny"))
+        strangers = [announced(f"stranger {number}", model, revision, weights=bytes(32)) for number in range(9)]
+        assert opened("", member, *strangers).revision == member.record.revision
 
 
 def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
