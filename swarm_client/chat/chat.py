@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarm_client.chat.conversation import Conversation
-from swarm_client.generation.opening import ModelChoice, require_chain
+from swarm_client.generation.opening import ModelChoice, require_chain, tokenizer_of
 from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.checkpoints.default_model import FROM_SWARM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,10 +30,15 @@ def open_model(choice: ModelChoice) -> Opened:
     """Raises SwarmError, ValueError."""
     model = choice.connect()
     try:
-        return Opened(model, choice.tokenizer(), model.close)
+        return Opened(model, tokenizer_of(model), model.close)
     except BaseException:
         model.close()
         raise
+
+
+def _named(choice: ModelChoice, opened: Opened) -> ModelChoice:
+    """Return the choice with the name of the swarm's only model, if it left that open."""
+    return replace(choice, model=FROM_SWARM + opened.model.blocks.swarm.model) if choice.model == FROM_SWARM else choice
 
 
 class Chat:
@@ -44,7 +50,7 @@ class Chat:
         """Raises SwarmError, ValueError: the model cannot be had. ``open_model`` stands for the swarm."""
         self._open = open_model
         self._opened = open_model(choice)
-        self.choice = choice
+        self.choice = _named(choice, self._opened)
         self.conversation = Conversation(self._opened.model, self._opened.tokenizer, options)
 
     def switch(self, choice: ModelChoice) -> None:
@@ -61,7 +67,7 @@ class Chat:
             raise
         self.conversation.move(opened.model, opened.tokenizer)
         self._opened.close()
-        self._opened, self.choice = opened, choice
+        self._opened, self.choice = opened, _named(choice, opened)
 
     def __enter__(self) -> Chat:
         return self

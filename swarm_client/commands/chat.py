@@ -43,7 +43,7 @@ def chat_command(args: argparse.Namespace) -> Command:
                 answer(chat, PipeReader(), interactive=False)
                 return
             reader = TerminalReader()
-            reader.say(greeting(choice.model))
+            reader.say(greeting(chat.choice.model))
             with log_lines_dimmed():
                 answer(chat, reader, interactive=True)
 

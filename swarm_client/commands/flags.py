@@ -8,10 +8,10 @@ from typing import Any
 
 from swarm_client.core.config import COMPRESSIONS, ClientConfig
 from swarm_client.core.draft_names import check_draft_name
-from swarm_client.generation.opening import ModelChoice
+from swarm_client.generation.opening import ModelChoice, check_model_name
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.access.member_flags import ENVIRONMENT, add_member_flags
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate, with_gguf_file
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, with_gguf_file
 from swarm_protocol.process.invocation import add_common_flags
 from swarm_protocol.process.local_registry import checked_name
 
@@ -47,7 +47,12 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
 def add_remote_flags(command: argparse.ArgumentParser) -> None:
     """What model, and on which servers."""
     add, client = command.add_argument, ClientConfig
-    add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="hub name, directory, GGUF file, or smollm2")
+    add(
+        "--model",
+        metavar="NAME_OR_PATH",
+        help="hub name, directory, GGUF file, smollm2, or swarm://NAME, whose files members give; without it, the only "
+        f"model of the swarm at --initial-peers, or {DEFAULT_MODEL}",
+    )
     add("--revision", help="branch, tag or commit of a hub model")
     add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
     add("--head-quant", default=client.head_quant, metavar="none|int8", help="of the head that makes logits")
@@ -99,12 +104,13 @@ def model_choice(args: argparse.Namespace) -> ModelChoice:
 
 
 def named_model(args: argparse.Namespace) -> str:
-    return with_gguf_file(args.model, args.gguf_file)
+    joins_others = (args.initial_peers or args.discover) and args.gguf_file is None
+    return with_gguf_file(args.model or (FROM_SWARM if joins_others else DEFAULT_MODEL), args.gguf_file)
 
 
 def remote_config(args: argparse.Namespace) -> ClientConfig:
     """Of the flags that say which model and which servers; they are checked now."""
-    check_location(locate(named_model(args)), args.revision)
+    check_model_name(named_model(args), args.revision)
     check_draft_name(args.draft)
     config = ClientConfig(
         initial_peers=tuple(args.initial_peers),

@@ -32,9 +32,10 @@ def generate_command(args: argparse.Namespace) -> Command:
     def run() -> None:
         import_for_text()
         from swarm_client.generation.generation import stream_text
+        from swarm_client.generation.opening import tokenizer_of
 
         signals.unwind_on_signals()
         with choice.connect() as model:
-            stream_text(model, choice.tokenizer(), args.prompt, options)
+            stream_text(model, tokenizer_of(model), args.prompt, options)
 
     return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,12 +22,12 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.gateway.admission import ApiError
 from swarm_client.gateway.grammars.compiler import GrammarCompiler
 from swarm_client.generation.fewest_tokens import FewestTokens
-from swarm_client.generation.generation import load_tokenizer
+from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import DistributedModel
 from swarm_client.monitor.model_monitor import ModelStatus
 from swarm_client.monitor.monitor import Monitor, SwarmSnapshot
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import locate
+from swarm_client.weights.opening import ModelOpening
+from swarm_protocol.checkpoints.default_model import FROM_SWARM, locate
 from swarm_protocol.checkpoints.files import is_plain
 from swarm_protocol.errors import CheckpointError, SwarmError
 from swarm_protocol.wire.printable import printable
@@ -115,19 +114,25 @@ def not_found(name: str) -> ApiError:
     )
 
 
-def check_model(model: str, revision: str | None) -> str:
-    """Check that there is what a client needs of it; of the swarm nothing is needed yet.
+def check_model(model: str, revision: str | None, config: ClientConfig) -> tuple[str, str]:
+    """Check that there is what a client needs of it; of the swarm nothing is needed yet, unless it gives the files.
 
-    Returns the model as it is to be named from now on: with the GGUF file of a model on the hub that was chosen for it.
+    Returns:
+        The model as it is to be named from now on: with the GGUF file of a model on the hub that was chosen for it, or
+        its name in the swarm; and where its files are.
 
     Raises:
         CheckpointError: the model or its tokenizer cannot be read, or lacks something; UnsupportedModel: it cannot be
-            split.
+            split. NoSwarm: members are to give its files, and nobody answers.
     """
-    checkpoint = Checkpoint.open(locate(model), revision)
-    load_tokenizer(model, revision)
-    checkpoint.client_tensors()
-    return model if Path(locate(model)).expanduser().exists() else checkpoint.name
+    with contextlib.closing(ModelOpening(config)) as opening:
+        checkpoint = opening.open(model, revision)
+        tokenizer_at(checkpoint.location, checkpoint.revision)
+        checkpoint.client_tensors()
+    if Path(locate(model)).expanduser().exists():
+        return model, checkpoint.location
+    prefix = FROM_SWARM if model.startswith(FROM_SWARM) else ""
+    return f"{prefix}{checkpoint.name}", checkpoint.location
 
 
 def mean_hidden(model: Any, token_ids: Sequence[int]) -> list[float]:
@@ -140,11 +145,16 @@ def mean_hidden(model: Any, token_ids: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where ``DistributedModel.from_pretrained`` finds a model."""
+    """Where ``DistributedModel.from_pretrained`` finds a model; ``files``: where its tokenizer is, if elsewhere."""
 
     location: str
     revision: str | None = None
     adapter: str = ""
+    files: str = ""
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises CheckpointError."""
+        return tokenizer_at(self.files or self.location, self.revision)
 
 
 class SwarmModels:
@@ -160,15 +170,17 @@ class SwarmModels:
         revision: str | None,
         make_batcher: Callable[[RemoteModelMixin], ClosableBatcher],
         *,
+        files: str = "",
         load: Callable[..., RemoteModelMixin] = DistributedModel.from_pretrained,
         monitor: SeesSwarm | None = None,
     ) -> None:
-        """``load`` and ``monitor`` stand for the swarm. ``monitor`` is closed with this."""
+        """``load`` and ``monitor`` stand for the swarm. ``monitor`` is closed with this. ``files``: see ``_Source``."""
         location = Path(locate(model)).expanduser()
         self._config, self._make_batcher, self._load_model = config, make_batcher, load
         self.own_is_directory = location.exists()
-        self.own = location.resolve().name if self.own_is_directory else model  # as the swarm's records name it
-        self._own_source = _Source(model, revision)
+        # As the swarm's records name it.
+        self.own = location.resolve().name if self.own_is_directory else model.removeprefix(FROM_SWARM)
+        self._own_source = _Source(model, revision, files=files)
         self._sources = {self.own: self._own_source}
         self._loading: dict[str, asyncio.Future[ServedModel]] = {}
         self._has_template: dict[_Source, bool] = {}
@@ -186,9 +198,8 @@ class SwarmModels:
     async def has_template(self, name: str) -> bool | None:
         source = replace(self._sources[name], adapter="")
         if source not in self._has_template:
-            load = functools.partial(load_tokenizer, source.location, source.revision)
             try:
-                tokenizer = await asyncio.get_running_loop().run_in_executor(self._threads, load)
+                tokenizer = await asyncio.get_running_loop().run_in_executor(self._threads, source.tokenizer)
             except CheckpointError as error:
                 _logger.info("the tokenizer of %s cannot be loaded: %s", printable(name), error)
                 return None
@@ -219,7 +230,7 @@ class SwarmModels:
         background.run(self._monitor.close())
 
     def _load(self, name: str, source: _Source) -> ServedModel:
-        tokenizer = load_tokenizer(source.location, source.revision)
+        tokenizer = source.tokenizer()
         config = replace(self._config, adapter=source.adapter) if source.adapter else self._config
         model = self._load_model(source.location, config=config, revision=source.revision)
         self._opened.callback(model.close)

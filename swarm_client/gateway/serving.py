@@ -74,7 +74,7 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
 
     Raises:
         ValueError: it cannot listen at the address.
-        CheckpointError, UnsupportedModel: the model cannot be read, or not be split.
+        CheckpointError, UnsupportedModel, NoSwarm: see ``check_model``.
     """
     from swarm_client.batching.loop import GenerationLoop
     from swarm_client.core import background
@@ -86,10 +86,10 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     from swarm_client.history.recorder import Recorder
     from swarm_client.monitor.monitor import Monitor
 
-    model = check_model(model, revision)
+    model, files = check_model(model, revision, config)
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         recorder = Recorder(Monitor(config), open_history(settings.history, config.swarm))
-        models = SwarmModels(config, model, revision, GenerationLoop, monitor=recorder)
+        models = SwarmModels(config, model, revision, GenerationLoop, files=files, monitor=recorder)
         is_private = ClientAccess.of(config).control is not None
         monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
         app = create_app(models, settings.limits, settings.keys, monitored=monitored)

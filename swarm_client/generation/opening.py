@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
-from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_protocol.checkpoints.default_model import FROM_SWARM, check_location, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ class ModelChoice:
     adapter: str = ""
 
     def __post_init__(self) -> None:
-        check_location(locate(self.model), self.revision)
+        check_model_name(self.model, self.revision)
         if "/" in self.adapter and not self._is_trained_here:
             raise ValueError(f"adapter {self.adapter} is no directory: expected that of a trained adapter")
 
@@ -56,11 +56,24 @@ class ModelChoice:
                 raise
         return model
 
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Raises CheckpointError."""
-        from swarm_client.generation.generation import load_tokenizer
 
-        return load_tokenizer(self.model, self.revision)
+def check_model_name(model: str, revision: str | None) -> None:
+    """Raises ValueError if there can be no such model, see ``check_location``; any name may be one of the swarm's."""
+    if not model.startswith(FROM_SWARM):
+        check_location(locate(model), revision)
+
+
+def tokenizer_of(model: RemoteModelMixin) -> PreTrainedTokenizerBase:
+    """Return the tokenizer from where the model's own files are. Raises CheckpointError."""
+    return tokenizer_at(str(model.name_or_path), model.blocks.swarm.revision)
+
+
+def tokenizer_at(location: str, revision: str | None) -> PreTrainedTokenizerBase:
+    """Return a model's tokenizer; ``revision`` counts on the hub only. Raises CheckpointError."""
+    from swarm_client.generation.generation import load_tokenizer
+
+    is_here = Path(locate(location)).expanduser().exists()
+    return load_tokenizer(location, None if is_here else revision)
 
 
 def require_chain(model: RemoteModelMixin) -> None:

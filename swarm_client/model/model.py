@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -20,10 +21,10 @@ from swarm_client.drafts.opening import open_speculation
 from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
 from swarm_client.model.progress import reading_shown
-from swarm_client.swarm.swarm import Swarm
+from swarm_client.weights.opening import ModelOpening
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.family import has_experts, max_positions, slice_config
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.checkpoints.family import max_positions, slice_config
 from swarm_protocol.checkpoints.hollow_model import hf_loader
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
@@ -73,11 +74,14 @@ class _Distributed:
         defaults are there.
 
         Args:
-            name_or_path: hub name, directory, GGUF file, or a short name that ``default_model.locate`` knows.
+            name_or_path: hub name, directory, GGUF file, or a short name that ``default_model.locate`` knows;
+                ``swarm://NAME`` for a model whose files members give if they are not on this machine, ``swarm://`` for
+                the only one of the swarm. With ``initial_peers``, members also give what the hub does not.
             initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
             swarm: the swarm's name.
             config: instead of the keywords that are named like its fields.
-            revision: branch, tag or commit of a hub model. Servers must serve the same.
+            revision: branch, tag or commit of a hub model. Servers must serve the same; ``swarm://`` takes the one that
+                most of them serve.
             dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
             wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
                 before ``PeerBusy``.
@@ -148,26 +152,21 @@ class _Distributed:
         check_draft_name(config.draft)
         device = torch.device(device)
         check_head_quant(config.head_quant, device)
-        checkpoint = Checkpoint.open(locate(name_or_path), revision)
-        connection = Swarm(
-            config,
-            checkpoint.name,
-            checkpoint.revision,
-            checkpoint.family.num_blocks,
-            routed=has_experts(checkpoint.config),
-        )
-        background.run(connection.connect())
-        try:
-            model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)
-            if config.head_quant == "int8":
-                quantize_head_(model)
-            model.connect(connection, max_positions(checkpoint.config))
-            model.speculation = open_speculation(config.draft, model, checkpoint)
-            if tuning_mode is not None:
-                model.add_prompts(tuning_mode, num_prompt_tokens)
-        except BaseException:
-            background.run(connection.close())
-            raise
+        with contextlib.closing(ModelOpening(config)) as opening:
+            checkpoint = opening.open(name_or_path, revision)
+            connection = opening.swarm(checkpoint)
+            background.run(connection.connect())
+            try:
+                model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)
+                if config.head_quant == "int8":
+                    quantize_head_(model)
+                model.connect(connection, max_positions(checkpoint.config))
+                model.speculation = open_speculation(config.draft, model, checkpoint)
+                if tuning_mode is not None:
+                    model.add_prompts(tuning_mode, num_prompt_tokens)
+            except BaseException:
+                background.run(connection.close())
+                raise
         return model
 
 

@@ -69,15 +69,17 @@ class Swarm:
         num_blocks: int,
         *,
         routed: bool = False,
+        caller: Caller | None = None,
         dht: Dht | None = None,
         join: Join | None = None,
         connect: Connect | None = None,
     ) -> None:
         """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins.
 
+        ``caller``: who has joined the ``dht`` already. It is closed with this.
         ``routed``: the model's blocks choose among experts.
         """
-        self._caller = caller = Caller(config)
+        self._caller = caller = caller or Caller(config)
         self.config = config
         self.model = model
         self.revision = revision

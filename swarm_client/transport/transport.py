@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 
@@ -92,6 +92,11 @@ class ServerConnection:
             reason = f"server {record.short_id} is not where it should be: {error}"
             raise BadReply(reason, record.peer_id, record.span) from None
         return cls(record, channel, config, address, dialer.relay_of)
+
+    @property
+    def stub(self) -> BlocksStub:
+        """The server's methods; a call raises PeerUnavailable if the connection is closed."""
+        return cast(BlocksStub, self._stub)
 
     @property
     def relay_id(self) -> str:

@@ -58,6 +58,35 @@ class NothingServed(CheckpointError):
     """The swarm serves no model at all."""
 
 
+async def open_from_swarm(
+    swarm: SharingSwarm,
+    name: str,
+    revision: str | None = None,
+    weights: str = "",
+    *,
+    failure: CheckpointError | None = None,
+) -> Checkpoint:
+    """Open a model as ``open_served`` does; without a name, the default model if the swarm serves none.
+
+    Only a model without a name is looked for on the hub: who names one has tried that, or wants members to give it.
+
+    Args:
+        failure: why the model of this name is not to be had elsewhere.
+
+    Raises:
+        CheckpointError: see ``open_served``; with the ``failure``.
+    """
+    try:
+        return await open_served(swarm, name, revision, weights, asks_hub=not name)
+    except CheckpointError as error:
+        if failure is not None:
+            raise CheckpointError(f"{failure}; nor does it come from the swarm: {error}") from None
+        if name or not isinstance(error, NothingServed):
+            raise
+        _logger.info("the swarm serves no model yet: taking %s", default_model.DEFAULT_MODEL)
+        return await asyncio.to_thread(Checkpoint.open, default_model.locate(default_model.DEFAULT_MODEL))
+
+
 async def open_served(
     swarm: SharingSwarm, name: str, revision: str | None = None, weights: str = "", *, asks_hub: bool = True
 ) -> Checkpoint:

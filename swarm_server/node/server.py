@@ -22,7 +22,7 @@ from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.process.routine import repeat
-from swarm_protocol.sharing.obtaining import NothingServed, SharingSwarm, open_served
+from swarm_protocol.sharing.obtaining import SharingSwarm, open_from_swarm
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.dialing import Dialer
 from swarm_protocol.tunnel.members import Membership as TunnelMembership
@@ -215,17 +215,8 @@ async def _open(
         dht.models, dht.view, channels.stub, lambda fetching: asyncio.run_coroutine_threadsafe(fetching, loop).result()
     )
     name = config.model.removeprefix(FROM_SWARM)
-    try:
-        return await open_served(swarm, name, config.model_revision, config.weights, asks_hub=not name), membership
-    except NothingServed:
-        if name:
-            raise
-        _logger.info("the swarm serves no model yet: taking %s", ServerConfig.model)
-        return await asyncio.to_thread(Checkpoint.open, locate(ServerConfig.model)), membership
-    except CheckpointError as error:
-        if failure is None:
-            raise
-        raise CheckpointError(f"{failure}; nor does it come from the swarm: {error}") from None
+    found = await open_from_swarm(swarm, name, config.model_revision, config.weights, failure=failure)
+    return found, membership
 
 
 async def _join(starting: Starting, membership: Membership | None, cleanup: AsyncExitStack) -> Joined:

@@ -1,14 +1,17 @@
-"""A machine without any copy of the model joins, is killed twice while it fetches, and ends as any other server."""
+"""Machines without any copy of the model: a server is killed twice while it fetches it, and clients ask for it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_client.model.model import DistributedModel
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from tests.swarm.processes import run_commands
 from tests.swarm.waiting import wait_for
 from tests.zoo import save_checkpoint
 
@@ -35,7 +38,9 @@ def count(cache: Path) -> int:
     return sum(map(len, verified(cache).values()))
 
 
-def test_a_machine_without_a_copy_is_killed_twice(model: Path, tmp_path: Path, server_process) -> None:
+def test_a_machine_without_a_copy_is_killed_twice(
+    model: Path, tmp_path: Path, server_process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     common = ("--quant", "none", "--throughput", "100", "--cache-tokens", "2000", "--swarm", "lending")
     has, lacks = tmp_path / "has", tmp_path / "lacks"
     for cache in (has, lacks):
@@ -63,3 +68,28 @@ def test_a_machine_without_a_copy_is_killed_twice(model: Path, tmp_path: Path, s
     expected = local.generate(prompt, max_new_tokens=12, do_sample=False)
     with DistributedModel.from_pretrained(model, [first.ready["peer"]], "lending", draft="none") as remote:
         assert remote.generate(prompt, max_new_tokens=12, do_sample=False).tolist() == expected.tolist()
+
+    cache = tmp_path / "client"  # of a client without a copy
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    with DistributedModel.from_pretrained("swarm://", [second.ready["peer"]], "lending", draft="none") as remote:
+        assert remote.generate(prompt, max_new_tokens=12, do_sample=False).tolist() == expected.tolist()
+    assert 0 < count(cache) < count(lacks)  # embeddings, norm and head
+
+
+def test_a_command_without_a_copy(tmp_path: Path, server_process) -> None:
+    directory = tmp_path / "models" / "lent"
+    shutil.copytree(locate(DEFAULT_MODEL), directory)
+    has, lacks = tmp_path / "has", tmp_path / "lacks"
+    for cache in (has, lacks):
+        cache.mkdir()
+    server = server_process("--model", str(directory), "--quant", "none", "--swarm", "lent", cache=has)
+    common = ("--initial-peers", server.ready["peer"], "--swarm", "lent", "--temperature", "0")
+    command = ["generate", *common, "--max-new-tokens", "8", "Return a list of"]
+    (outcome,) = run_commands("swarm_client", [command], lacks)
+    assert outcome.code == 0, outcome
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = tokenizer("Return a list of", return_tensors="pt").input_ids
+    expected = local.generate(ids, max_new_tokens=8, do_sample=False)
+    assert outcome.stdout.rstrip("\n") == tokenizer.decode(expected[0], skip_special_tokens=True)

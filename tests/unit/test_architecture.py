@@ -60,7 +60,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["drafts"],
         ["speculation"],
         ["sessions", "passes", "history"],
-        ["monitor"],
+        ["monitor", "weights"],
         ["verification"],
         ["swarm"],
         ["transport"],

@@ -109,7 +109,7 @@ def test_a_file_that_servers_announce_is_loaded_without_its_fingerprint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").touch()
-    monkeypatch.setattr("swarm_client.gateway.models.load_tokenizer", lambda *_: None)
+    monkeypatch.setattr("swarm_client.gateway.models.tokenizer_at", lambda *_: None)
     models = swarm_models(loads, SwarmSnapshot((status("model.gguf", ("0:8", ())),)))
     run(models.get("model.gguf"))
     assert loads.asked == [("model.gguf", None, "")]

@@ -1,0 +1,85 @@
+"""Opens the model that a user names; if members are to give its files, the swarm is joined before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm_client.core import background
+from swarm_client.core.config import ClientConfig
+from swarm_client.swarm.caller import Caller
+from swarm_client.swarm.swarm import Swarm
+from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import FROM_SWARM, locate
+from swarm_protocol.checkpoints.family import has_experts
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.sharing.obtaining import SharingSwarm, open_from_swarm
+
+if TYPE_CHECKING:
+    from swarm_client.transport.transport import ServerConnection
+    from swarm_protocol.dht.dht import Dht
+    from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+
+
+class ModelOpening:
+    """Opens a model, and connects to its swarm. After ``close``, nothing more is read of what members give."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        self._caller = Caller(config)
+        self._dht: Dht | None = None
+        self._members: dict[tuple[str, bytes], ServerConnection] = {}
+
+    def open(self, name_or_path: str | Path, revision: str | None) -> Checkpoint:
+        """Open the model: from the swarm if its name begins with ``swarm://``, or if it is to be had nowhere else.
+
+        Raises:
+            CheckpointError: it cannot be read. NoSwarm: no member of the swarm answers.
+        """
+        name, failure = str(name_or_path), None
+        if not name.startswith(FROM_SWARM):
+            location = locate(name)
+            try:
+                return Checkpoint.open(location, revision)
+            except CheckpointError as error:
+                if Path(location).exists() or not (self._config.initial_peers or self._config.discover):
+                    raise
+                failure = error
+        return background.run(self._from_swarm(name.removeprefix(FROM_SWARM), revision, failure))
+
+    def swarm(self, checkpoint: Checkpoint) -> Swarm:
+        """Return the connection to the servers of this model. It has what was joined already, and closes it."""
+        dht, self._dht = self._dht, None
+        return Swarm(
+            self._config,
+            checkpoint.name,
+            checkpoint.revision,
+            checkpoint.family.num_blocks,
+            routed=has_experts(checkpoint.config),
+            caller=self._caller,
+            dht=dht,
+        )
+
+    def close(self) -> None:
+        """End the connections to members, and leave the swarm unless ``swarm`` has taken it over."""
+        if self._members or self._dht is not None:
+            background.run(self._close())
+
+    async def _from_swarm(self, name: str, revision: str | None, failure: CheckpointError | None) -> Checkpoint:
+        self._dht = await self._caller.join(self._config)
+        swarm = SharingSwarm(self._dht.models, self._dht.view, self._stub, background.run)
+        return await open_from_swarm(swarm, name, revision, failure=failure)
+
+    async def _stub(self, server: ServerRecord) -> BlocksStub:
+        key = server.peer_id, server.tls_fingerprint
+        if key not in self._members:
+            self._members[key] = await self._caller.connect(server, self._config)
+        return self._members[key].stub
+
+    async def _close(self) -> None:
+        for member in self._members.values():
+            await member.close()
+        if self._dht is not None:
+            await self._caller.close()
+            await self._dht.shutdown()
