@@ -24,7 +24,7 @@ from swarm_protocol.wire.printable import printable
 
 PIECE_BYTES = 16 * MIB
 DIGEST_BYTES = 32
-MAX_MANIFEST_BYTES = 16 * MIB  # of a checkpoint of 8 TiB
+MAX_MANIFEST_BYTES = 4 * MIB  # of a checkpoint of 2 TiB
 _MAX_FILES = 2048
 _MAX_FILE_BYTES = 1 << 43
 _MAX_SMALL_BYTES = 64 * MIB  # of a file without weights
@@ -153,13 +153,13 @@ class HeldPieces:
         return pb.Offer(manifest=self.manifest.data, held=held)
 
     @classmethod
-    def parse(cls, data: bytes, digest: bytes) -> HeldPieces:
-        """Raises BadReply if it is no offer of the manifest with this digest."""
+    def parse(cls, data: bytes, digest: bytes, known: Manifest | None = None) -> HeldPieces:
+        """Raises BadReply if it is no offer of the manifest with this digest, which may be ``known`` already."""
         try:
             message = pb.Offer.FromString(data)
             if sha256(message.manifest).digest() != digest:
                 raise ValueError("it offers other files than its record says")
-            manifest = Manifest.parse(message.manifest)
+            manifest = known or Manifest.parse(message.manifest)
             if len(message.held) != len(manifest.files):
                 raise ValueError("it does not say which pieces of each file it has")
         except (DecodeError, ValueError) as error:
