@@ -34,6 +34,10 @@ class FileMissing(CheckpointError):
     """The checkpoint is there but lacks one file."""
 
 
+class HubUnreachable(FileMissing):
+    """A file is not in the local cache, and the hub does not answer."""
+
+
 class CheckpointFiles(Protocol):
     """Where the files of one checkpoint are found, wherever they come from."""
 
@@ -53,6 +57,9 @@ class CheckpointFiles(Protocol):
         """The revision; None: it follows from what is in the files."""
 
     def path(self, name: str) -> Path: ...
+
+    def fetch_headers(self, names: Iterable[str]) -> None:
+        """Have the beginnings of these files there, before their paths are asked for one after the other."""
 
     def fetch(self, tensors: Iterable[Any]) -> None:
         """Have the data of these tensors of the files there to be read."""
@@ -138,6 +145,9 @@ class Directory:
         self._check_link(path)
         return path
 
+    def fetch_headers(self, names: Iterable[str]) -> None:
+        """Do nothing: all are there."""
+
     def fetch(self, tensors: Iterable[Any]) -> None:
         """Do nothing: all are there."""
 
@@ -198,7 +208,12 @@ class HubModel:
     @cached_property
     def gguf(self) -> str | None:
         """Raises CheckpointError if the model cannot be reached, or has several GGUF files and no safetensors."""
-        found = self._gguf or choose_gguf(self._files(), self.location)
+        if self._gguf is not None:
+            return self._gguf
+        cached = self._cached_files()
+        if CONFIG in cached and any(WEIGHTS in name and "/" not in name for name in cached):
+            return None  # whatever else the hub has
+        found = choose_gguf(self._listed_files() or cached, self.location)
         if found is None:
             self._download(CONFIG, self._revision)
         return found
@@ -209,14 +224,16 @@ class HubModel:
         name = self.gguf or CONFIG
         return self._download(name, self._revision).parents[name.count("/")].name  # …/snapshots/<commit>/config.json
 
-    def _files(self) -> list[str]:
-        """The names of all files; of those in the local cache if the hub cannot be reached."""
+    def _listed_files(self) -> list[str]:
+        """Return the names of all files on the hub; none if it cannot be reached."""
         try:
             hub = HfApi(token=self._token)
             siblings = hub.model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S).siblings
             return [sibling.rfilename for sibling in siblings or ()]
         except Exception:  # no network, no such model, or an error of whichever HTTP library huggingface_hub uses
-            pass
+            return []
+
+    def _cached_files(self) -> list[str]:
         try:
             cached = Path(snapshot_download(self._repository, revision=self._revision, local_files_only=True))
         except (OSError, ValueError):
@@ -225,20 +242,31 @@ class HubModel:
 
     def path(self, name: str) -> Path:
         """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
-        return self._download(name, self.commit)
+        found = self._cached(name)
+        if found is None:
+            return self._download(name, self.commit)
+        if not isinstance(found, str):
+            raise FileMissing(f"{self.location} has no {name} on the hub")
+        return Path(found)
+
+    def fetch_headers(self, names: Iterable[str]) -> None:
+        """Do nothing: ``path`` downloads them whole."""
 
     def fetch(self, tensors: Iterable[Any]) -> None:
         """Do nothing: ``path`` has downloaded their files."""
 
     def local(self, name: str) -> Path | None:
         """Return the file's path if it is in the local cache. A small one is downloaded: most members have those."""
-        found = try_to_load_from_cache(self._repository, name, revision=self.commit)
-        if isinstance(found, str) or name.endswith((WEIGHTS, GGUF)):
-            return Path(found) if isinstance(found, str) else None
+        if name.endswith((WEIGHTS, GGUF)) and self._cached(name) is None:
+            return None
         try:
             return self.path(name)
         except CheckpointError:
             return None
+
+    def _cached(self, name: str) -> Any:
+        """The path in the local cache, None if it is not there, or another object if the hub has no such file."""
+        return try_to_load_from_cache(self._repository, name, revision=self.commit)
 
     def _download(self, name: str, revision: str | None) -> Path:
         model = self._repository if self._revision is None else f"{self._repository} at {self._revision}"
@@ -252,10 +280,10 @@ class HubModel:
             raise CheckpointError(f"{model} is neither a directory nor a model on the hub") from error
         except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
             if name == CONFIG:
-                raise FileMissing(
+                raise HubUnreachable(
                     f"{model} is neither a directory nor in the local cache, and the hub cannot be reached"
                 ) from error
-            raise FileMissing(f"{model} has no {name} in the local cache, and the hub cannot be reached") from error
+            raise HubUnreachable(f"{model} has no {name} in the local cache, and the hub cannot be reached") from error
         except EntryNotFoundError as error:
             raise FileMissing(f"{model} has no {name} on the hub") from error
         except OSError as error:  # includes every HTTP error of huggingface_hub

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swarm_protocol.checkpoints.files import Directory, HubModel, choose_gguf, locate
+from swarm_protocol.checkpoints import files
+from swarm_protocol.checkpoints.files import Directory, FileMissing, HubModel, choose_gguf, locate
 from swarm_protocol.errors import CheckpointError
 
 
@@ -67,3 +69,29 @@ def test_a_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert locate("someone/tiny-GGUF", None, None).gguf is None
     with pytest.raises(CheckpointError, match=r"has no other\.gguf in the local cache, and the hub cannot be reached"):
         assert locate("someone/tiny-GGUF/other.gguf", None, None).commit
+
+
+def test_what_the_local_cache_says_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--someone--tiny"
+    for directory, names in (("snapshots", ("config.json", "model.safetensors")), (".no_exist", ("vocab.txt",))):
+        (repository / directory / commit).mkdir(parents=True)
+        for name in names:
+            (repository / directory / commit / name).touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    asked, download = list[str](), files.hf_hub_download
+
+    def counted(repository: str, name: str, **options: Any) -> str:
+        asked.append(name)
+        return download(repository, name, **options)
+
+    monkeypatch.setattr(files, "hf_hub_download", counted)
+    monkeypatch.setattr(files.HfApi, "model_info", lambda *_args, **_options: asked.append("the list"))
+    model = HubModel("someone/tiny", commit, None)
+    assert model.gguf is None and model.local("model.safetensors") == model.path("model.safetensors")
+    assert model.path("config.json").parent.name == model.commit == commit
+    assert model.local("vocab.txt") is None
+    with pytest.raises(FileMissing, match=r"someone/tiny has no vocab.txt on the hub"):
+        model.path("vocab.txt")
+    assert asked == ["config.json"]  # which is in the cache for this commit, so that the hub is not asked
+    assert model.local("merges.txt") is None and asked[1:] == ["merges.txt"]  # of which nothing is known
