@@ -12,6 +12,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import FROM_SWARM, locate
 from swarm_protocol.checkpoints.family import has_experts
+from swarm_protocol.checkpoints.files import HubUnreachable
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.sharing.obtaining import SharingSwarm, open_from_swarm
@@ -32,7 +33,7 @@ class ModelOpening:
         self._members: dict[tuple[str, bytes], ServerConnection] = {}
 
     def open(self, name_or_path: str | Path, revision: str | None) -> Checkpoint:
-        """Open the model: from the swarm if its name begins with ``swarm://``, or if it is to be had nowhere else.
+        """Open the model: from the swarm if its name begins with ``swarm://``, or if the hub cannot be reached.
 
         Raises:
             CheckpointError: it cannot be read. NoSwarm: no member of the swarm answers.
@@ -42,8 +43,8 @@ class ModelOpening:
             location = locate(name)
             try:
                 return Checkpoint.open(location, revision)
-            except CheckpointError as error:
-                if Path(location).exists() or not (self._config.initial_peers or self._config.discover):
+            except HubUnreachable as error:
+                if not (self._config.initial_peers or self._config.discover):
                     raise
                 failure = error
         return background.run(self._from_swarm(name.removeprefix(FROM_SWARM), revision, failure))

@@ -81,7 +81,7 @@ async def open_from_swarm(
     except CheckpointError as error:
         if failure is not None:
             raise CheckpointError(f"{failure}; nor does it come from the swarm: {error}") from None
-        if name or not isinstance(error, NothingServed):
+        if name or weights or not isinstance(error, NothingServed):
             raise
         _logger.info("the swarm serves no model yet: taking %s", default_model.DEFAULT_MODEL)
         return await asyncio.to_thread(Checkpoint.open, default_model.locate(default_model.DEFAULT_MODEL))

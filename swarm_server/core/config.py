@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM
 from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
@@ -155,6 +155,11 @@ class ServerConfig:
                 )
         if self.weights and not re.fullmatch(r"[0-9a-f]{64}", self.weights):
             raise ValueError(f"weights {self.weights!r} is no SHA-256 of a manifest: expected 64 digits from 0 to f")
+        if self.weights and not self.model.startswith(FROM_SWARM):
+            raise ValueError(
+                f"weights are those of other members, and {self.model} may come from this machine or the hub: expected "
+                f"model {FROM_SWARM}{self.model}"
+            )
 
     def _check_devices(self) -> None:
         if not self.devices:

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +14,9 @@ import torch
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import FROM_SWARM, locate
 from swarm_protocol.checkpoints.family import has_experts
+from swarm_protocol.checkpoints.files import HubUnreachable
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
-from swarm_protocol.errors import CheckpointError, SwarmError
+from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
@@ -200,12 +200,12 @@ async def _open(
     config: ServerConfig, access: ServerAccess, streams: DaemonStreams, channels: ChannelPool, cleanup: AsyncExitStack
 ) -> tuple[Checkpoint, Membership | None]:
     """The model that the configuration names, or that the swarm serves; what is not here or on the hub, from there."""
-    failure: CheckpointError | None = None
+    failure: HubUnreachable | None = None
     if not config.model.startswith(FROM_SWARM):
         try:
             return await asyncio.to_thread(Checkpoint.open, locate(config.model), config.model_revision), None
-        except CheckpointError as error:
-            if Path(config.model).exists() or not (config.initial_peers or config.discover):
+        except HubUnreachable as error:
+            if not (config.initial_peers or config.discover):
                 raise
             failure = error
     membership = await join(config, access, cleanup)

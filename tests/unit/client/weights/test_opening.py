@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_client.command_line import parse_args
@@ -19,10 +20,14 @@ from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import load_client
 from swarm_client.swarm.caller import Caller
 from swarm_client.weights.opening import ModelOpening
+from swarm_protocol.checkpoints import files
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.errors import CheckpointError
+from swarm_server.core.config import ServerConfig
+from swarm_server.node import server
 from tests.unit.server.weights.test_obtaining import PEER, Member, made
+from tests.unit.support import run
 
 WITH_PEERS = ClientConfig(initial_peers=(PEER,))
 
@@ -105,6 +110,19 @@ def test_what_is_on_this_machine_needs_no_swarm(net: Net) -> None:
         assert files.open(DEFAULT_MODEL, None).location == locate(DEFAULT_MODEL)
     with opening(ClientConfig()) as files, pytest.raises(CheckpointError, match="neither a directory nor"):
         files.open("tiny", None)
+    assert net.joined == 0
+
+
+def test_what_the_hub_refuses_does_not_come_from_the_swarm(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_args: Any, **_options: Any) -> None:
+        raise GatedRepoError.__new__(GatedRepoError)
+
+    monkeypatch.setattr(files, "hf_hub_download", refused)
+    with opening() as client, pytest.raises(CheckpointError, match="tiny is gated: accept its terms on the hub"):
+        client.open("tiny", None)
+    monkeypatch.setattr(server, "join", None)
+    with pytest.raises(CheckpointError, match="tiny is gated: accept its terms on the hub"):
+        run(server._open(ServerConfig(model="tiny", initial_peers=(PEER,)), *[None] * 4))
     assert net.joined == 0
 
 

@@ -19,7 +19,7 @@ from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.sharing import obtaining
 from swarm_protocol.sharing.hashing import FileHashes
-from swarm_protocol.sharing.obtaining import NothingServed, SharingSwarm, open_served
+from swarm_protocol.sharing.obtaining import NothingServed, SharingSwarm, open_from_swarm, open_served
 from swarm_server.command_line import parse_args, read_config
 from swarm_server.weights.offering import Offering
 from tests.unit.support import run, server_record
@@ -225,6 +225,16 @@ def test_strangers_names_of_models_and_revisions_are_no_traceback(tmp_path: Path
         member = Member(made(tmp_path / "first" / "tiny"))
         strangers = [announced(f"stranger {number}", model, revision, weights=bytes(32)) for number in range(9)]
         assert opened("", member, *strangers).revision == member.record.revision
+
+
+def test_no_default_model_is_taken_for_the_wanted_digest() -> None:
+    async def models() -> dict[str, int]:
+        return {}
+
+    swarm = SharingSwarm(models, None, None, None)
+    assert run(open_from_swarm(swarm, "")).name == DEFAULT_MODEL
+    with pytest.raises(NothingServed):
+        run(open_from_swarm(swarm, "", weights="0" * 64))
 
 
 def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:

@@ -198,9 +198,11 @@ def test_a_wrong_rate_is_refused(value: str) -> None:
 
 
 def test_weights_are_named_by_a_digest() -> None:
-    assert ServerConfig(weights="0f" * 32).weights
+    assert ServerConfig(model="swarm://", weights="0f" * 32).weights
     with pytest.raises(ValueError, match="expected 64 digits"):
-        ServerConfig(weights="0F")
+        ServerConfig(model="swarm://", weights="0F")
+    with pytest.raises(ValueError, match="owner/model may come from this machine or the hub: expected model swarm://o"):
+        ServerConfig(model="owner/model", weights="0f" * 32)
 
 
 class Machine:
