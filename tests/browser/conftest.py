@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Swarm:
-    """Two servers for the blocks in the middle, one for each other span, and a gateway.
+    """Two servers for the blocks of the second span, one for each other span, and a gateway.
 
     Attributes:
         url: of the gateway.
@@ -48,9 +48,10 @@ class Swarm:
     name: str
     cluster: LocalCluster
     servers: list[LocalServer]
+    model: str
 
     def start(self, blocks: str) -> LocalServer:
-        options = ("--model", DEFAULT_MODEL, "--swarm", self.name, "--quant", "none", "--throughput", "100")
+        options = ("--model", self.model, "--swarm", self.name, "--quant", "none", "--throughput", "100")
         server = self.cluster.start(*options, "--blocks", blocks)
         self.servers.append(server)
         return server
@@ -61,7 +62,7 @@ class Swarm:
 
     def completed(self, prompt: str, num_tokens: int) -> str:
         """What the likeliest tokens say."""
-        ask = {"model": DEFAULT_MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        ask = {"model": self.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
         answer = httpx.post(f"{self.url}/v1/completions", json=ask, timeout=DEADLINE_S)
         return answer.raise_for_status().json()["choices"][0]["text"]
 
@@ -78,13 +79,13 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 
 @contextmanager
-def started_swarm(cache: Path) -> Iterator[Swarm]:
+def started_swarm(cache: Path, model: str = DEFAULT_MODEL, spans: Sequence[str] = SPANS) -> Iterator[Swarm]:
     environment = {"XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-    name = f"browser-{os.getpid()}"
+    name = f"browser-{os.getpid()}-{model}"
     with LocalCluster(environment) as cluster:
-        swarm = Swarm("", name, cluster, [])
-        cluster.wait_ready([swarm.start(blocks) for blocks in (*SPANS, SPANS[1])])
-        command = [sys.executable, "-c", COMMAND, "serve", "--swarm", name, "--port", "0"]
+        swarm = Swarm("", name, cluster, [], model)
+        cluster.wait_ready([swarm.start(blocks) for blocks in (*spans, spans[1])])
+        command = [sys.executable, "-c", COMMAND, "serve", "--model", model, "--swarm", name, "--port", "0"]
         log = cache / "gateway.log"
         with log.open("w") as errors:
             gateway = subprocess.Popen(
