@@ -96,7 +96,9 @@ class Checkpoint:
 
         Weights that are stored packed are unpacked when they are read, one at a time.
         """
-        found = {name: self._weights.stored(name) for name in self.tensor_names if want(name)}
+        wanted = [name for name in self.tensor_names if want(name)]
+        self.files.fetch_headers(self._weights.unread(wanted))
+        found = {name: self._weights.stored(name) for name in wanted}
         self.files.fetch(piece for tensor in found.values() for piece in tensor.pieces)
         return found
 

@@ -56,6 +56,11 @@ class SwarmFiles:
             self._fetch([(file, file.pieces_of(0, LENGTH_BYTES + min(header_bytes, MAX_HEADER_BYTES)))])
         return self.store.path(file)
 
+    def fetch_headers(self, names: Iterable[str]) -> None:
+        """Fetch the first pieces of these files from several members at once. Raises CheckpointError."""
+        files = filter(None, map(self.store.manifest.file, names))
+        self._fetch((file, file.pieces_of(0, LENGTH_BYTES)) for file in files)
+
     def fetch(self, tensors: Iterable[FileTensor]) -> None:
         """Fetch the pieces in which these tensors lie. Raises CheckpointError."""
         files = {path: file for file in self.store.manifest.files for path in self.store.paths(file)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ class ShardedWeights:
     def files(self) -> tuple[str, ...]:
         """The names of the files with weights."""
         return tuple(sorted(set(self._shards.values())))
+
+    def unread(self, names: Iterable[str]) -> set[str]:
+        """Return the files with these tensors of which the headers were not read yet."""
+        packed = {name: self._packed[name] for name in names}
+        parts = (part for name, of in packed.items() for part in ([name] if of is None else of.parts.values()))
+        return {self._shards[part] for part in parts} - self._headers.keys()
 
     def stored(self, name: str) -> StoredTensor:
         packed = self._packed[name]

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import partial
 from math import prod
@@ -76,6 +76,10 @@ class GgufWeights:
             elif key not in (FACTORS, *OTHER_FACTORS, "output.weight"):  # the head of a model that ties it
                 raise UnsupportedModel(f"{self._path} holds {key}, which the installed transformers does not read")
         self.names = tuple(self._parts)
+
+    def unread(self, _names: Iterable[str]) -> set[str]:
+        """Return no file: all headers were read at once."""
+        return set()
 
     def stored(self, name: str) -> StoredTensor:
         parts, shape = self._parts[name], self._model.shapes[name]
