@@ -61,9 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--share-weights",
         default=default.share_weights,
-        metavar="auto|never|RATE",
+        metavar="auto|always|never|RATE",
         help="give the model's files to members that have none: at a rate that leaves sessions alone, or so many bytes "
-        "per second, such as 10MB",
+        "per second, such as 10MB; auto: not those of a directory, unless the swarm is private",
     )
     add("--weights", default=default.weights, metavar="SHA256", help="of the files to take from others, if they differ")
     add("--revision", help="branch, tag or commit of a hub model")

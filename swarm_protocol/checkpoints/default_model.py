@@ -60,6 +60,12 @@ def locate(name_or_path: str) -> str:
     return name_or_path
 
 
+def is_packaged(location: str) -> bool:
+    """Return whether the files there are those of a package, which anybody can have."""
+    path = Path(location)
+    return path.parent == _MODELS or any(model.installed() == path for model in ALIASES.values())
+
+
 def check_location(name_or_path: str, revision: str | None = None) -> None:
     """Raises ValueError if no model can be there: no directory, no GGUF file, and no name of either on the hub."""
     path, is_gguf = Path(name_or_path).expanduser(), name_or_path.endswith(".gguf")

@@ -114,8 +114,8 @@ async def open_served(
     manifest = (kept if wanted else None) or await _manifest(members, wanted) or kept
     if manifest is None:
         raise CheckpointError(
-            f"{name} is not on this machine, and no member of the swarm offers its files: expected a server without "
-            "--share-weights never"
+            f"{name} is not on this machine, and no member of the swarm offers its files: expected a server with "
+            "--share-weights always"
         )
     store = PieceStore(manifest)
     _logger.info(

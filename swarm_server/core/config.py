@@ -17,7 +17,7 @@ from swarm_server.placement.placement import MARGIN
 
 METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")  # of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-NEVER = "never"
+AUTO, ALWAYS, NEVER = "auto", "always", "never"  # whether files are offered
 PREFIX_CACHES = ("auto", "all", "own", "none")
 RELAYS = ("auto", "always", "never")
 
@@ -66,7 +66,7 @@ class ServerConfig:
     min_bytes_per_s: float = 16 * 1024.0  # several streams share a line of 1 Mbit/s
     drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves, also for other blocks
     balance_margin: float = MARGIN  # what the swarm must gain, relative, for servers to move
-    share_weights: str = "auto"  # with members that have none: auto, never, or a rate such as 10MB per second
+    share_weights: str = AUTO  # with members that have none: auto, always, never, or a rate such as 10MB per second
     weights: str = ""  # SHA-256 of the manifest of the files to take from the swarm; empty: that of most members
     metrics_port: int | None = None  # of metrics for Prometheus; 0: any free one; None: there are none
     metrics_host: str = "127.0.0.1"
@@ -138,20 +138,20 @@ class ServerConfig:
     @property
     def share_bytes_per_s(self) -> float | None:
         """At most; None: what leaves sessions alone; 0: nothing is given to others."""
-        if self.share_weights == "auto":
+        if self.share_weights in (AUTO, ALWAYS):
             return None
         return 0.0 if self.share_weights == NEVER else float(parse_size(self.share_weights))
 
     def _check_weights(self) -> None:
-        if self.share_weights not in ("auto", NEVER):
+        if self.share_weights not in (AUTO, ALWAYS, NEVER):
             try:
                 is_rate = parse_size(self.share_weights) > 0
             except ValueError:
                 is_rate = False
             if not is_rate:
                 raise ValueError(
-                    f"share_weights {self.share_weights!r} is unknown: expected auto, never, or bytes per second, "
-                    "such as 10MB"
+                    f"share_weights {self.share_weights!r} is unknown: expected auto, always, never, or bytes per "
+                    "second, such as 10MB"
                 )
         if self.weights and not re.fullmatch(r"[0-9a-f]{64}", self.weights):
             raise ValueError(f"weights {self.weights!r} is no SHA-256 of a manifest: expected 64 digits from 0 to f")

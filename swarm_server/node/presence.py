@@ -7,18 +7,35 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from swarm_protocol.checkpoints.default_model import is_packaged
+from swarm_protocol.checkpoints.files import Directory
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process.routine import repeat
 from swarm_server.core.access import KnownRevocations
+from swarm_server.core.config import AUTO
 from swarm_server.net.network_probe import NetworkProbe
-from swarm_server.node.states import Draining, Joined, Loading, Serving, State, end, with_speeds
+from swarm_server.node.states import Draining, Joined, Loading, Serving, Starting, State, end, with_speeds
 from swarm_server.sessions.host import SessionManager
 from swarm_server.weights.offering import Load, Offering
 
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.1  # after a libp2p daemon was restarted, before the next is watched
 _WIRE_BYTES = 4  # of one number of a hidden state
+
+
+def offered_bytes_per_s(starting: Starting) -> float | None:
+    """Return the limit of what is sent of the checkpoint's files, as ``Offering`` takes it; 0: nothing is offered.
+
+    The files of a directory may be a secret. Where anybody can join, they are offered only if the user says so.
+    """
+    config, files = starting.config, starting.checkpoint.files
+    is_private = starting.access.control is not None and not config.open_to_clients
+    may_be_secret = isinstance(files, Directory) and not is_packaged(files.location)
+    if config.share_weights == AUTO and may_be_secret and not is_private:
+        _logger.info("%s is not offered to members that have none: --share-weights always offers it", files.location)
+        return 0.0
+    return config.share_bytes_per_s
 
 
 class Presence:
@@ -41,7 +58,7 @@ class Presence:
         self._reach = joined.reach
         self._counters = joined.starting.counters
         self._state: State = state
-        self.offering = Offering(joined.starting.checkpoint, joined.starting.config.share_bytes_per_s, self._load)
+        self.offering = Offering(joined.starting.checkpoint, offered_bytes_per_s(joined.starting), self._load)
 
     @property
     def state(self) -> State:

@@ -246,7 +246,7 @@ def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not serve three: it has one, two"):
         opened("three", *members)
     silent(members[0])
-    with pytest.raises(CheckpointError, match=r"no member of the swarm offers its files.*--share-weights never"):
+    with pytest.raises(CheckpointError, match=r"no member of the swarm offers its files.*--share-weights always"):
         opened("one", members[0])
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from swarm_protocol.sharing.manifest import HeldPieces, Manifest
 from swarm_protocol.sharing.piece_store import PieceStore
 from swarm_protocol.sharing.swarm_files import SwarmFiles
 from swarm_server.core.config import ServerConfig
+from swarm_server.node.presence import offered_bytes_per_s
 from swarm_server.weights import offering
 from swarm_server.weights.offering import Load, Offering, rate_beside
 from tests.unit.support import run
@@ -186,15 +188,41 @@ def test_offers_are_sent_while_all_places_of_pieces_are_taken(source: Path) -> N
     run(scenario())
 
 
-@pytest.mark.parametrize(("value", "rate"), [("auto", None), ("never", 0.0), ("10MB", 10e6), ("1GiB", 2**30)])
+@pytest.mark.parametrize(
+    ("value", "rate"), [("auto", None), ("always", None), ("never", 0.0), ("10MB", 10e6), ("1GiB", 2**30)]
+)
 def test_rates_of_the_command_line(value: str, rate: float | None) -> None:
     assert ServerConfig(share_weights=value).share_bytes_per_s == rate
 
 
 @pytest.mark.parametrize("value", ["", "sometimes", "0", "-1MB"])
 def test_a_wrong_rate_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match="expected auto, never, or bytes per second, such as 10MB"):
+    with pytest.raises(ValueError, match="expected auto, always, never, or bytes per second, such as 10MB"):
         ServerConfig(share_weights=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_private", "open_to_clients", "rate"),
+    [
+        ("auto", False, False, 0.0),
+        ("auto", True, False, None),
+        ("auto", True, True, 0.0),
+        ("always", False, False, None),
+        ("10MB", False, False, 10e6),
+        ("never", True, False, 0.0),
+    ],
+)
+def test_a_directory_is_offered_to_strangers_only_if_that_is_said(
+    value: str, is_private: bool, open_to_clients: bool, rate: float | None, source: Path
+) -> None:
+    starting = SimpleNamespace(
+        config=ServerConfig(share_weights=value, open_to_clients=open_to_clients),
+        access=SimpleNamespace(control=object() if is_private else None),
+        checkpoint=Checkpoint.open(source),
+    )
+    assert offered_bytes_per_s(starting) == rate
+    starting.checkpoint = Checkpoint.open(locate(DEFAULT_MODEL))  # everybody has it
+    assert offered_bytes_per_s(starting) == starting.config.share_bytes_per_s
 
 
 def test_weights_are_named_by_a_digest() -> None:
