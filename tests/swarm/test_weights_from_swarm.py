@@ -82,7 +82,8 @@ def test_a_command_without_a_copy(tmp_path: Path, server_process) -> None:
     has, lacks = tmp_path / "has", tmp_path / "lacks"
     for cache in (has, lacks):
         cache.mkdir()
-    server = server_process("--model", str(directory), "--quant", "none", "--swarm", "lent", cache=has)
+    offered = ("--model", str(directory), "--share-weights", "always")
+    server = server_process(*offered, "--quant", "none", "--swarm", "lent", cache=has)
     common = ("--initial-peers", server.ready["peer"], "--swarm", "lent", "--temperature", "0")
     command = ["generate", *common, "--max-new-tokens", "8", "Return a list of"]
     (outcome,) = run_commands("swarm_client", [command], lacks)
