@@ -101,10 +101,16 @@ async def open_served(
     Raises:
         CheckpointError: the swarm does not serve it, or its files are nowhere to be had; NothingServed.
     """
-    name, num_blocks = _served(await swarm.models(), name)
-    view = partial(swarm.view, name, num_blocks)
     wanted = bytes.fromhex(weights) or None
-    revision = _revision((await view()).servers, name, revision, wanted)
+    try:
+        name, num_blocks = _served(await swarm.models(), name)
+        view = partial(swarm.view, name, num_blocks)
+        servers = (await view()).servers
+    except (TimeoutError, OSError) as error:
+        raise CheckpointError(
+            f"the swarm's DHT cannot be read: {str(error) or 'no answer in time'}; try again"
+        ) from None
+    revision = _revision(servers, name, revision, wanted)
     if not weights:
         found = await asyncio.to_thread(_own, name, revision, asks_hub and not constants.HF_HUB_OFFLINE)
         if found is not None:

@@ -250,6 +250,19 @@ def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
         opened("one", members[0])
 
 
+@pytest.mark.parametrize("error", [TimeoutError(), ConnectionRefusedError("refused")])
+def test_a_swarm_that_cannot_be_read_is_said(error: OSError) -> None:
+    async def failing(*_args: Any) -> Any:
+        raise error
+
+    async def models() -> dict[str, int]:
+        return {"tiny": 20}
+
+    for known in (failing, models):
+        with pytest.raises(CheckpointError, match=r"the swarm's DHT cannot be read: (no answer in time|refused); try"):
+            run(open_served(SharingSwarm(known, failing, failing, failing), "tiny"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "model"),
     [
