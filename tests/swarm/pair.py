@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import ClientConfig, DistributedModel
-from swarm_client.model import model as loading
 from swarm_client.swarm.swarm import Swarm
+from swarm_client.weights import opening
 from swarm_protocol.dht.dht import Dht
 from tests.swarm.harness import InProcessServers
 from tests.zoo import VOCAB, save_checkpoint
@@ -72,7 +72,7 @@ def connected(servers: InProcessServers, kind: Any = DistributedModel, **options
         return SharedDht(dht)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "Swarm", partial(Swarm, join=join))
+        patch.setattr(opening, "Swarm", partial(Swarm, join=join))
         remote = kind.from_pretrained(str(servers.model), swarm=servers.swarm, **options)
     with remote:
         yield ends_only_at_its_length(remote)
