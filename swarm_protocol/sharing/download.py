@@ -140,10 +140,11 @@ class _Transfers:
         self._todo = dict.fromkeys(pieces)
         self._senders: dict[Piece, set[str]] = {piece: set() for piece in self._todo}  # peer ids
         self._begun_s: dict[Piece, float] = {}  # when a piece was last asked for; without those being written
-        self._num_written = 0  # pieces, at this moment
+        self._num_travelling = self._num_written = 0  # pieces, at this moment
         self._most = _STREAMS * _MAX_MEMBERS  # pieces that travel at a time
         self._members: dict[str, OfferingMember] = {}
         self._failures: Counter[str] = Counter()  # by peer id, one after the other
+        self._refusals: Counter[str] = Counter()  # by peer id: how often it was busy
         self._working: dict[str, list[asyncio.Task[None]]] = {}
         self._arrived_s = self._alive_s = self._clock()  # the last piece; the last sign that waiting is worth it
         self._is_done = asyncio.Event()
@@ -185,7 +186,7 @@ class _Transfers:
         if self._most < _STREAMS * _MAX_MEMBERS:  # who drips would take the little that is left
             useful = [each for each in useful if self._failures[each.peer_id] == least]
         idle = [each for each in useful if each.peer_id not in self._working]
-        idle.sort(key=lambda each: self._failures[each.peer_id])
+        idle.sort(key=lambda each: (self._failures[each.peer_id], self._refusals[each.peer_id]))
         for member in idle[: max(0, _MAX_MEMBERS - len(self._working))]:
             self._working[member.peer_id] = [asyncio.ensure_future(self._work(member)) for _ in range(_STREAMS)]
 
@@ -212,6 +213,7 @@ class _Transfers:
                 continue
             self._begun_s[piece] = start_s = self._clock()
             self._senders[piece].add(peer_id)
+            self._num_travelling += 1
             try:
                 data = await self._read(member, piece)
                 took_s = max(_LEAST_STEAL_S, self._clock() - start_s)
@@ -224,13 +226,16 @@ class _Transfers:
                 if self._alive_s <= self._arrived_s:
                     _logger.info("waiting for members that are busy: %s says %s", short_id(peer_id), error)
                 self._alive_s, wait_s = self._clock(), _BUSY_S
+                self._refusals[peer_id] += 1
+                if len(self._working) >= _MAX_MEMBERS:
+                    return  # so that others are asked
             except CheckpointError:
                 raise
             except SwarmError as error:
                 _logger.info("no piece from %s: %s", short_id(peer_id), error)
                 self._failures[peer_id] += 1
                 if isinstance(error, _TooSlow):
-                    self._most = max(1, self._num_travelling() - 1)
+                    self._most = max(1, self._num_travelling - 1)
                 if isinstance(error, _TooSlow) or self._failures[peer_id] >= _MAX_FAILURES:
                     return
                 wait_s = _BACKOFF_S * 2 ** self._failures[peer_id]
@@ -238,12 +243,9 @@ class _Transfers:
                 self._leave(piece, peer_id)
             await asyncio.sleep(wait_s)
 
-    def _num_travelling(self) -> int:
-        return sum(map(len, self._senders.values()))
-
     def _next(self, member: OfferingMember, took_s: float) -> Piece | None:
         """One that nobody sends; or that others have been sending for twice as long as this member takes."""
-        if self._num_travelling() >= self._most:
+        if self._num_travelling >= self._most:
             return None
         free = (piece for piece, senders in self._senders.items() if not senders and member.has(piece))
         if (piece := next(free, None)) is not None:
@@ -253,6 +255,7 @@ class _Transfers:
         return next((each for each in late if member.has(each) and member.peer_id not in self._senders[each]), None)
 
     def _leave(self, piece: Piece, peer_id: str) -> None:
+        self._num_travelling -= 1
         if senders := self._senders.get(piece):
             senders.discard(peer_id)
             if not senders:

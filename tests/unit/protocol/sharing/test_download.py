@@ -204,6 +204,14 @@ def test_a_busy_member_is_waited_for(scene: Scene) -> None:
     assert scene.is_complete() and took_s < busy.free_s + 60.0
 
 
+def test_busy_members_make_room_for_others(scene: Scene) -> None:
+    busy = [CrowdedMember(str(index), scene.source, scene.manifest) for index in range(8)]
+    for member in busy:
+        member.free_s = inf
+    took_s = scene.run(lambda: scene.download(*busy, scene.member("good")).fetch(scene.all()))
+    assert scene.is_complete() and took_s < 30.0
+
+
 def test_a_member_that_is_always_busy_is_given_up(scene: Scene) -> None:
     busy = CrowdedMember("busy", scene.source, scene.manifest)
     busy.free_s = inf
