@@ -140,9 +140,7 @@ def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
             joined[key] = tuple(run for groups, group in zip(by_group, key, strict=True) for run in groups[group])
         channels = [place for groups, place in zip(by_group, places, strict=True) for _ in groups[place.group]]
         index = tuple(place.index for place in channels if place.index is not None)
-        result.append(
-            BlockRuns(joined[key], tuple(p.keys for p in channels), tuple(p.values for p in channels), index)
-        )
+        result.append(BlockRuns(joined[key], tuple(p.keys for p in channels), tuple(p.values for p in channels), index))
     return result
 
 
