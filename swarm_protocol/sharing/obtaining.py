@@ -124,7 +124,7 @@ async def open_served(
             "--share-weights always"
         )
     store = PieceStore(manifest)
-    _logger.info(
+    _logger.warning(  # clients show nothing less, and whose files these are matters
         "%s: not on this machine%s, so from members of the swarm (%d at present), manifest %s; kept in %s",
         name,
         " nor on the hub" if asks_hub else "",

@@ -82,7 +82,9 @@ def opening(config: ClientConfig = WITH_PEERS) -> Iterator[ModelOpening]:
 
 
 @pytest.mark.parametrize("name", [FROM_SWARM, "swarm://tiny", "tiny"])
-def test_a_client_has_its_part_from_members(name: str, net: Net, tmp_path: Path) -> None:
+def test_a_client_has_its_part_from_members(
+    name: str, net: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with opening() as files:
         checkpoint = files.open(name, None)
         model = load_client(checkpoint, AutoModelForCausalLM, "auto", torch.device("cpu"))
@@ -96,6 +98,7 @@ def test_a_client_has_its_part_from_members(name: str, net: Net, tmp_path: Path)
         == AutoTokenizer.from_pretrained(locate(DEFAULT_MODEL))("Sort a list").input_ids
     )
     assert (net.joined, net.left) == (1, ["first", "dht"])
+    assert "tiny: not on this machine" in caplog.text
 
 
 def test_the_swarm_is_joined_once(net: Net) -> None:
