@@ -224,6 +224,15 @@ class HubModel:
         name = self.gguf or CONFIG
         return self._download(name, self._revision).parents[name.count("/")].name  # …/snapshots/<commit>/config.json
 
+    @property
+    def is_public(self) -> bool:
+        """Whether the hub gives it to anybody, without a token or terms to accept; False if the hub does not answer."""
+        try:
+            info = HfApi(token=False).model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S)
+        except Exception:  # as in _listed_files
+            return False
+        return not info.private and not info.gated
+
     def _listed_files(self) -> list[str]:
         """Return the names of all files on the hub; none if it cannot be reached."""
         try:

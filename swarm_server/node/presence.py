@@ -24,15 +24,19 @@ _POLL_S = 0.1  # after a libp2p daemon was restarted, before the next is watched
 _WIRE_BYTES = 4  # of one number of a hidden state
 
 
+def offers_public_only(starting: Starting) -> bool:
+    """Whether secrets are kept: anybody can join, and the user has not said that files are offered all the same."""
+    is_private = starting.access.control is not None and not starting.config.open_to_clients
+    return starting.config.share_weights == AUTO and not is_private
+
+
 def offered_bytes_per_s(starting: Starting) -> float | None:
     """Return the limit of what is sent of the checkpoint's files, as ``Offering`` takes it; 0: nothing is offered.
 
-    The files of a directory may be a secret. Where anybody can join, they are offered only if the user says so.
+    The files of a directory may be a secret.
     """
     config, files = starting.config, starting.checkpoint.files
-    is_private = starting.access.control is not None and not config.open_to_clients
-    may_be_secret = isinstance(files, Directory) and not is_packaged(files.location)
-    if config.share_weights == AUTO and may_be_secret and not is_private:
+    if offers_public_only(starting) and isinstance(files, Directory) and not is_packaged(files.location):
         _logger.info("%s is not offered to members that have none: --share-weights always offers it", files.location)
         return 0.0
     return config.share_bytes_per_s
@@ -58,7 +62,12 @@ class Presence:
         self._reach = joined.reach
         self._counters = joined.starting.counters
         self._state: State = state
-        self.offering = Offering(joined.starting.checkpoint, offered_bytes_per_s(joined.starting), self._load)
+        self.offering = Offering(
+            joined.starting.checkpoint,
+            offered_bytes_per_s(joined.starting),
+            self._load,
+            public_only=offers_public_only(joined.starting),
+        )
 
     @property
     def state(self) -> State:

@@ -71,10 +71,15 @@ class Offering:
         rate: float | None,
         load: Callable[[], Load] = Load,
         hashes: FileHashes | None = None,
+        *,
+        public_only: bool = False,
     ) -> None:
-        """``rate``: bytes per second; None: see ``rate_beside``; 0: nothing is offered."""
+        """``rate``: bytes per second; None: see ``rate_beside``; 0: nothing is offered.
+
+        ``public_only``: a model on the hub is offered only if the hub gives it to anybody.
+        """
         self._checkpoint = checkpoint
-        self._rate, self._load = rate, load
+        self._rate, self._load, self._public_only = rate, load, public_only
         self._stopped = False
         self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
         self._offered: _Offered | None = None
@@ -126,6 +131,13 @@ class Offering:
         if isinstance(files, SwarmFiles):
             return _Offered(files.store.manifest)
         assert isinstance(files, Directory | HubModel)
+        if self._public_only and isinstance(files, HubModel) and not files.is_public:
+            _logger.info(
+                "%s is not offered to members that have none, since the hub does not say that anybody can have it: "
+                "--share-weights always offers it",
+                files.location,
+            )
+            return None
         paths = {}
         for name in (*SMALL_FILES, *self._checkpoint.weight_files):
             path = files.local(name) if may_be_shared(name) else None
@@ -151,16 +163,16 @@ class Offering:
     async def piece(self, caller: Caller, digest: bytes) -> AsyncGenerator[bytes, None]:
         """A piece by its SHA-256. Raises RequestRejected if it is not offered, PeerBusy."""
         offered = self._require()
-        for file, index in self._pieces.get(digest, ()):
-            if index in await self._held(offered, file):
-                break
-        else:
-            raise RequestRejected("this server does not have the piece")
         # Each piece gets twice the least speed: members give up slower ones, and other traffic comes between.
         most = max(1, int(min(_MAX_SENT, self._bytes_per_s() / (2 * LEAST_BYTES_PER_S))))
         if self._places.num_taken >= most:
             raise PeerBusy(f"there are {most} pieces of weights being sent already")
         with self._places.taken(caller):
+            for file, index in self._pieces.get(digest, ()):
+                if index in await self._held(offered, file):
+                    break
+            else:
+                raise RequestRejected("this server does not have the piece")
             end = index * PIECE_BYTES + file.piece_bytes(index)
             for at in range(index * PIECE_BYTES, end, _SENT_BYTES):
                 size_bytes = min(_SENT_BYTES, end - at)
@@ -196,8 +208,12 @@ class Offering:
 
 
 def _read(path: Path, offset: int, size_bytes: int) -> bytes:
-    with path.open("rb", buffering=0) as opened:
-        data = os.pread(opened.fileno(), size_bytes, offset)
+    """Raises RequestRejected if the file was removed or shortened: asking again does not help."""
+    try:
+        with path.open("rb", buffering=0) as opened:
+            data = os.pread(opened.fileno(), size_bytes, offset)
+    except OSError as error:
+        raise RequestRejected(f"the file cannot be read any more: {error.strerror}") from None
     if len(data) < size_bytes:
-        raise PeerBusy("the file is not there any more")
+        raise RequestRejected("the file is shorter than it was")
     return data

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.checkpoints.files import HubModel
 from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.sharing.download import LEAST_BYTES_PER_S, Download, OfferingMember
@@ -223,6 +226,38 @@ def test_a_directory_is_offered_to_strangers_only_if_that_is_said(
     assert offered_bytes_per_s(starting) == rate
     starting.checkpoint = Checkpoint.open(locate(DEFAULT_MODEL))  # everybody has it
     assert offered_bytes_per_s(starting) == starting.config.share_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("said", "is_offered"),
+    [
+        (SimpleNamespace(private=False, gated=False), True),
+        (SimpleNamespace(private=True, gated=False), False),
+        (SimpleNamespace(private=False, gated="auto"), False),
+        (RepositoryNotFoundError, False),
+        (OfflineModeIsEnabled, False),
+    ],
+)
+@pytest.mark.parametrize("public_only", [True, False])
+def test_a_model_of_the_hub_is_offered_to_strangers_only_if_anybody_can_have_it(
+    said: object, is_offered: bool, public_only: bool, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token that this machine has is not used to find that out."""
+
+    def model_info(api: HfApi, _name: str, **_how: object) -> object:
+        assert api.token is False
+        if isinstance(said, type):
+            raise said.__new__(said)
+        return said
+
+    checkpoint = Checkpoint.open(source)
+    own = checkpoint.files.local
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(HubModel, "local", lambda _files, name: own(name))
+    checkpoint.files = HubModel("me/private", None, "token")
+    server = Offering(checkpoint, None, hashes=FileHashes(source.parent / "kept"), public_only=public_only)
+    run(server.refresh())
+    assert bool(server.digest) == (is_offered or not public_only)
 
 
 def test_weights_are_named_by_a_digest() -> None:
