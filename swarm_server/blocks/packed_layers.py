@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.formats.groups import IntegerTensor
-from swarm_protocol.checkpoints.formats.packed import JoinedTensor
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_server.blocks.quantization import Packed, packed_kind, packed_weight, quantized_linear, restored
 from swarm_server.blocks.quantization.report import Report
+from swarm_server.blocks.quantization.stored import stored_int4
 from swarm_server.blocks.weight_cache import WeightCache, content_key
 from swarm_server.machine.eight_bits import eight_bit_layers
 
@@ -68,13 +67,12 @@ class PackedLayers:
         return layer
 
     def _is_eight_bits(self, stored: StoredTensor) -> bool:
-        """Return whether int4 holds this weight in 8 bits; the integers of a checkpoint are kept as they are."""
-        parts = stored.parts if isinstance(stored, JoinedTensor) else [stored]
-        if self._family is None or any(isinstance(part, IntegerTensor) for part in parts):
+        """Return whether int4 holds this weight in 8 bits; integers of 4 bits that it computes with are kept."""
+        if self._family is None:
             return False
         index = self._family.block_index(stored.name)
         name = self._family.name_in_block(stored.name).removesuffix(".weight")
-        return index is not None and name in self.eight_bits(index)
+        return index is not None and name in self.eight_bits(index) and stored_int4(stored) is None
 
     def _key(self, stored: StoredTensor, kind: type[Packed] | None) -> str:
         packing = "" if kind is None else kind.FORMAT

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.kernels.int4_linear import Int4Linear
+from swarm_protocol.kernels.int8_linear import Int8Linear
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.quantization import quantize_
 from swarm_server.blocks.weight_cache import WeightCache
+from swarm_server.machine.eight_bits import eight_bit_layers
 from tests.published import (
     AWQ_CONFIG,
     Packed,
@@ -23,6 +27,7 @@ from tests.published import (
     bitsandbytes_int8,
     compressed_config,
     compressed_words,
+    fp8_rows,
     gptq,
     gptq_config,
     publish,
@@ -45,8 +50,8 @@ def gptq_with_zeros(weight: torch.Tensor) -> Packed:
     return {**stored, ".bias": torch.zeros(len(weight))}, expected
 
 
-def errors(directory: Path, config: object, pack: Packer, method: str) -> list[float]:
-    """Relative, of each linear layer of a block that was loaded with this quantisation, beside what is stored."""
+def linears(directory: Path, config: object, pack: Packer, method: str) -> tuple[dict[str, Any], dict[str, float]]:
+    """The linear layers of a block that was loaded with this quantisation, and their relative errors, by name."""
     expected = publish(directory, config, pack, num_hidden_layers=1, intermediate_size=128)
     checkpoint = Checkpoint.open(directory)
     stack = load_blocks(
@@ -55,15 +60,20 @@ def errors(directory: Path, config: object, pack: Packer, method: str) -> list[f
         transform=lambda block, index: quantize_(block, method, CPU, torch.float32),
         layers=PackedLayers(WeightCache(0), method, CPU, torch.float32, checkpoint.family),
     )
-    found, kinds = [], set()
-    for name, layer in stack.blocks[0].named_modules():
-        weight = expected.get(f"model.layers.0.{name}.weight")
-        if name.endswith("_proj") and weight is not None:
-            kinds.add(type(layer))
-            found.append(float((layer.quantized.dequantize() - weight).norm() / weight.norm()))
+    layers = {name: layer for name, layer in stack.blocks[0].named_modules() if name.endswith("_proj")}
+    found = {}
+    for name, layer in layers.items():
+        weight = expected[f"model.layers.0.{name}.weight"]
+        found[name] = float((layer.quantized.dequantize() - weight).norm() / weight.norm())
     assert len(found) == 7
-    assert len(kinds) == 1  # in the bits of the checkpoint, those too that int4 would hold in 8
-    return found
+    return layers, found
+
+
+def errors(directory: Path, config: object, pack: Packer, method: str) -> list[float]:
+    """Relative, of each linear layer; all are in the bits of the checkpoint, those too that int4 would hold in 8."""
+    layers, found = linears(directory, config, pack, method)
+    assert len(set(map(type, layers.values()))) == 1
+    return list(found.values())
 
 
 @pytest.mark.parametrize(
@@ -106,8 +116,19 @@ def test_int4_keeps_integers_and_rounds_scales(tmp_path: Path, config: object, p
 
 
 @pytest.mark.parametrize(
-    ("config", "pack"), [(AWQ_CONFIG, partial(awq, group=16)), (gptq_config(), partial(gptq, group=32, order=True))]
+    ("config", "pack"),
+    [
+        (AWQ_CONFIG, partial(awq, group=16)),
+        (gptq_config(), partial(gptq, group=32, order=True)),
+        (gptq_config(8), partial(gptq, bits=8)),
+        (compressed_config("float-quantized", 8, "float"), lambda weight: fp8_rows(weight, (len(weight), 1))),
+    ],
 )
-def test_other_groups_are_rounded_again(tmp_path: Path, config: object, pack: Packer) -> None:
-    found = errors(tmp_path, config, pack, "int4")
-    assert 1 / 32 < max(found) < 0.15
+def test_others_are_rounded_again_in_8_bits_where_int4_holds_8(tmp_path: Path, config: object, pack: Packer) -> None:
+    layers, found = linears(tmp_path, config, pack, "int4")
+    eight_bits = eight_bit_layers(Checkpoint.open(tmp_path).family)[0]
+    assert "self_attn.v_proj" in eight_bits
+    for name, layer in layers.items():
+        assert type(layer) is (Int8Linear if name in eight_bits else Int4Linear), name
+        assert found[name] < (0.01 if name in eight_bits else 0.15), name
+    assert max(found.values()) > 1 / 32
