@@ -16,7 +16,7 @@ from swarm_protocol.checkpoints.formats import forms_of
 from swarm_protocol.checkpoints.formats.packed import PackedForm, find_packed
 from swarm_protocol.checkpoints.safetensors_file import FLOAT8, MAX_NAME, FileTensor, StoredTensor, read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
-from swarm_protocol.untrusted.json_file import read_object
+from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import require_model_numbers
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -28,6 +28,8 @@ OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 CONFIG_NOISE = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 # Types that repositories bring code for, though it is what transformers has under another name (see its kimi_k25).
 TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
+# Settings that only the repositories' code reads, and the values that the code of transformers computes.
+ALIAS_SETTINGS = {"kimi_k2": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}}
 SAMPLE_BYTES = 4096
 SAMPLES_PER_SHARD = 64
 
@@ -136,6 +138,11 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{path} does not say its model_type")
     if isinstance(written, str):
         model_type = TYPE_ALIASES.get(written, written)
+        for key, expected in ALIAS_SETTINGS.get(written, {}).items():
+            if raw.get(key) not in (None, expected):
+                raise UnsupportedModel(
+                    f"{path} has {key} = {shown(raw[key])}: expected {expected!r} in a model of type {written!r}"
+                )
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"models of type {model_type!r} are not known to the installed transformers")
     require_model_numbers(raw, path, CONFIG_MAPPING[model_type].attribute_map)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.errors import UnsupportedModel
 from swarm_server.blocks.block_loading import load_block
 from tests.published import (
     Packed,
@@ -24,6 +25,7 @@ from tests.published import (
     mxfp4_experts,
     publish,
 )
+from tests.zoo import save_checkpoint
 
 ATTENTION = tuple(f"self_attn.{kind}_proj.weight" for kind in "qkvo")
 OF_EXPERTS = tuple(f"mlp.experts.{n}.{kind}_proj.weight" for n in range(4) for kind in ("gate", "up", "down"))
@@ -161,3 +163,19 @@ def test_weights_are_those_of_the_quantiser(name: str, tmp_path: Path) -> None:
         assert torch.equal(read[key].float(), tensor.float()), key
     assert checkpoint.config.model_type == model.name
     load_block(checkpoint, checkpoint.family.num_blocks - 1, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "computed"),
+    [("scoring_func", "softmax", "sigmoid"), ("topk_method", "greedy", "noaux_tc"), ("moe_layer_freq", 2, 1)],
+)
+def test_kimi_k2_with_settings_that_deepseek_v3_does_not_compute(
+    tmp_path: Path, key: str, value: object, computed: object
+) -> None:
+    save_checkpoint("deepseek_v3", tmp_path)
+    for setting in ({}, {key: None}, {key: computed}):
+        edit_config(tmp_path, model_type="kimi_k2", **setting)
+        Checkpoint.open(tmp_path)
+    edit_config(tmp_path, **{key: value})
+    with pytest.raises(UnsupportedModel, match=f"has {key} = {value!r}: expected {computed!r} in a model of type"):
+        Checkpoint.open(tmp_path)
