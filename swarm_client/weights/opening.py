@@ -51,16 +51,17 @@ class ModelOpening:
 
     def swarm(self, checkpoint: Checkpoint) -> Swarm:
         """Return the connection to the servers of this model. It has what was joined already, and closes it."""
-        dht, self._dht = self._dht, None
-        return Swarm(
+        swarm = Swarm(
             self._config,
             checkpoint.name,
             checkpoint.revision,
             checkpoint.family.num_blocks,
             routed=has_experts(checkpoint.config),
             caller=self._caller,
-            dht=dht,
+            dht=self._dht,
         )
+        self._dht = None
+        return swarm
 
     def close(self) -> None:
         """End the connections to members, and leave the swarm unless ``swarm`` has taken it over."""

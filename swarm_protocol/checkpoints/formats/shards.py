@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from swarm_protocol.checkpoints.files import CONFIG, CheckpointFiles, Directory, FileMissing, is_plain
+from swarm_protocol.checkpoints.files import CONFIG, CheckpointFiles, Directory, FileMissing, HubUnreachable, is_plain
 from swarm_protocol.checkpoints.formats import forms_of
 from swarm_protocol.checkpoints.formats.packed import PackedForm, find_packed
 from swarm_protocol.checkpoints.safetensors_file import FLOAT8, MAX_NAME, FileTensor, StoredTensor, read_header
@@ -121,6 +121,8 @@ class ShardedWeights:
     def _single_shard(self) -> dict[str, str]:
         try:
             path = self._files.path(SINGLE)
+        except HubUnreachable:
+            raise  # others may have it
         except FileMissing as error:
             if not isinstance(self._files, Directory):
                 raise FileMissing(f"{error}: expected safetensors, or one of its GGUF files by --gguf-file") from None

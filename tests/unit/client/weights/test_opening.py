@@ -23,7 +23,7 @@ from swarm_client.weights.opening import ModelOpening
 from swarm_protocol.checkpoints import files
 from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
 from swarm_protocol.dht.records import SwarmView
-from swarm_protocol.errors import CheckpointError
+from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_server.core.config import ServerConfig
 from swarm_server.node import server
 from tests.unit.server.weights.test_obtaining import PEER, Member, made
@@ -106,6 +106,19 @@ def test_the_swarm_is_joined_once(net: Net) -> None:
         swarm = files.swarm(files.open(FROM_SWARM, None))
     assert (swarm.model, swarm.revision, swarm.closed) == ("tiny", net.members[0].record.revision, False)
     assert net.left == ["first"]  # the node is the connection's now
+
+
+def test_a_model_that_cannot_be_split_leaves_the_swarm(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_config: Any) -> None:
+        raise UnsupportedModel("it has no blocks")
+
+    with opening() as files:
+        checkpoint = files.open(FROM_SWARM, None)
+        checkpoint.__dict__.pop("family", None)
+        monkeypatch.setattr("swarm_protocol.checkpoints.checkpoint.describe", refused)
+        with pytest.raises(UnsupportedModel):
+            files.swarm(checkpoint)
+    assert net.left == ["first", "dht"]
 
 
 def test_what_is_on_this_machine_needs_no_swarm(net: Net) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from swarm_protocol.checkpoints import safetensors_file
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.files import HubUnreachable
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
@@ -175,7 +176,7 @@ def test_a_single_file_on_the_hub(single: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_no_weights_in_the_cache(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_cache(tmp_path, monkeypatch, single, ["config.json"])
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors in the local cache, and the hub cannot be"):
+    with pytest.raises(HubUnreachable, match=r"has no model\.safetensors in the local cache, and the hub cannot be"):
         Checkpoint.open("someone/tiny-llama")
 
 
