@@ -52,8 +52,14 @@ class Budget:
         self.num_bytes = 0  # in all
 
     async def take(self, num_bytes: int) -> None:
-        now_s = asyncio.get_running_loop().time()
+        """Wait until these bytes may pass. A call that is cancelled gives them back."""
+        now_s, takes_s = asyncio.get_running_loop().time(), num_bytes / self.bytes_per_s
         self.num_bytes += num_bytes
-        self._free_s = max(self._free_s, now_s - _BURST_S) + num_bytes / self.bytes_per_s
+        self._free_s = max(self._free_s, now_s - _BURST_S) + takes_s
         if self._free_s > now_s:
-            await asyncio.sleep(self._free_s - now_s)
+            try:
+                await asyncio.sleep(self._free_s - now_s)
+            except asyncio.CancelledError:
+                self.num_bytes -= num_bytes
+                self._free_s -= takes_s
+                raise

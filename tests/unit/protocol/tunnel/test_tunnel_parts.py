@@ -24,6 +24,7 @@ from swarm_protocol.tunnel.dialing import Dialer, first_reached
 from swarm_protocol.tunnel.members import Membership, require_member
 from tests.unit.identities import identity
 from tests.unit.support import run, until
+from tests.unit.virtual_time import run_virtually
 
 RELAY_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 TARGET_ID = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
@@ -101,6 +102,23 @@ def test_a_budget_is_kept_over_time():
     took_s = loop.run_until_complete(spend())
     loop.close()
     assert 4.5 <= took_s < 5.5  # 5000 bytes, of which half a second's may pass at once
+
+
+def test_calls_that_are_cancelled_give_back_what_they_have_reserved():
+    async def spend() -> float:
+        budget, clock = Budget(1000.0), asyncio.get_running_loop().time
+        await budget.take(500)  # half a second's may pass at once
+        waiting = [asyncio.ensure_future(budget.take(1000)) for _ in range(5)]
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        start_s = clock()
+        await budget.take(500)
+        assert budget.num_bytes == 1000
+        return clock() - start_s
+
+    assert run_virtually(spend()) == pytest.approx(0.5)
 
 
 def test_a_budget_without_end_does_not_wait():
