@@ -60,6 +60,12 @@ def locate(name_or_path: str) -> str:
     return name_or_path
 
 
+def names_of(name: str) -> tuple[str, ...]:
+    """Return the names by which servers may announce a model: its own, then those that an alias stands for."""
+    model = ALIASES.get(name)
+    return (name,) if model is None else (name, model.hub, model.file)
+
+
 def is_packaged(location: str) -> bool:
     """Return whether the files there are those of a package, which anybody can have."""
     path = Path(location)

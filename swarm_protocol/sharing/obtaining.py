@@ -31,6 +31,7 @@ from swarm_protocol.sharing.swarm_files import Run, SwarmFiles
 
 _SHOWN_MODELS = 5
 _LOOKS, _LOOK_S = 10, 3.0  # for somebody who offers something
+_MODEL_LOOKS = 4  # for somebody who serves something
 _REVISION = re.compile(r"[0-9a-f]{16}|[0-9a-f]{40}")
 _logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ async def open_from_swarm(
             raise CheckpointError(f"{failure}; nor does it come from the swarm: {error}") from None
         if name or weights or not isinstance(error, NothingServed):
             raise
-        _logger.info("the swarm serves no model yet: taking %s", default_model.DEFAULT_MODEL)
+        _logger.warning("the swarm serves no model yet: taking %s", default_model.DEFAULT_MODEL)
         return await asyncio.to_thread(Checkpoint.open, default_model.locate(default_model.DEFAULT_MODEL))
 
 
@@ -103,7 +104,7 @@ async def open_served(
     """
     wanted = bytes.fromhex(weights) or None
     try:
-        name, num_blocks = _served(await swarm.models(), name)
+        name, num_blocks = _served(await _models(swarm), name)
         view = partial(swarm.view, name, num_blocks)
         servers = (await view()).servers
     except (TimeoutError, OSError) as error:
@@ -136,6 +137,15 @@ async def open_served(
     return await asyncio.to_thread(_opened, files)
 
 
+async def _models(swarm: SharingSwarm) -> dict[str, int]:
+    """Look several times if there are none: who has just joined may not see yet what others announce."""
+    for _ in range(_MODEL_LOOKS - 1):
+        if models := await swarm.models():
+            return models
+        await asyncio.sleep(_LOOK_S)
+    return await swarm.models()
+
+
 async def _manifest(members: OfferingMembers, wanted: bytes | None) -> Manifest | None:
     """Look several times: servers that have just started do not know yet what they have."""
     for num_left in reversed(range(_LOOKS)):
@@ -160,6 +170,7 @@ def _served(models: dict[str, int], name: str) -> tuple[str, int]:
     shown = ", ".join(list(models)[:_SHOWN_MODELS]) + (", …" if len(models) > _SHOWN_MODELS else "")
     if not models:
         raise NothingServed("the swarm serves no model: start a server with --model NAME_OR_PATH")
+    name = next((each for each in default_model.names_of(name) if each in models), name)
     if name and name not in models:
         raise CheckpointError(f"the swarm does not serve {name}: it has {shown}")
     if not name and len(models) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import shlex
 import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -257,12 +258,18 @@ def _judge(joined: Joined, presence: Presence, liars: Liars) -> Judge:
     )
 
 
+def _model_flag(asked: str, served: str) -> str:
+    """The flag by which other commands take the same model; empty: they take it without one."""
+    if asked.startswith(FROM_SWARM):
+        asked = served if served == ServerConfig.model else f"{FROM_SWARM}{served}"
+    return "" if asked == ServerConfig.model else f" --model {shlex.quote(asked)}"
+
+
 async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: int) -> None:
     config, membership = joined.starting.config, joined.membership
     peer = (await membership.dht.addresses())[0]
     swarm = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
-    name = record.model if config.model.startswith(FROM_SWARM) else config.model
-    model = "" if name == ServerConfig.model else f" --model {name}"
+    model = _model_flag(config.model, record.model)
     fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))

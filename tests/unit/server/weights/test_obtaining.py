@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
+from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL, FROM_SWARM, locate
 from swarm_protocol.dht.records import ServerState, SwarmView
 from swarm_protocol.errors import CheckpointError, PeerUnavailable
 from swarm_protocol.net.shares import Caller
@@ -21,6 +22,7 @@ from swarm_protocol.sharing import obtaining
 from swarm_protocol.sharing.hashing import FileHashes
 from swarm_protocol.sharing.obtaining import NothingServed, SharingSwarm, open_from_swarm, open_served
 from swarm_server.command_line import parse_args, read_config
+from swarm_server.node.server import _model_flag
 from swarm_server.weights.offering import Offering
 from tests.unit.support import run, server_record
 
@@ -227,14 +229,50 @@ def test_strangers_names_of_models_and_revisions_are_no_traceback(tmp_path: Path
         assert opened("", member, *strangers).revision == member.record.revision
 
 
-def test_no_default_model_is_taken_for_the_wanted_digest() -> None:
+def test_no_default_model_is_taken_for_the_wanted_digest(caplog: pytest.LogCaptureFixture) -> None:
     async def models() -> dict[str, int]:
         return {}
 
     swarm = SharingSwarm(models, None, None, None)
-    assert run(open_from_swarm(swarm, "")).name == DEFAULT_MODEL
+    with caplog.at_level(logging.WARNING):
+        assert run(open_from_swarm(swarm, "")).name == DEFAULT_MODEL
+    assert f"the swarm serves no model yet: taking {DEFAULT_MODEL}" in caplog.text
     with pytest.raises(NothingServed):
         run(open_from_swarm(swarm, "", weights="0" * 64))
+
+
+def test_one_empty_reading_of_the_dht_does_not_decide() -> None:
+    readings = [{}, {}, {"one": 1, "two": 1}]
+
+    async def models() -> dict[str, int]:
+        return readings.pop(0)
+
+    with pytest.raises(CheckpointError, match="serves 2 models, one, two"):
+        run(open_from_swarm(SharingSwarm(models, None, None, None), ""))
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_is_asked_for_by_the_names_that_servers_announce(alias: str) -> None:
+    model = ALIASES[alias]
+    for served in (alias, model.hub, model.file):
+        assert obtaining._served({"other": 1, served: 30}, alias) == (served, 30)
+    with pytest.raises(CheckpointError, match=f"does not serve {alias}: it has other"):
+        obtaining._served({"other": 1}, alias)
+
+
+@pytest.mark.parametrize(
+    ("asked", "served", "flag"),
+    [
+        (DEFAULT_MODEL, DEFAULT_MODEL, ""),
+        (FROM_SWARM, DEFAULT_MODEL, ""),  # everybody has it
+        (FROM_SWARM, "tiny", " --model swarm://tiny"),
+        ("swarm://owner/model", "owner/model", " --model swarm://owner/model"),
+        (f"here/{DEFAULT_MODEL}", DEFAULT_MODEL, f" --model here/{DEFAULT_MODEL}"),
+        (FROM_SWARM, "$(reboot)", " --model 'swarm://$(reboot)'"),
+    ],
+)
+def test_the_next_machine_takes_the_model_from_the_swarm_too(asked: str, served: str, flag: str) -> None:
+    assert _model_flag(asked, served) == flag
 
 
 def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
