@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -25,12 +27,21 @@ def available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def hosted_bytes_per_block(checkpoint: Checkpoint, quant: str) -> int:
-    """What the largest block takes once loaded with this quantisation."""
+def hosted_bytes(checkpoint: Checkpoint, quant: str) -> list[int]:
+    """What each block of the model takes once loaded with this quantisation."""
     family, weight_bytes = checkpoint.family, _BYTES_PER_WEIGHT[quant]
     sizes = [weight_bytes * checkpoint.block_parameters(index) for index in range(family.num_blocks)]
     if quant == "int4":
         more_bytes = _BYTES_PER_WEIGHT["int8"] - weight_bytes
         for index, names in enumerate(eight_bit_layers(family)):
             sizes[index] += more_bytes * sum(size for name, size in family.linears[index] if name in names)
-    return int(max(sizes))
+    return list(map(int, sizes))
+
+
+def num_that_fit(sizes_bytes: Sequence[int], free_bytes: float) -> int:
+    """How many blocks in a row fit, whichever these are."""
+    ends = list(accumulate(sizes_bytes, initial=0))
+    for count in range(len(sizes_bytes), 0, -1):
+        if max(end - start for start, end in zip(ends, ends[count:], strict=False)) <= free_bytes:
+            return count
+    return 0

@@ -32,7 +32,7 @@ from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_n
 from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
-from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
+from swarm_server.machine.memory import available_bytes, hosted_bytes
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
 from swarm_server.node.preloaded import load_adapters
@@ -161,7 +161,7 @@ class SpanLoader:
         if speeds is None:
             speeds = await asyncio.to_thread(measure, engine, span)
             self._speed_cache.write(speeds.per_block(len(span)))
-        budget = self._cache_budget(engine, len(span))
+        budget = self._cache_budget(engine, span)
         meter = Meter(speeds, len(span), None if config.throughput else self._speed_cache.write)
         engine.meter, engine.counters, engine.stateless.counters = meter, self._counters, self._counters
         chunk_tokens = self._chunk_tokens(engine)
@@ -233,14 +233,15 @@ class SpanLoader:
         sizes = [self._checkpoint.block_parameters(index) for index in span]
         return list(zip(split_span(span, sizes, list(map(available_bytes, self._devices))), self._devices, strict=True))
 
-    def _cache_budget(self, engine: Engine, num_blocks: int) -> CacheBudget:
+    def _cache_budget(self, engine: Engine, span: Span) -> CacheBudget:
         config, token_bytes = self._config, engine.layout.token_bytes
         if config.cache_tokens is not None:
             return CacheBudget(config.cache_tokens * token_bytes, token_bytes)
         if config.cache_bytes is not None:
             size_bytes = config.cache_bytes
         elif config.memory_bytes is not None:
-            size_bytes = config.memory_bytes - hosted_bytes_per_block(self._checkpoint, config.quant) * num_blocks
+            sizes_bytes = hosted_bytes(self._checkpoint, config.quant)
+            size_bytes = config.memory_bytes - sum(sizes_bytes[index] for index in span)
         else:
             size_bytes = default_cache_bytes(token_bytes, _room_bytes(engine))
         if size_bytes < token_bytes:

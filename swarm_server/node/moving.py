@@ -11,7 +11,7 @@ from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.core.prefix_sharing import prefix_sharing
-from swarm_server.machine.memory import available_bytes, hosted_bytes_per_block
+from swarm_server.machine.memory import available_bytes, hosted_bytes, num_that_fit
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.presence import Presence
@@ -43,14 +43,14 @@ def num_hosted(starting: Starting) -> int:
         if config.num_blocks > num_blocks:
             raise ValueError(f"{config.num_blocks} blocks are more than the model's {num_blocks}")
         return config.num_blocks
-    block_bytes = hosted_bytes_per_block(starting.checkpoint, config.quant)
+    sizes_bytes = hosted_bytes(starting.checkpoint, config.quant)
     share = _BLOCKS_OF_FREE if config.memory_bytes is None else _BLOCKS_OF_GIVEN
     free_bytes = [config.memory_bytes] if config.memory_bytes else map(available_bytes, starting.devices)
-    affordable = sum(int(free * share // block_bytes) for free in free_bytes)
+    affordable = sum(num_that_fit(sizes_bytes, free * share) for free in free_bytes)
     if affordable < 1:
         given = "free memory" if config.memory_bytes is None else f"memory in {config.memory_bytes >> 20} MiB"
         raise ValueError(
-            f"not enough {given} for one block, which takes {block_bytes / 2**20:.1f} MiB beside keys and values"
+            f"not enough {given} for one block, which takes {max(sizes_bytes) / 2**20:.1f} MiB beside keys and values"
         )
     return min(affordable, num_blocks)
 

@@ -120,7 +120,7 @@ class Life:
 
     def __init__(self, *others: ServerRecord, broken: tuple[Span, ...] = (), **config: object) -> None:
         family = SimpleNamespace(num_blocks=8, hidden_size=16)
-        checkpoint = SimpleNamespace(name="model", revision="revision", family=family)
+        checkpoint = SimpleNamespace(name="model", revision="revision", family=family, files=None)
         self.dht = FakeDht(list(others))
         self.membership = FakeMembership(self.dht)
         self.loader = FakeLoader(*broken)
