@@ -55,17 +55,23 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--model",
         metavar="NAME_OR_PATH",
-        help="hub name, directory, GGUF file, smollm2, or swarm://NAME, whose files members give; without it, the "
-        f"only model of the swarm at --initial-peers, or {default.model}",
+        help="name on the hub, directory, GGUF file, smollm2, or swarm://NAME to take the files from other members; if "
+        f"not given, the only model of the swarm at --initial-peers, else {default.model}",
     )
     add(
         "--share-weights",
         default=default.share_weights,
         metavar="auto|always|never|RATE",
-        help="give the model's files to members that have none: at a rate that leaves sessions alone, or so many bytes "
-        "per second, such as 10MB; auto: not those of a directory, unless the swarm is private",
+        help="whether members without a copy get the model's files, or at most how many bytes per second, such as "
+        "10MB. auto: yes, but outside a private swarm only models that anybody can download",
     )
-    add("--weights", default=default.weights, metavar="SHA256", help="of the files to take from others, if they differ")
+    add(
+        "--weights",
+        default=default.weights,
+        metavar="SHA256",
+        help="SHA-256 of the list of files to take from members, as their logs show it; with --model swarm://NAME; if "
+        "not given, what most members offer",
+    )
     add("--revision", help="branch, tag or commit of a hub model")
     add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
     add(

@@ -50,8 +50,8 @@ def add_remote_flags(command: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="NAME_OR_PATH",
-        help="hub name, directory, GGUF file, smollm2, or swarm://NAME, whose files members give; without it, the only "
-        f"model of the swarm at --initial-peers, or {DEFAULT_MODEL}",
+        help="name on the hub, directory, GGUF file, smollm2, or swarm://NAME to take the files from other members; if "
+        f"not given, the only model of the swarm at --initial-peers, else {DEFAULT_MODEL}",
     )
     add("--revision", help="branch, tag or commit of a hub model")
     add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
