@@ -92,6 +92,30 @@ def test_a_file_that_has_changed_is_not_sent(source: Path) -> None:
         run(joined(server.piece(CALLER, file.pieces[0])))
 
 
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (Path.unlink, "the file cannot be read any more: No such file"),
+        (lambda path: path.write_bytes(b"{}"), "the file is shorter than it was"),
+    ],
+)
+def test_a_file_that_goes_while_a_piece_is_sent_is_refused(
+    source: Path, damage: Callable[[Path], object], sentence: str
+) -> None:
+    """Asking again does not help, so that the server is not merely busy."""
+    server = offered(source)
+    file = run(manifest_of(server)).manifest.file("model.safetensors")
+
+    async def scenario() -> None:
+        async with aclosing(server.piece(CALLER, file.pieces[0])) as parts:
+            await anext(parts)
+            damage(source / file.name)
+            await anext(parts)
+
+    with pytest.raises(RequestRejected, match=sentence):
+        run(scenario())
+
+
 def test_never_offers_nothing(source: Path) -> None:
     server = offered(source, rate=0)
     run(server.refresh())
@@ -140,6 +164,30 @@ def test_one_caller_does_not_take_all_places(source: Path) -> None:
         for parts in held:
             await parts.aclose()
         assert await joined(server.piece(CALLER, file.pieces[0]))
+
+    run(scenario())
+
+
+def test_places_are_taken_before_the_disk_is_asked(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = offered(source)
+    file = run(manifest_of(server)).manifest.files[0]
+
+    async def scenario() -> None:
+        answered = asyncio.Event()
+
+        async def held(*_args: Any) -> frozenset[int]:
+            await answered.wait()
+            return frozenset()
+
+        monkeypatch.setattr(server, "_held", held)
+        waiting = [asyncio.ensure_future(joined(server.piece(CALLER, file.pieces[0]))) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(PeerBusy, match="this peer has 4 pieces of weights being sent already"):
+            async with asyncio.timeout(1.0):
+                await joined(server.piece(CALLER, file.pieces[0]))
+        answered.set()
+        refused = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(error) for error in refused] == [RequestRejected] * 4
 
     run(scenario())
 
