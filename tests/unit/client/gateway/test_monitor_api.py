@@ -282,6 +282,14 @@ def test_a_directory_is_said_to_be_somewhere_else_on_another_machine(serve, revi
     assert ("The model is a directory: copy it" in shown["join_note"]) == model.startswith("PATH_TO/")
 
 
+def test_a_directory_that_members_offer_comes_from_the_swarm(serve):
+    revision = "0123456789abcdef"
+    api = serve(FakeMonitor(server("a", "0:12", revision=revision, weights=bytes(32)), revision=revision))
+    for shown in (api.get("/swarm").json(), *api.get("/models").json()["models"]):
+        assert shlex.split(shown["join_command"])[3:5] == ["--model", f"swarm://{MODEL}"]
+        assert shown["join_note"] == ""
+
+
 def test_the_shipped_model_is_on_every_machine():
     invitation = Invitation.of(ClientConfig(), [PEER], False)
     command, note = invitation.as_json("tiny-python-docs", is_directory=True).values()
