@@ -128,6 +128,7 @@ def _server_json(server: ServerStatus) -> dict[str, Any]:
     fields["blocks"] = str(record.span)
     fields["state"] = record.state.name.lower()
     fields["tls_fingerprint"] = record.tls_fingerprint.hex()
+    fields["weights"] = record.weights.hex() or None
     fields["next_span"] = None if record.next_span is None else str(record.next_span)
     fields["expires_at"] = record.expires_at if isfinite(record.expires_at) else None
     fields["rtt_s"] = server.rtt_s

@@ -369,7 +369,7 @@ class Channel:
     def stream_stream(self, _path: str, **_options: Any) -> Callable[..., FakeCall]:
         return lambda timeout: self._call
 
-    stream_unary = unary_unary = stream_stream
+    stream_unary = unary_unary = unary_stream = stream_stream
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -409,7 +409,7 @@ class Line:
 
         return lambda request, timeout: Answering(echo(request))
 
-    stream_stream = stream_unary = unary_unary
+    stream_stream = stream_unary = unary_stream = unary_unary
 
 
 def rate_of(line: Line) -> float:
