@@ -48,7 +48,8 @@ class OfferingMembers:
         clock = asyncio.get_running_loop().time
         if clock() - self._known_s > _MAX_AGE_S or not self._known:
             try:
-                view = await self._view()
+                async with asyncio.timeout(_OFFER_S):
+                    view = await self._view()
             except (SwarmError, TimeoutError, OSError) as error:
                 _logger.info("the DHT cannot be read: %r", error)
                 return self._known

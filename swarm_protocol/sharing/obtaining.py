@@ -32,6 +32,7 @@ from swarm_protocol.sharing.swarm_files import Run, SwarmFiles
 _SHOWN_MODELS = 5
 _LOOKS, _LOOK_S = 10, 3.0  # for somebody who offers something
 _MODEL_LOOKS = 4  # for somebody who serves something
+_DHT_S = 60.0  # until it is taken for gone: hivemind waits for ever for a daemon that has ended
 _REVISION = re.compile(r"[0-9a-f]{16}|[0-9a-f]{40}")
 _logger = logging.getLogger(__name__)
 
@@ -104,9 +105,10 @@ async def open_served(
     """
     wanted = bytes.fromhex(weights) or None
     try:
-        name, num_blocks = _served(await _models(swarm), name)
-        view = partial(swarm.view, name, num_blocks)
-        servers = (await view()).servers
+        async with asyncio.timeout(_DHT_S):
+            name, num_blocks = _served(await _models(swarm), name)
+            view = partial(swarm.view, name, num_blocks)
+            servers = (await view()).servers
     except (TimeoutError, OSError) as error:
         raise CheckpointError(
             f"the swarm's DHT cannot be read: {str(error) or 'no answer in time'}; try again"
@@ -134,7 +136,8 @@ async def open_served(
         store.snapshot,
     )
     files = SwarmFiles(store, Download(store, members.find, swarm.on_wrong), swarm.run)
-    return await asyncio.to_thread(_opened, files)
+    await files.open()
+    return await asyncio.to_thread(Checkpoint, files)
 
 
 async def _models(swarm: SharingSwarm) -> dict[str, int]:
@@ -157,11 +160,6 @@ async def _manifest(members: OfferingMembers, wanted: bytes | None) -> Manifest 
                 raise
         await asyncio.sleep(_LOOK_S)
     return None
-
-
-def _opened(files: SwarmFiles) -> Checkpoint:
-    files.open()
-    return Checkpoint(files)
 
 
 def _served(models: dict[str, int], name: str) -> tuple[str, int]:

@@ -90,8 +90,11 @@ class PieceStore:
         return sorted(set(wanted) - self.held(file))
 
     def require_room(self, num_bytes: int) -> None:
-        """Raises CheckpointError unless the disk has room for so much more."""
-        free = shutil.disk_usage(self._blobs).free
+        """Raises CheckpointError unless the directory is there and its disk has room for so much more."""
+        try:
+            free = shutil.disk_usage(self._blobs).free
+        except OSError as error:
+            raise CheckpointError(f"{self._blobs} cannot be read: {error.strerror}") from None
         if num_bytes and num_bytes + _FREE_BYTES > free:
             raise CheckpointError(
                 f"{num_bytes / 1e9:.1f} GB of weights do not fit on the disk of {self._blobs}, which has "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 from swarm_protocol.checkpoints.files import GGUF, FileMissing
+from swarm_protocol.checkpoints.formats.shards import SINGLE
 from swarm_protocol.checkpoints.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES, FileTensor
 from swarm_protocol.sharing.download import Download
 from swarm_protocol.sharing.manifest import SharedFile, has_weights
@@ -16,7 +18,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class SwarmFiles:
-    """The files of one manifest. All methods but ``open`` are for other threads than that of the event loop.
+    """The files of one manifest. Methods that are no coroutines are for other threads than that of the event loop.
 
     Attributes:
         name, commit: those of the model and its revision, as the members have them.
@@ -33,10 +35,18 @@ class SwarmFiles:
         self.gguf = manifest.model.rpartition("/")[2] if manifest.model.endswith(GGUF) else None
         self.location = str(store.snapshot if self.gguf is None else store.snapshot / self.gguf)
 
-    def open(self) -> None:
-        """Fetch all files without weights. Raises CheckpointError."""
-        self.store.open()
-        self._fetch((file, range(len(file.pieces))) for file in self.store.manifest.small)
+    async def open(self) -> None:
+        """Fetch what ``Checkpoint`` reads as soon as it is opened. Raises CheckpointError.
+
+        These are the files without weights, and a GGUF file or the beginning of the only safetensors file.
+        """
+        await asyncio.to_thread(self.store.open)
+        files = self.store.manifest.files
+        wanted = [
+            (file, range(len(file.pieces))) for file in files if not has_weights(file.name) or file.name == self.gguf
+        ]
+        wanted += [(file, file.pieces_of(0, LENGTH_BYTES)) for file in files if file.name == SINGLE]
+        await self._download.fetch(wanted)
 
     def path(self, name: str) -> Path:
         """Return where the file is, of which its header has come at least, and all of it if it is no safetensors file.
@@ -71,4 +81,6 @@ class SwarmFiles:
         self._fetch(wanted.items())
 
     def _fetch(self, wanted: Iterable[tuple[SharedFile, Iterable[int]]]) -> None:
-        self._run(self._download.fetch(list(wanted)))
+        missing = [(file, indices) for file, each in wanted if (indices := self.store.missing(file, each))]
+        if missing:
+            self._run(self._download.fetch(missing))

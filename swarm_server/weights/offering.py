@@ -140,6 +140,8 @@ class Offering:
             return None
         paths = {}
         for name in (*SMALL_FILES, *self._checkpoint.weight_files):
+            if self._stopped:  # each may take a request to the hub
+                return None
             path = files.local(name) if may_be_shared(name) else None
             if path is not None and path.stat().st_size:
                 paths[name] = path, path.stat().st_mtime_ns

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.sharing.hashing import FileHashes
-from swarm_protocol.sharing.manifest import Manifest, SharedFile, has_weights
+from swarm_protocol.sharing.manifest import Manifest, SharedFile, has_weights, may_be_shared
 from swarm_protocol.sharing.piece_store import PieceStore
 from swarm_protocol.sharing.swarm_files import SwarmFiles
 from tests.zoo import save_checkpoint
@@ -39,17 +40,36 @@ class InstantDownload:
             self.calls.append(came)
 
 
+def empty_store(source: Path, directory: Path) -> tuple[PieceStore, Any]:
+    """A store without pieces of the files in ``source``, and a download of these."""
+    hashes = FileHashes(directory / "kept")
+    names = sorted(path.name for path in source.iterdir() if may_be_shared(path.name))
+    store = PieceStore(
+        Manifest("owner/model", "0" * 40, tuple(hashes.of(source / name, name) for name in names)), directory / "root"
+    )
+    return store, InstantDownload(store, source)
+
+
+def test_once_the_files_are_open_no_thread_waits_for_the_loop_while_the_checkpoint_is_opened(tmp_path: Path) -> None:
+    """Ctrl-C ends the fetching, and several openings cannot take all threads from one another."""
+
+    def never(fetching: Coroutine[Any, Any, None]) -> None:
+        fetching.close()
+        raise AssertionError("a thread would wait")
+
+    store, download = empty_store(Path(locate(DEFAULT_MODEL)), tmp_path)
+    files = SwarmFiles(store, download, never)
+    asyncio.run(files.open())
+    assert Checkpoint(files).weight_files == ("model.safetensors",)
+
+
 def test_the_headers_of_all_wanted_shards_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     save_checkpoint("llama", source)
     original = Checkpoint.open(source)
-    hashes = FileHashes(tmp_path / "kept")
-    names = sorted(path.name for path in source.iterdir())
-    manifest = Manifest("owner/model", "0" * 40, tuple(hashes.of(source / name, name) for name in names))
-    store = PieceStore(manifest, tmp_path / "root")
-    download: Any = InstantDownload(store, source)
+    store, download = empty_store(source, tmp_path)
     files = SwarmFiles(store, download, asyncio.run)
-    files.open()
+    asyncio.run(files.open())
     checkpoint = Checkpoint(files)
     wanted = checkpoint.client_tensors()
     of_client = {Path(tensor.path).name for tensor in original.client_tensors().values()}

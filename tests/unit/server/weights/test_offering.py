@@ -329,7 +329,7 @@ class Machine:
 
         store = PieceStore(manifest, cache)
         self.files = SwarmFiles(store, Download(store, find), run)
-        self.files.open()
+        run(self.files.open())
 
     async def _read(self, digest: bytes) -> AsyncIterator[bytes]:
         self.asked.append(digest)
