@@ -117,11 +117,6 @@ class Manifest:
         """Return the file of this name if there is one."""
         return next((file for file in self.files if file.name == name), None)
 
-    @property
-    def small(self) -> tuple[SharedFile, ...]:
-        """The files without weights."""
-        return tuple(file for file in self.files if not has_weights(file.name))
-
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
         """Raises ValueError if the bytes are no manifest of files that may be shared."""
