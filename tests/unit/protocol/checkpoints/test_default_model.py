@@ -68,3 +68,10 @@ def test_where_a_gguf_file_may_be(tmp_path: Path) -> None:
             check_location(name)
     with pytest.raises(ValueError, match="is a file: revision 'main' is for models on the hub"):
         check_location(str(file), "main")
+
+
+def test_where_files_are_needed_at_once_the_swarm_is_no_place_for_them() -> None:
+    with pytest.raises(
+        ValueError, match="swarm://owner/model is a model whose files members give: expected a directory"
+    ):
+        check_location("swarm://owner/model")
