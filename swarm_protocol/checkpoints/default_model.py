@@ -85,7 +85,7 @@ def check_location(name_or_path: str, revision: str | None = None) -> None:
         )
     elif name_or_path.startswith(FROM_SWARM):
         raise ValueError(
-            f"{name_or_path} is a model whose files members give: expected a directory, a GGUF file or a name on the hub"
+            f"{name_or_path} is for files that members give: expected a directory, a GGUF file or a name on the hub"
         )
     elif name_or_path.startswith(("/", "./", "../", "~")) or (name_or_path.count("/") > 1) != is_gguf:
         raise ValueError(f"{name_or_path} does not exist")
