@@ -6,7 +6,9 @@ import gc
 import logging
 import multiprocessing
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +31,12 @@ BUDGET = 1 << 30
 SHAPE = (130, 70)
 
 pytestmark = pytest.mark.skipif(packed_kind("int8", CPU) is None, reason="the kernel is not the fastest here")
+
+
+@pytest.fixture(autouse=True)
+def disk_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests hold on a machine whose disk is nearly full, too."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(total=100 << 30, free=50 << 30))
 
 
 def weight(seed: int = 0, shape: tuple[int, int] = SHAPE) -> KernelWeight:
@@ -137,6 +145,15 @@ def test_a_directory_that_cannot_be_used_is_told_once(
         "packed weights of earlier starts are made again",
         "packed weights are not kept for the next start",
     ]
+
+
+def test_on_a_disk_that_is_nearly_full_nothing_is_kept(
+    cache: WeightCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(total=100 << 30, free=10 << 30))
+    with caplog.at_level(logging.WARNING):
+        cache.write("a" * 64, weight())
+    assert "less than 10% would be left free" in caplog.text and read(cache) is None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
