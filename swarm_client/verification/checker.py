@@ -96,7 +96,7 @@ class Checker:
         self.price = 1.0
         self._budget = Budget(self._chance.random)
         self._pasts: dict[str, _Past] = {}  # by peer ids
-        self._stepped_s: dict[int, float] = {}  # when sessions have made their last step, the oldest first
+        self._stepped_s: dict[object, float] = {}  # when sessions have made their last step, the oldest first
 
     def start(self) -> None:
         """Reads from now on of whom others accuse."""
@@ -138,8 +138,8 @@ class Checker:
 
     def _num_active(self, session: object) -> int:
         """Sessions that have made a step lately, this one among them."""
-        self._stepped_s.pop(id(session), None)
-        self._stepped_s[id(session)] = now = now_s()
+        self._stepped_s.pop(session, None)
+        self._stepped_s[session] = now = now_s()
         for other in [other for other, stepped_s in self._stepped_s.items() if stepped_s < now - _ACTIVE_S]:
             del self._stepped_s[other]
         return len(self._stepped_s)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.message import DecodeError
 
+from swarm_protocol.file_lock import try_lock
 from swarm_protocol.net.hivemind_parts import (
     PeerID,
     RSAPrivateKey,
@@ -23,6 +24,8 @@ from swarm_protocol.net.hivemind_parts import (
 )
 
 MIN_KEY_BITS, MAX_KEY_BITS = 2048, 8192  # libp2p's own bounds
+_LOCK_WAIT_S = 3.0  # a process that was killed a moment ago lets go of its files only when the kernel has ended it
+_LOCK_RETRY_S = 0.05
 
 
 class Identity:
@@ -106,17 +109,24 @@ def file_in_memory(data: bytes) -> Iterator[str]:
 
 
 def locked_key_file(path: Path) -> IO[bytes]:
-    """Two servers with one key would be one peer. Raises ValueError if another process has it, or it cannot be read."""
+    """Open a key file and lock it, because two servers with one key would be one peer.
+
+    Waits up to three seconds for a process that is ending.
+
+    Raises:
+        ValueError: another process uses the file, or it cannot be read.
+    """
     try:
-        lock = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
+        file = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
     except OSError as error:
         raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ValueError(f"identity {path} is in use by another server of this machine: use another") from None
-    return lock
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while not try_lock(file):
+        if time.monotonic() >= deadline:
+            file.close()
+            raise ValueError(f"identity {path} is in use by another server of this machine: use another")
+        time.sleep(_LOCK_RETRY_S)
+    return file
 
 
 def _write_key(path: Path, data: bytes) -> None:

@@ -8,7 +8,6 @@ renews it as long as it lives.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from typing import IO
 import platformdirs
 
 from swarm_protocol.atomic_file import PARTIAL_SUFFIX, written_atomically
+from swarm_protocol.file_lock import try_lock
 from swarm_protocol.untrusted.json_file import parse_object
 
 DEFAULT_SWARM = "default"
@@ -81,7 +81,7 @@ class LocalRegistry:
             is_held = False
             with suppress(OSError):
                 lock = opened.enter_context(self._open_lock())
-                while not (is_held := _try_lock(lock) and self._has(lock)) and time.monotonic() < deadline:
+                while not (is_held := try_lock(lock) and self._has(lock)) and time.monotonic() < deadline:
                     if self._has(lock):
                         await asyncio.sleep(_LOCK_POLL_S)
                     else:  # the directory was removed meanwhile
@@ -102,7 +102,7 @@ class LocalRegistry:
     def remove_if_ended(self) -> None:
         """Removes the directory if no server of the swarm is left, and none is about to start."""
         with suppress(OSError), self._open_lock() as lock:
-            if _try_lock(lock) and self._has(lock) and not self.servers():
+            if try_lock(lock) and self._has(lock) and not self.servers():
                 for pattern in (f".*{PARTIAL_SUFFIX}", "*.[0-9]*"):  # of a process that was killed; of an older version
                     for partial in self._directory.glob(pattern):
                         partial.unlink(missing_ok=True)
@@ -233,14 +233,6 @@ def _namespace(kind: str) -> int:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
-
-
-def _try_lock(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def registered_swarms() -> list[str]:

@@ -48,7 +48,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["wire", "untrusted", "imports"],
         ["codecs"],
         ["errors"],
-        ["span", "pb", "atomic_file"],
+        ["span", "pb", "atomic_file", "file_lock"],
     ],
     "swarm_client": [
         [DOOR],

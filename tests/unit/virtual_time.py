@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Coroutine, Iterator
+from asyncio import Future
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +19,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Never waits: when nothing is ready, its clock jumps to the next timer.
 
     Rounds without a jump take no time, unless there are a thousand in a row. Code that waits for less than the clock
-    can tell would otherwise wait for ever.
+    can tell would otherwise wait for ever. What is handed to a thread is computed at once, since the clock would jump
+    over the time that the thread takes.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def run_in_executor(self, executor: Executor | None, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future = self.create_future()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
 
 def run_virtually(coroutine: Coroutine[Any, Any, Any], limit_s: float | None = None) -> Any:
     """Its result, in virtual time, of which it may take so much."""
@@ -52,11 +63,14 @@ def run_virtually(coroutine: Coroutine[Any, Any, Any], limit_s: float | None = N
 @contextmanager
 def _same_chance() -> Iterator[None]:
     """But for the order of sets of strings, which ``PYTHONHASHSEED`` decides."""
-    keys, before = random.Random(0), random.getstate()
+    chance, before = random.Random(0), random.getstate()
     random.seed(0)
     torch.manual_seed(0)
     try:
-        with patch.object(secrets, "token_bytes", keys.randbytes):
+        with (
+            patch.object(secrets, "token_bytes", chance.randbytes),
+            patch.multiple(random.SystemRandom, random=chance.random, getrandbits=chance.getrandbits),
+        ):
             yield
     finally:
         random.setstate(before)

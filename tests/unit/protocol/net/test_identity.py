@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ class TestKeyFile:
         assert identity.peer_id == peer_id
         with path.open("rb") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def test_one_that_a_process_is_about_to_let_go_of_is_waited_for(self, tmp_path: Path) -> None:
+        path = tmp_path / "key"
+        first = Identity.load_or_create(path)
+        release = threading.Timer(0.2, first.lock.close)
+        release.start()
+        assert Identity.load_or_create(path).peer_id == first.peer_id
+        release.join()
 
     def test_a_file_of_something_else_is_refused_and_kept(self, identity: Identity, tmp_path: Path) -> None:
         with identity.as_file() as name:
