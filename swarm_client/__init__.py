@@ -1,4 +1,4 @@
-"""Runs and fine-tunes models whose blocks live on other machines."""
+"""The client library: it runs and fine-tunes models whose blocks are on other machines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads classes at their first use: commands such as ``status`` need no transformers."""
+    """Load a class at its first use, because commands such as ``status`` need no transformers."""
     if name in ("ClientConfig", "Timeouts"):
         return getattr(import_module("swarm_client.core.config"), name)
     if name in __all__:

@@ -1,7 +1,7 @@
-"""Command line of the client: ``swarm generate "Return a list of"``, ``finetune``, ``status``, …
+"""The client's command line: ``swarm generate "Return a list of"``, ``finetune``, ``status``, …
 
-A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
-what is to be done: only that imports torch.
+A command is a function that checks its arguments as far as possible without torch, and returns a function that does
+the work. Only the returned function imports torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swarm_protocol.process.logs import say_error, start_logging
 
 
 def make_parser(others: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:
-    """``others``: commands besides the client's, which are not for it to run, and what they do."""
+    """Return the parser; ``others`` are the names and help texts of commands that other packages run."""
     parser = argparse.ArgumentParser(
         prog=typed(), description="Use a language model whose blocks are served by a swarm."
     )
@@ -45,7 +45,7 @@ def make_parser(others: Mapping[str, str] = MappingProxyType({})) -> argparse.Ar
 def parse_args(
     argv: list[str], others: Mapping[str, str] = MappingProxyType({}), all_parsers: Callable[[], Parsers] | None = None
 ) -> argparse.Namespace:
-    """``all_parsers``: of all commands, see ``apply_config``. Raises ValueError if the configuration file is wrong."""
+    """Parse the arguments; ``apply_config`` explains ``all_parsers``. Raise ValueError for a wrong config file."""
     parser = make_parser(others)
     if not argv:
         parser.print_help(sys.stderr)
@@ -75,7 +75,7 @@ def main(
     except (SwarmError, ValueError) as error:
         say_error(error)
         sys.exit(1)
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:

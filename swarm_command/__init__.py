@@ -1,1 +1,1 @@
-"""The console script ``swarm``: one command for servers and clients, which know nothing of each other."""
+"""The console script ``swarm``: one command for servers and clients, which do not import each other."""

@@ -1,4 +1,4 @@
-"""``swarm completion``: scripts by which shells complete commands, flags, their choices, and names of files."""
+"""The command ``swarm completion``: shell scripts that complete commands, flags, choices, and file names."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def script(shell: str) -> str:
                 action.complete = kind  # type: ignore[attr-defined]  # where shtab looks for it
     lines = str(shtab.complete(parser, shell)).splitlines()
     comment = f"# {_WHERE[shell]}"
-    # The first line of zsh's scripts says what they complete.
+    # The first line of a zsh script names the completed command.
     return "\n".join([lines[0], comment, *lines[1:]] if lines[0].startswith("#compdef") else [comment, *lines])
 
 
 def _completed(action: argparse.Action) -> dict[str, Any] | None:
-    """What shtab calls the words that may follow; None: those that the parser lists itself."""
+    """Return shtab's name for the words that may follow; None: the parser lists the choices itself."""
     import shtab
 
     if action.metavar in _DIRECTORIES:

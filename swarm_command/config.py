@@ -1,4 +1,4 @@
-"""``swarm config``: what is in force, and from where."""
+"""The command ``swarm config``: the settings in force, and their sources."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Where ``swarm`` begins: ``swarm server`` is the server's command line, ``swarm train`` that of training together,
-``swarm experts`` that of experts.
+"""The entry point of ``swarm``: the first word selects the command line of the server, training or experts.
 
-All else is the client's, besides what is about all commands. Only the one that is meant is imported; Ctrl-C ends that
-quietly.
+All other commands are the client's, except those about all commands. Only the selected one is imported; Ctrl-C ends the
+import quietly.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def _hold_stage(args: argparse.Namespace) -> Callable[[], None]:
-    """What the server is asked for with ``--train``."""
+    """Return the function that serves a stage, which the server needs for ``--train``."""
     from swarm_stages.front import serve_stage
 
     return serve_stage(args)

@@ -19,7 +19,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Of ``swarm`` with everything below it."""
+    """Return the parser of ``swarm`` with all its subcommands."""
     from swarm_client.command_line import make_parser as client
     from swarm_experts.command_line import make_parser as experts
     from swarm_server.command_line import make_parser as server
@@ -41,7 +41,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def all_parsers() -> Parsers:
-    """Of every command that has no subcommands."""
+    """Return the parsers of all commands that have no subcommands."""
     return dict(leaves(whole_parser()))
 
 

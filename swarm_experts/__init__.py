@@ -1,4 +1,4 @@
-"""Experts that live on servers: a mixture of experts whose gate is trained by the client (Learning@home)."""
+"""The mixture-of-experts package: experts run on servers, and the client trains the gate (Learning@home)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads classes at their first use: decisions of this package need neither torch nor grpc."""
+    """Load classes at their first use, because the pure parts of this package need neither torch nor grpc."""
     if name in _MODULES:
         return getattr(import_module(f"swarm_experts.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

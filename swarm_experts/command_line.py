@@ -1,6 +1,7 @@
 """Command line of experts: ``swarm experts serve``.
 
-Its ready line names what others need: ``ready name=N initial_peer=MULTIADDR peer_id=… experts=N.3.7,…``.
+The ready line contains what clients and other servers need:
+``ready name=N initial_peer=MULTIADDR peer_id=… experts=N.3.7,…``.
 """
 
 from __future__ import annotations
@@ -88,14 +89,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str], all_parsers: Callable[[], Parsers] | None = None) -> argparse.Namespace:
-    """``all_parsers``: of all commands, see ``apply_config``. Raises ValueError if the configuration file is wrong."""
+    """Parse the arguments; for ``all_parsers``, see ``apply_config``. Raise ValueError if the config file is wrong."""
     parser = make_parser()
     apply_config(dict(leaves(parser, (_COMMAND,))), argv, CONFIG_RULES, all_parsers)
     return parser.parse_args(argv)
 
 
 def read_config(args: argparse.Namespace) -> ServerConfig:
-    """Raises ValueError if a flag is wrong."""
+    """Return the configuration of these arguments. Raise ValueError if a flag is wrong."""
     for peer in args.initial_peers:
         check_peer(peer)
     if not 0 <= args.replica_memory < _MAX_MIB:
@@ -126,7 +127,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
 
 
 def serve(config: ServerConfig, identity_file: Path | None, membership: Path | None) -> None:
-    """Until a signal comes. A second one ends the process at once.
+    """Serve experts until a signal comes; a second signal ends the process at once.
 
     Raises:
         ValueError, SwarmError: see ``ExpertServer``; or its libp2p daemon has ended.
@@ -145,7 +146,7 @@ def serve(config: ServerConfig, identity_file: Path | None, membership: Path | N
     from swarm_experts.server.expert_server import ExpertServer
     from swarm_protocol.net.identity import Identity
 
-    torch.seed()  # else the experts of all servers would begin with the same weights
+    torch.seed()  # otherwise, the experts of all servers would begin with the same weights
     identity = Identity.load_or_create(identity_file) if identity_file is not None else None
     for number in (signal.SIGINT, *signals.ending_signals()):
         signal.signal(number, stop)

@@ -1,4 +1,4 @@
-"""Files that others see whole or not at all."""
+"""Atomic file writes: a reader sees the whole file or no file."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ABANDONED_S = 3600.0  # for a partial file of this age, nobody writes it any more
-PARTIAL_SUFFIX = ".partial"  # of what is still written, or was when its process ended
+ABANDONED_S = 3600.0  # a partial file of this age has lost its writer
+PARTIAL_SUFFIX = ".partial"  # marks a file that is still being written, or whose writer has died
 
 
 @contextmanager
 def written_atomically(path: Path) -> Iterator[Path]:
-    """A path in the same directory to write to; it takes the place of ``path`` at the end.
+    """Yield a path in the same directory to write to; the file written there replaces ``path`` at the end.
 
-    Whoever reads ``path`` meanwhile finds what was there before. If anything fails, that stays, and nothing else does.
+    Until then, readers of ``path`` see the old file. If anything fails, the old file stays and the new one is removed.
     Several threads and processes may write the same file: the last one wins.
 
     Raises:
-        OSError: the file cannot take its place.
+        OSError: the new file cannot replace ``path``.
     """
     partial = path.with_name(
         f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}"
-    )  # processes of containers share numbers
+    )  # processes of different containers can have equal ids
     try:
         yield partial
         partial.replace(path)
     finally:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)  # unless it has taken the place
+            partial.unlink(missing_ok=True)  # absent after a successful replace
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Partial files in the directory whose writers were killed."""
+    """Remove old partial files in this directory: their writers were killed."""
     with suppress(OSError):
         for partial in directory.glob(f".*{PARTIAL_SUFFIX}"):
             if time.time() - partial.stat().st_mtime > ABANDONED_S:

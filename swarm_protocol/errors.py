@@ -1,4 +1,4 @@
-"""The error taxonomy every peer shares; ``swarm_protocol.wire.status`` says how errors travel."""
+"""The exceptions that every peer shares; ``swarm_protocol.wire.status`` maps them to and from gRPC statuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from swarm_protocol.span import Span
 
 
 class SwarmError(Exception):
-    """Anything the swarm itself reports."""
+    """Any error that the swarm itself reports."""
 
 
 class CheckpointError(SwarmError, ValueError):
@@ -38,7 +38,7 @@ class RequestRejected(SwarmError, ValueError):
 
 
 class TrainingDiverged(RequestRejected):
-    """What is trained has become so large that numbers overflow: the servers are not to blame."""
+    """The trained parameters have become so large that numbers overflow: the servers are not to blame."""
 
 
 class AccessDenied(SwarmError):
@@ -46,9 +46,9 @@ class AccessDenied(SwarmError):
 
 
 class PeerError(SwarmError):
-    """One server could not do its part; another may.
+    """One server could not do its part; another server may be able to.
 
-    ``peer_id`` and ``span`` say which server and which blocks, where known.
+    ``peer_id`` and ``span`` name the server and the blocks, where they are known.
     """
 
     def __init__(self, message: str, peer_id: str = "", span: Span | None = None) -> None:
@@ -58,7 +58,7 @@ class PeerError(SwarmError):
 
 
 class PeerUnavailable(PeerError):
-    """The server cannot be reached or did not answer in time."""
+    """The server cannot be reached, or did not answer in time."""
 
 
 class PeerBusy(PeerError):
@@ -70,11 +70,11 @@ class PeerMoved(PeerError):
 
 
 class SessionLost(PeerError):
-    """The server does not know this session (any more)."""
+    """The server does not know this session, or has forgotten it."""
 
 
 class CacheMiss(PeerError):
-    """The server does not have (any more) what the request names, an adapter or a pass: it must be given it again."""
+    """The server lacks, or has dropped, the adapter or pass that the request names: the caller must send it again."""
 
 
 class BadReply(PeerError):
@@ -82,14 +82,14 @@ class BadReply(PeerError):
 
 
 class NotFinite(BadReply):
-    """The server's answer has NaN or infinity in it."""
+    """The server's answer contains NaN or infinity."""
 
 
 class RecoveryFailed(PeerError):
-    """Other servers could not take the place of those that failed in time.
+    """Failover did not succeed in time: no other servers could replace those that failed.
 
-    A session stands where it stood before the call that raised this, and goes on from there when it is used again.
-    ``tried`` says what was tried, one sentence each.
+    The session keeps the state that it had before the failed call, and continues from there when it is used again.
+    ``tried`` lists the attempts, one sentence each.
     """
 
     def __init__(self, message: str, peer_id: str = "", span: Span | None = None, tried: tuple[str, ...] = ()) -> None:

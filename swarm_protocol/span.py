@@ -1,4 +1,4 @@
-"""Span: a half-open range of transformer blocks."""
+"""The ``Span`` type: a half-open range of transformer blocks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Blocks ``start, start + 1, …, end - 1``; never empty, never negative.
+    """A range of the blocks ``start, start + 1, …, end - 1``, never empty and never negative.
 
     Raises:
-        ValueError: if ``0 <= start < end`` does not hold.
+        ValueError: ``0 <= start < end`` does not hold.
     """
 
     start: int
@@ -27,14 +27,14 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Reads ``"10:20"``; raises ValueError with what was expected otherwise."""
+        """Parse ``"10:20"``; raise ValueError with the expected form otherwise."""
         match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
         if match is None:
             raise ValueError(f"blocks {text!r} are no range of blocks: expected START:END, for example 10:20")
         return cls(int(match[1]), int(match[2]))
 
     def within(self, num_blocks: int) -> Span:
-        """Returns itself if the model's ``num_blocks`` blocks cover it, else raises ValueError."""
+        """Return this span if it lies within the model's ``num_blocks`` blocks, else raise ValueError."""
         if self.end > num_blocks:
             raise ValueError(f"blocks {self} are outside the model, which has {num_blocks} blocks (0:{num_blocks})")
         return self

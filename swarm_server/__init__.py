@@ -1,1 +1,1 @@
-"""Serves contiguous transformer blocks of a Hugging Face model to a swarm."""
+"""The Swarm server, which serves contiguous transformer blocks of a Hugging Face model to a swarm."""

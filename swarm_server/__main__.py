@@ -1,4 +1,4 @@
-"""``python -m swarm_server``; see ``command_line.py``."""
+"""The entry point of ``python -m swarm_server``; see ``command_line.py``."""
 
 if __name__ == "__main__":
     from swarm_protocol.process.signals import exit_on_interrupt

@@ -1,6 +1,6 @@
 """Command line of the server: ``swarm server --blocks 10:20``.
 
-What is wrong with the command line itself is refused before torch is imported.
+Errors in the command line itself are reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from swarm_server.node.server import Server
 
 Command = Callable[[], None]
-Train = Callable[[argparse.Namespace], Command]  # what is to be done for `--train`; raises ValueError
+Train = Callable[[argparse.Namespace], Command]  # returns the command for `--train`; raises ValueError
 _TRAIN_FLAGS = [
     *("train", "then-serve", "quant", "blocks", "initial-blocks", "memory", "device", "host", "port", "dht-port"),
     *("announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
@@ -216,7 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: list[str] | None = None, all_parsers: Callable[[], Parsers] | None = None) -> argparse.Namespace:
-    """``all_parsers``: of all commands, see ``apply_config``. Raises ValueError if the configuration file is wrong."""
+    """Parse the arguments; for ``all_parsers``, see ``apply_config``. Raise ValueError if the config file is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser()
     apply_config({("server",): parser}, argv, _CONFIG_RULES, all_parsers)
@@ -224,7 +224,7 @@ def parse_args(argv: list[str] | None = None, all_parsers: Callable[[], Parsers]
 
 
 def read_config(args: argparse.Namespace) -> ServerConfig:
-    """What the arguments ask for; raises ValueError if one is out of range."""
+    """Return the configuration of these arguments. Raise ValueError if one is out of range."""
     try:
         throughput = None if args.throughput == "auto" else float(args.throughput)
     except ValueError:
@@ -276,13 +276,13 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
 
 
 def _usual_model(args: argparse.Namespace) -> str:
-    """What is served if no model is named."""
+    """Return the model to serve if none is named."""
     joins_others = (args.initial_peers or args.discover) and args.gguf_file is None
     return FROM_SWARM if joins_others else ServerConfig.model
 
 
 def require_train_flags(argv: list[str]) -> None:
-    """Raises ValueError if something is typed that says nothing about a stage of a run."""
+    """Raise ValueError if a flag was given that does not apply to a stage of a run."""
     typed_here = typed_flags(make_parser(), argv)
     if "quant" in typed_here and "then-serve" not in typed_here:
         raise ValueError("--quant with --train is for what is served afterwards: expected --then-serve DIR with it")
@@ -295,7 +295,7 @@ def require_train_flags(argv: list[str]) -> None:
 
 
 def check_files(config: ServerConfig) -> None:
-    """Raises ValueError if something is not where the arguments say it is."""
+    """Raise ValueError if a file is not where the arguments say."""
     if not config.model.startswith(FROM_SWARM):
         check_location(locate(config.model), config.model_revision)
     if config.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
@@ -312,20 +312,20 @@ def check_files(config: ServerConfig) -> None:
 
 
 async def serve(server: Server) -> None:
-    """Until it ends, or has drained after a signal."""
+    """Run the server until it ends, or has drained after a signal."""
     running = asyncio.ensure_future(server.run())
     received: list[signal.Signals] = []
 
     def leave(number: signal.Signals) -> None:
         if number is signal.SIGHUP:
             signals.leave_terminal()
-            if received:  # a terminal that closes may say so twice
+            if received:  # a terminal that closes may send two signals
                 return
         received.append(number)
         if len(received) > 1:
             os._exit(signals.INTERRUPTED)
         server.stop()
-        # Whatever hangs: a server that got a signal ends.
+        # This timer ends the server after a signal, whatever hangs.
         asyncio.get_running_loop().call_later(server.config.drain_timeout_s + _LEAVE_S, os._exit, 1)
         if not server.ready:
             running.cancel()
@@ -340,7 +340,7 @@ async def serve(server: Server) -> None:
 
 
 def run(config: ServerConfig) -> None:
-    """Serves until a signal ends it.
+    """Serve until a signal ends the server.
 
     Raises:
         ValueError, SwarmError: see ``Server.run``.
@@ -353,12 +353,12 @@ def run(config: ServerConfig) -> None:
         import_transformers()
         from swarm_server.node.server import Server
 
-    # Not uvloop.run(): after a signal it would wait for threads that still load.
+    # Not uvloop.run(), which would wait after a signal for threads that still load.
     uvloop.new_event_loop().run_until_complete(serve(Server(config)))
 
 
 def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> Command:
-    """Raises ValueError if an argument is wrong."""
+    """Return the command to run. Raise ValueError if an argument is wrong."""
     if args.train is None:
         if args.then_serve is not None:
             raise ValueError("--then-serve is for a run: expected --train RUN.toml with it")
@@ -381,8 +381,8 @@ def main(
     except (SwarmError, ValueError) as error:
         say_error(error)
         sys.exit(2)
-    # Read when torch is imported. OpenMP's threads spin for milliseconds after a product: with another process on the
-    # same cores a block took 8 to 80 ms, and with this little spinning 4 [2.4 instead of 2.2 on idle cores].
+    # Read when torch is imported. OpenMP's threads spin for milliseconds after a product. With another process on the
+    # same cores, a block took 8 to 80 ms; with this little spinning, it takes 4 [on idle cores 2.4 instead of 2.2].
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     code = 0
@@ -397,4 +397,4 @@ def main(
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    os._exit(code)  # a thread that still loads or computes must not keep the process
+    os._exit(code)  # a thread that still loads or computes must not keep the process alive

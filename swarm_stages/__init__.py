@@ -1,1 +1,1 @@
-"""Trains a model in stages: blocks live on servers, several peers to a stage; trainers route micro-batches through."""
+"""The training of a model in stages: blocks live on servers, several peers to a stage; trainers route micro-batches."""

@@ -1,4 +1,4 @@
-"""``python -m swarm_stages``."""
+"""The entry point of ``python -m swarm_stages``."""
 
 import sys
 

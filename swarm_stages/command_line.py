@@ -1,4 +1,4 @@
-"""Command line of training in stages: ``python -m swarm_stages serve``, ``trainer`` and ``export``."""
+"""The command line of training in stages: ``python -m swarm_stages serve``, ``trainer`` and ``export``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _file(args: argparse.Namespace) -> RunFile:
-    """Raises ValueError if it is none of a run in stages."""
+    """Return the run file of the flags. Raises ValueError if the run is not trained in stages."""
     from swarm_stages.commands.building import require_stages
 
     file = read_run_file(args.run_file)

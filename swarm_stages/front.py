@@ -1,4 +1,4 @@
-"""What ``swarm server --train`` and ``swarm train`` do for runs in stages."""
+"""The front of runs in stages for ``swarm server --train`` and ``swarm train``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ say = partial(print, flush=True)
 
 
 def serve_stage(args: argparse.Namespace) -> Command:
-    """What ``swarm server`` was asked for, with ``--train``. Raises ValueError if a flag is wrong."""
+    """Return what ``swarm server`` with ``--train`` was asked for. Raises ValueError if a flag is wrong."""
     from swarm_protocol.access.tokens import Role
     from swarm_protocol.net.hosts import split_address
     from swarm_stages.commands.building import require_stages
@@ -60,7 +60,7 @@ def _hold(
     memory: str | None,
     **options: Any,
 ) -> Command:
-    """``options``: see ``serve``."""
+    """Return the command that holds a stage. ``options``: see ``serve``."""
     from swarm_protocol.span import Span
     from swarm_server.core.config import parse_size
     from swarm_stages.commands.building import require_stages, stage_source
@@ -79,7 +79,7 @@ def _hold(
 
 
 def _until_stopped(hold: Command) -> Command:
-    """A server that has been told to end, and has left, has done what it should."""
+    """Return a command without an error at its end: a server that ends after a signal has done what it should."""
 
     def run() -> None:
         from swarm_protocol.process.signals import ending_signals

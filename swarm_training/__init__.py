@@ -1,4 +1,4 @@
-"""Volunteers train one model together: gradients are accumulated at everybody's own pace, averaged, and applied."""
+"""Volunteers train one model together: each accumulates gradients at its own pace; they are averaged, and applied."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads classes at their first use: decisions of this package need neither torch nor grpc."""
+    """Load a class at its first use, since code of this package that only decides needs neither torch nor grpc."""
     if name in _MODULES:
         return getattr(import_module(f"swarm_training.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

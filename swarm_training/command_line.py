@@ -1,7 +1,7 @@
-"""Command line of training together: ``swarm train init``, ``join``, ``export``, ``watch``, ``ledger``, ``moderate``.
+"""Command line for training: ``swarm train init``, ``join``, ``export``, ``watch``, ``ledger``, ``moderate``.
 
-A command is a function that checks its arguments, as far as they say for themselves that they are wrong, and returns
-what is to be done.
+A command is a function that checks its arguments, as far as this machine can, and returns the function that does the
+work.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PROG = "swarm train"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0
 _MAX_HOURS = 24 * 3660.0
 _MAX_STEP = 1 << 53
-_ROLLBACK_LASTS_S = 3600.0  # by then it has been carried out, or cannot be
+_ROLLBACK_LASTS_S = 3600.0  # by then the order has been carried out, or cannot be
 Command = Callable[[], None]
 
 
 def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None) -> argparse.ArgumentParser:
-    """``backend`` stands for the run, ``stages`` for one in stages."""
+    """Return the parser. ``backend`` reaches a run, ``stages`` reaches a run in stages."""
     parser = argparse.ArgumentParser(prog=_PROG, description="Train one model together with others.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
@@ -94,7 +94,10 @@ def parse_args(
     all_parsers: Callable[[], Parsers] | None = None,
     stages: StagesBackend | None = None,
 ) -> argparse.Namespace:
-    """``all_parsers``: of all commands, see ``apply_config``. Raises ValueError if the configuration file is wrong."""
+    """Parse the arguments. ``all_parsers``: the parsers of all commands, see ``apply_config``.
+
+    Raises ValueError if the configuration file is wrong.
+    """
     parser = make_parser(backend, stages)
     apply_config(dict(leaves(parser, ("train",))), argv, CONFIG_RULES, all_parsers)
     return parser.parse_args(argv)
@@ -201,7 +204,7 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
         raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
     from swarm_protocol.access.tokens import Role
 
-    # Peers of a stage tell trainers alone how far they are; peers of other runs say it on the DHT.
+    # Peers of a stage report their progress to trainers alone; peers of other runs publish it on the DHT.
     who = joining(args, file, Role.TRAINER if file.stages.count else Role.CLIENT)
     looking = partial(_required(stages).look, file, who) if file.stages.count else partial(_look_of(backend), who)
 
@@ -282,13 +285,13 @@ def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
 
 
 def _require_one_run(args: argparse.Namespace, file: RunFile) -> None:
-    """Raises ValueError if the file is of a run in stages, each of which is a run."""
+    """Raise ValueError if the file is of a run in stages, where each stage is a run of its own."""
     if file.stages.count:
         raise ValueError(f"{args.run_file} is of a run in stages: expected one whose peers hold the whole model")
 
 
 def _moderated(args: argparse.Namespace) -> RunFile:
-    """The run file, of a run that has moderators."""
+    """Return the run file. Raises ValueError if the run has no moderators, or no initial peers are given."""
     file = read_run_file(args.run_file)
     if not file.tokens.organiser:
         raise ValueError(f"{args.run_file} names no organiser under [tokens]: without one, a run has no moderators")

@@ -1,4 +1,4 @@
-"""The network of the commands: ``TrainingRun`` itself."""
+"""The backend of the commands, which reaches a run over the network with ``TrainingRun`` itself."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from swarm_training.ledger.ledger import Ledger
 
 _JOIN_TIMEOUT_S = 60.0
-_MAX_ASKED = 8  # peers, of whom each may lack rounds that others have
+_MAX_ASKED = 8  # peers, each of which may lack rounds that other peers have
 _logger = logging.getLogger(__name__)
 
 
 def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> RunLike:
-    """Founds the run if there are no initial peers, else joins it. Raises what ``TrainingRun`` raises."""
+    """Start the run if there are no initial peers, else join it. Raises what ``TrainingRun`` raises."""
     from swarm_protocol.access.access_control import AccessControl
     from swarm_protocol.process.scratch import scratch_directory
     from swarm_training import TrainingConfig, TrainingRun
@@ -63,8 +63,8 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
 
 @contextmanager
 def look(who: Joining) -> Iterator[Callable[[], RunView]]:
-    """By a DHT node that only asks, and calls for rounds: nobody waits for it. Raises NoSwarm if no initial peer
-    answers."""
+    """Yield a function that returns the run's present view. It uses a DHT node that only asks, and asks peers for
+    rounds: no peer waits for this one. Raises NoSwarm if no initial peer answers."""
     from swarm_protocol.access.access_control import AccessControl
     from swarm_protocol.dht.node import Listening
     from swarm_protocol.net.tls import ClientCredentials
@@ -110,7 +110,7 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
 
 
 def read_ledger(who: Joining) -> Ledger:
-    """What some of the peers hand over together, every signature checked here.
+    """Return the ledger of all rounds that some of the peers give, with every signature checked here.
 
     Raises NoSwarm if no initial peer answers, PeerUnavailable if no peer of the run gives its rounds.
     """
@@ -160,7 +160,7 @@ def read_ledger(who: Joining) -> Ledger:
 
 
 def send_order(who: Joining, order: bytes) -> None:
-    """Puts it on the run's DHT, beside those that this moderator has there already; members hand it on.
+    """Put an order on the run's DHT, beside this moderator's earlier orders there; members pass the order on.
 
     Raises NoSwarm if no initial peer answers, PeerUnavailable if none of them keeps the order.
     """

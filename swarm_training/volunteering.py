@@ -1,4 +1,4 @@
-"""``volunteer``: takes part in the run of a run file from Python, a notebook for instance."""
+"""``volunteer``, which takes part in the run of a run file from Python, for instance from a notebook."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def volunteer(
     device: str = "auto",
     say: Callable[[str], object] = print,
 ) -> nn.Module:
-    """As ``swarm train join``: trains until the schedule is at its end, or KeyboardInterrupt, and leaves cleanly.
+    """Train as ``swarm train join`` does, until the schedule ends or a KeyboardInterrupt comes, and leave cleanly.
 
     Args:
-        initial_peers: multiaddrs of members of the run; none: the run is founded.
-        membership, identity: files; the first is needed in a run with an organiser.
-        part: of the data, such as "2/5", where peers have shared them out.
-        say: is told of each step, in a line.
+        initial_peers: multiaddrs of members of the run; empty: this peer founds the run.
+        membership, identity: paths of files; ``membership`` is needed in a run with an organiser.
+        part: the part of the data, such as "2/5", where peers have shared the data out.
+        say: called with a line for each step.
 
     Returns:
         The model as it is after the last global step that this peer took.
@@ -52,6 +52,6 @@ def volunteer(
     trained = prepare(file, who, own_part, device, say)
     try:
         take_part(trained, who, BACKEND.open_run, threading.Event(), say)
-    except KeyboardInterrupt:  # what "interrupt the kernel" raises: the model is still wanted
+    except KeyboardInterrupt:  # raised by "interrupt the kernel": the model is still wanted
         say("stopped")
     return trained.model

@@ -1,1 +1,1 @@
-"""What a client trains inside remote blocks: LoRA, prompts, and their snapshots for the wire."""
+"""The parameters that a client trains inside remote blocks: LoRA, prompts, and their snapshots for the wire."""

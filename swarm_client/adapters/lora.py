@@ -1,4 +1,4 @@
-"""LoRA in remote blocks: PEFT says where adapters go and how they begin; the client keeps their parameters."""
+"""LoRA in remote blocks: PEFT decides where adapters go and how they begin; the client keeps their parameters."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from swarm_protocol.checkpoints.safetensors_file import read_header
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedModel as StockModel  # what the mixin becomes part of
+    from transformers import PreTrainedModel as StockModel  # the class that the mixin extends
 else:
     StockModel = object
 
-INITS = (True, False, "gaussian", "orthogonal")  # those that do not look at the model's weights
-_OTHER_FORMULAS = (  # options of LoraConfig that compute something else than scaling * B(A(dropout(x)))
+INITS = (True, False, "gaussian", "orthogonal")  # those that do not need the model's weights
+_OTHER_FORMULAS = (  # options of LoraConfig whose formula is not scaling * B(A(dropout(x)))
     *("use_dora", "lora_bias", "target_parameters", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
     *("velora_config", "monteclora_config", "alora_invocation_tokens", "layer_replication", "megatron_config"),
 )
 
-# transformers 5.24 refuses every PEFT below 0.22, which is newer than the newest on PyPI. Its code for adapters is that
-# of 5.23, which takes 0.20, but for this number. Without this line, no model of this process could have an adapter.
+# transformers 5.24 requires PEFT 0.22, which is newer than the newest PEFT on PyPI. Except for this number, its code
+# for adapters is that of 5.23, which accepts 0.20. Without this line, no model of the process could have an adapter.
 if getattr(hf_peft, "MIN_PEFT_VERSION", "") == "0.22.0":
     hf_peft.MIN_PEFT_VERSION = "0.20.0"
 
 
 def require_supported(config: Any) -> None:
-    """Raises ValueError, naming the option, if servers cannot do what a PEFT config asks for."""
+    """Raise ValueError, which names the option, if servers cannot do what a PEFT config asks for."""
     from peft import LoraConfig
 
     if not isinstance(config, LoraConfig):
@@ -60,16 +60,16 @@ def require_supported(config: Any) -> None:
 
 
 class LoraMixin(StockModel):
-    """transformers' ``PeftAdapterMixin`` for a model whose blocks are remote, and what PEFT's own wrappers need."""
+    """A mixin that adapts transformers' ``PeftAdapterMixin`` and PEFT's wrappers to a model with remote blocks."""
 
     _remote_blocks: list[Any]
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """PEFT's configs by the names of adapters. Whatever has put layers into the model sets it afterwards.
+        """Return PEFT's configs by adapter name. Code that puts layers into the model sets this property afterwards.
 
         Raises:
-            RequestRejected: when it is set, if servers cannot do what the layers in the blocks do.
+            RequestRejected: the property is set, but servers cannot compute the layers in the blocks.
         """
         if "_peft_config" not in self.__dict__:
             raise AttributeError("peft_config")
@@ -94,19 +94,19 @@ class LoraMixin(StockModel):
         del self.__dict__["_peft_config"]
 
     def add_adapter(self, adapter_config: LoraConfig, adapter_name: str | None = None) -> None:
-        """Adds low-rank matrices to the remote blocks and makes them all there is to train.
+        """Add low-rank matrices to the remote blocks, and train nothing else.
 
-        Targets, initial values and ``modules_to_save`` are PEFT's. Torch's random state decides the initial values, as
-        it does on the local model.
+        PEFT handles targets, initial values and ``modules_to_save``. Torch's random state decides the initial values,
+        as for a local model.
 
         Raises:
-            ValueError: an option that servers cannot do, or that PEFT refuses. Nothing is changed then.
+            ValueError: servers or PEFT cannot do one of the options. Then nothing is changed.
         """
         require_supported(adapter_config)
         remote = self._remote_blocks[0]
         _require_no_other(remote.adapter_name)
         before = set(getattr(self, "peft_config", ()))
-        with hf_loader():  # while another thread loads a model, nothing gets initial values
+        with hf_loader():  # because no initial values are set while another thread loads a model
             try:
                 with self._prompts_as_they_are():
                     super().add_adapter(adapter_config, adapter_name)
@@ -128,19 +128,19 @@ class LoraMixin(StockModel):
         is_trainable: bool = False,
         **hub_options: Any,
     ) -> None:
-        """Adds an adapter that was saved by PEFT, by ``save_pretrained`` here or anywhere.
+        """Add an adapter that was saved in PEFT's format, here or elsewhere.
 
-        Its config may come from a stranger: regular expressions in it are not run by ``re``, and what they say of
-        target modules is read off the tensors instead.
+        The config may come from a stranger. Therefore ``re`` does not run its regular expressions; the target modules
+        are read from the tensors' names instead.
 
         Args:
-            trainable: it is to be trained on.
-            is_trainable: the same, as PEFT calls it.
-            hub_options: of ``huggingface_hub.hf_hub_download``, if it is no directory: ``revision``, ``token``, …
+            trainable: whether the adapter will be trained further.
+            is_trainable: PEFT's name for ``trainable``.
+            hub_options: arguments of ``huggingface_hub.hf_hub_download`` for an adapter on the hub: ``revision``, …
 
         Raises:
-            ValueError: as ``add_adapter``, or the files do not fit their config or this model.
-            CheckpointError: they cannot be read, or have numbers or patterns that make no sense.
+            ValueError: as in ``add_adapter``, or the files do not fit their config or this model.
+            CheckpointError: the files cannot be read, or have numbers or patterns that make no sense.
         """
         from peft import set_peft_model_state_dict
 
@@ -151,7 +151,7 @@ class LoraMixin(StockModel):
         trainable = trainable or is_trainable
         config.inference_mode = not trainable
         adapter_name = adapter_name or "default"
-        with torch.random.fork_rng(devices=()):  # of what is overwritten
+        with torch.random.fork_rng(devices=()):  # the initial values are overwritten
             self.add_adapter(config, adapter_name)
         try:
             result: Any = set_peft_model_state_dict(self, tensors, adapter_name=adapter_name)
@@ -170,7 +170,7 @@ class LoraMixin(StockModel):
 
     @contextmanager
     def _prompts_as_they_are(self) -> Iterator[None]:
-        """PEFT freezes all that is not an adapter; prompts are trained together with it."""
+        """Keep which prompts are trained, because PEFT freezes everything except the adapter."""
         prompts = self._remote_blocks[0].prompts
         before = () if prompts is None else [(parameter, parameter.requires_grad) for parameter in prompts.parameters()]
         try:
@@ -180,14 +180,14 @@ class LoraMixin(StockModel):
                 parameter.requires_grad_(is_trained)
 
     def set_adapter(self, adapter_name: list[str] | str) -> None:
-        """The adapter used from now on; one at a time."""
+        """Set the adapter that is used from now on. Raise ValueError for more than one."""
         if not isinstance(adapter_name, str) and len(adapter_name) != 1:
             raise ValueError(f"adapters {adapter_name} cannot all be active: choose one")
         super().set_adapter(adapter_name)
 
 
 def _directory(name_or_path: str, subfolder: str | None = None, **hub_options: Any) -> Path:
-    """Where the adapter's files are, downloaded if they are on the hub."""
+    """Return the directory of the adapter's files, which are downloaded if they are on the hub."""
     from huggingface_hub import hf_hub_download
 
     directory = Path(name_or_path, subfolder or "")
@@ -203,7 +203,7 @@ def _directory(name_or_path: str, subfolder: str | None = None, **hub_options: A
 
 
 def _config(directory: Path, modules: list[str]) -> Any:
-    """PEFT's config for an adapter of these modules, which gives PEFT nothing that it could hang on."""
+    """Return PEFT's config for an adapter of these modules, without expressions that could make PEFT hang."""
     from peft import PeftConfig
 
     written = read_config(directory)
@@ -224,6 +224,6 @@ def _config(directory: Path, modules: list[str]) -> Any:
 
 
 def _require_no_other(of_servers: str) -> None:
-    """Raises ValueError if the model uses an adapter of the servers."""
+    """Raise ValueError if the model uses an adapter of the servers."""
     if of_servers:
         raise ValueError(f"the model uses adapter {of_servers!r} of the servers: it cannot have another")

@@ -1,4 +1,4 @@
-"""Virtual tokens that are trained: before the input's, and if they are deep, added to before every block as well."""
+"""Trained virtual tokens: they stand before the input, and deep prompts are also added before every block."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from swarm_protocol.checkpoints.peft_files import WEIGHTS_NAME
 from swarm_protocol.checkpoints.safetensors_file import read_header
 from swarm_protocol.wire.adapters import Prompt
 
-if TYPE_CHECKING:  # what the mixin becomes part of
+if TYPE_CHECKING:  # the class that the mixin extends
     from transformers import PreTrainedModel as StockModel
 else:
     StockModel = object
 
 TUNING_MODES = ("prompt", "deep_prompt")
-NEW_HEADS = ("score.", "classifier.")  # of classifiers that are still to be trained
+NEW_HEADS = ("score.", "classifier.")  # heads of classifiers that must still be trained
 PROMPTS_FILE, PEFT_KEY = "prompts.safetensors", "prompt_embeddings"
 
 
 class Prompts(nn.Module):
-    """The parameters, and what they do to the input of a model without its head.
+    """The parameters of prompts, and their effect on the input of a model without its head.
 
     Attributes:
-        embedding: [num_tokens, width of the token embedding], which stand before the tokens of every row.
-        deep: [blocks, num_tokens, hidden_size], added to the hidden states that enter blocks there; None if shallow.
+        embedding: [num_tokens, width of the token embedding]; they stand before the tokens of every row.
+        deep: [blocks, num_tokens, hidden_size], added to their hidden states before each block; None if shallow.
     """
 
     def __init__(self, embedding: torch.Tensor, deep: torch.Tensor | None = None) -> None:
@@ -48,11 +48,11 @@ class Prompts(nn.Module):
             yield Prompt(block, values)
 
     def before(self, given: dict[str, Any], embed: nn.Module, past: int) -> dict[str, Any]:
-        """Arguments of a forward, in which the virtual tokens come first if none has come before.
+        """Return the arguments of a forward, with the virtual tokens first unless there are earlier positions.
 
         Args:
-            given: the arguments that are there, without them.
-            past: positions before, virtual ones among them.
+            given: the arguments without virtual tokens.
+            past: the number of earlier positions, including virtual ones.
         """
         given, num = dict(given), self.num_tokens
         embeddings = given.get("inputs_embeds")
@@ -77,7 +77,7 @@ class Prompts(nn.Module):
         return given
 
     def without(self, output: Any) -> Any:
-        """The output of that forward for the other tokens: hidden states, alone or in tuples and other outputs."""
+        """Return the forward's output without virtual tokens: hidden states, alone or in tuples and other outputs."""
         if isinstance(output, torch.Tensor):
             return output[:, self.num_tokens :] if output.ndim == 3 else output
         if isinstance(output, tuple):
@@ -90,13 +90,13 @@ class Prompts(nn.Module):
 
 
 class PromptsMixin(StockModel):
-    """Prompts of a model whose blocks are remote."""
+    """A mixin for the prompts of a model whose blocks are remote."""
 
     _remote_blocks: list[Any]
     _family: Family
 
     def add_prompts(self, tuning_mode: str, num_tokens: int) -> None:
-        """From now on there is nothing else to train, unless a classifier's new head.
+        """Add prompts, and train nothing else, except for a classifier's new head.
 
         Virtual tokens begin as tokens drawn from the vocabulary (Lester et al., "The power of scale for
         parameter-efficient prompt tuning", 2021), deep ones as zeros.
@@ -105,7 +105,7 @@ class PromptsMixin(StockModel):
             tuning_mode: "prompt" or "deep_prompt".
 
         Raises:
-            ValueError: no such mode, or no such number of tokens.
+            ValueError: the mode or the number of tokens is not possible.
         """
         if tuning_mode not in TUNING_MODES:
             raise ValueError(f"tuning_mode {tuning_mode!r} is unknown: expected one of {', '.join(TUNING_MODES)}")
@@ -131,10 +131,10 @@ class PromptsMixin(StockModel):
         return prompts
 
     def load_prompts(self, directory: str | PathLike[str]) -> None:
-        """Takes the values that ``save_pretrained`` has written, or PEFT for its prompt tuning.
+        """Load values that ``save_pretrained`` has written, or PEFT for its prompt tuning.
 
         Raises:
-            ValueError: the model has other prompts, or none.
+            ValueError: the model has no prompts, or prompts of other shapes.
         """
         tensors = dict(_saved(self))
         path = Path(directory) / PROMPTS_FILE
@@ -153,9 +153,9 @@ class PromptsMixin(StockModel):
                 tensors[name].copy_(tensor.read())
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """The stock method; of a model with prompts it writes these, and its other adapter if it has one.
+        """Run the stock method; for a model with prompts, write these, and its adapter if it has one.
 
-        Prompts before the input alone are also written as PEFT's prompt tuning.
+        Shallow prompts are also written as PEFT's prompt tuning.
         """
         if self.prompts is None:
             return super().save_pretrained(save_directory, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a client adds to the blocks of others: how it is kept for a pass or a session, and given to servers."""
+"""The adapters that a client adds to servers' blocks: snapshots for a pass or a session, and uploads to servers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
 
 T = TypeVar("T")
-_MAX_UPLOADS = 4  # of one adapter for one request, by servers that forget it again and again
-_REMEMBERED = 256  # keys that a server was given; what it forgets, it says
+_MAX_UPLOADS = 4  # of one adapter for one request, if the server forgets the adapter again and again
+_REMEMBERED = 256  # keys that a server was given; the server reports what it has forgotten
 
 
 @dataclass(frozen=True)
 class Added:
-    """What is added to remote blocks at present.
+    """The current additions to remote blocks.
 
     Attributes:
-        adapter: the client's own, whose tensors are its parameters.
-        name: of an adapter that servers loaded at their start; empty: none.
-        training: elements are dropped, where the adapter says so.
+        adapter: the client's own adapter; its tensors are the client's parameters.
+        name: the name of an adapter that servers loaded at their start; empty if there is none.
+        training: whether dropout is applied, where the adapter has any.
     """
 
     adapter: Adapter = field(default_factory=lambda: Adapter(b""))
@@ -35,7 +35,7 @@ class Added:
     training: bool = False
 
     def over(self, span: Span) -> Added:
-        """What of it lies in these blocks."""
+        """Return the additions to these blocks."""
         return replace(self, adapter=self.adapter.over(span))
 
     @property
@@ -43,18 +43,18 @@ class Added:
         return self.training and any(part.dropout for part in self.adapter.low_rank)
 
     def snapshot(self) -> Snapshot:
-        """As it is now, whatever an optimizer does to the parameters later."""
+        """Return a copy of the current values, which later steps of an optimizer do not change."""
         return Snapshot(self)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What of an adapter lies in one server's blocks.
+    """The part of an adapter that lies in one server's blocks.
 
     Attributes:
-        name: by which requests mean it.
-        data: serialised; None: servers have it under its name.
-        shapes: of the gradients that come back for it.
+        name: the name by which requests refer to the part.
+        data: the serialised part; None if servers already have it under its name.
+        shapes: the shapes of the gradients that come back for the part.
     """
 
     name: pb.AdapterName
@@ -63,7 +63,7 @@ class Part:
 
 
 class Snapshot:
-    """An adapter as it was at one moment, in parts for servers."""
+    """A snapshot of an adapter at one moment, in parts for servers."""
 
     def __init__(self, added: Added | None = None) -> None:
         self._name = "" if added is None else added.name
@@ -71,7 +71,7 @@ class Snapshot:
         self._parts: dict[Span, Part | None] = {}
 
     def part(self, span: Span) -> Part | None:
-        """None: nothing is added to these blocks."""
+        """Return the part in these blocks; None if nothing is added to them."""
         if self._name:
             return Part(pb.AdapterName(name=self._name))
         if span not in self._parts:
@@ -80,17 +80,17 @@ class Snapshot:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All of them, on the CPU."""
+        """Return all tensors, on the CPU in float32."""
         return self._adapter.tensors
 
     def begins(self, span: Span) -> int:
-        """The first block of ``span`` that has a tensor with a gradient; the end of the span if there is none."""
+        """Return the first block of ``span`` that has a tensor with a gradient; the span's end if there is none."""
         over = self._adapter.over(span)
         blocks = [*(part.block for part in over.low_rank), *(prompt.block for prompt in over.prompts)]
         return min([span.end, *blocks])
 
     def sums(self, span: Span) -> GradientSums:
-        """For gradients of the tensors over ``span``, in their order."""
+        """Return sums for the gradients of the tensors over ``span``, in the order of the tensors."""
         return GradientSums(self._adapter.over(span))
 
 
@@ -98,7 +98,7 @@ NOTHING = Snapshot()
 
 
 class GradientSums:
-    """Gradients of an adapter's tensors, which come from several servers and micro-batches."""
+    """The sums of an adapter's gradients, which come from several servers and micro-batches."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
@@ -107,7 +107,7 @@ class GradientSums:
         self._sums = {place: torch.zeros_like(t) for place, t in zip(places, adapter.tensors, strict=True)}
 
     def add(self, span: Span, grads: list[torch.Tensor]) -> None:
-        """Those of what lies in ``span``, in its order."""
+        """Add the gradients of the tensors in ``span``, in the order of the tensors."""
         over = [place for place in self._sums if place[0] in span]
         for place, grad in zip(over, grads, strict=True):
             self._sums[place] += grad
@@ -118,7 +118,7 @@ class GradientSums:
 
 
 class AdapterUploader:
-    """The adapters that one server was given over one connection."""
+    """The uploads of adapters to one server over one connection."""
 
     def __init__(self, put: Callable[[bytes, Span], Awaitable[None]]) -> None:
         self._put = put
@@ -126,17 +126,17 @@ class AdapterUploader:
         self._giving = asyncio.Lock()
 
     async def give(self, part: Part | None, span: Span) -> None:
-        """Before it is needed, unless the server has it. Raises what the connection does."""
+        """Upload the part before a request needs it, unless the server has it. Raise the errors of the connection."""
 
         async def nothing(_name: pb.AdapterName | None) -> None: ...
 
         await self.use(part, span, nothing)
 
     async def use(self, part: Part | None, span: Span, request: Callable[[pb.AdapterName | None], Awaitable[T]]) -> T:
-        """Makes a request that names the part, which the server is given before, and again if it has forgotten it.
+        """Upload the part if needed, and make a request that names it; upload it again if the server has forgotten it.
 
         Raises:
-            CacheMiss: it forgets it every time, or never had one of this name; and what ``request`` raises.
+            CacheMiss: the server forgets the part every time, or never had this name. Errors of ``request`` also pass.
         """
         if part is None or part.data is None:
             return await request(None if part is None else part.name)

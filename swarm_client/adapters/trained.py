@@ -1,4 +1,4 @@
-"""Directories with what was trained for a model: adapters of PEFT, and prompts."""
+"""Directories with the trained parameters of a model: adapters of PEFT, and prompts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TRAINER_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
-    """Gives a distributed model the adapter or the prompts that ``finetune`` or PEFT has written.
+    """Add the adapter or the prompts that ``finetune`` or PEFT has written to a distributed model.
 
     Raises:
-        ValueError: there are none, or they do not fit the model.
-        CheckpointError: they cannot be read.
+        ValueError: the directory has neither, or they do not fit the model.
+        CheckpointError: the files cannot be read.
     """
     files = Directory(Path(directory))
     if (Path(directory) / PROMPTS_FILE).exists():
@@ -48,7 +48,7 @@ def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
 
 
 def _num_tokens(path: Path, name: str) -> int:
-    """How many virtual tokens the file holds under this name."""
+    """Return how many virtual tokens the file has under this name."""
     stored = read_header(path).get(name)
     if stored is None or len(stored.shape) != 2 or not stored.size_bytes:
         raise CheckpointError(f"{path} has no matrix {name!r} of virtual tokens")
@@ -56,7 +56,7 @@ def _num_tokens(path: Path, name: str) -> int:
 
 
 def restore_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
-    """Sets the model's own adapter or prompts to the values in a directory; an optimizer of theirs stays valid."""
+    """Set the model's adapter or prompts to the values in a directory, in place, so that optimizers stay valid."""
     if model.prompts is not None:
         model.load_prompts(directory)
         return
@@ -69,10 +69,10 @@ def restore_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None
 
 
 def save_for_trainer(model: PromptsMixin, directory: str | PathLike[str]) -> None:
-    """Adds what was trained to a checkpoint of Hugging Face's Trainer, under the model's own names.
+    """Add the trained parameters to a checkpoint of Hugging Face's Trainer, under the model's own names.
 
-    There it looks for what ``resume_from_checkpoint`` and ``load_best_model_at_end`` load; for PEFT's files it looks in
-    checkpoints of a ``PeftModel`` only. Other directories are left alone.
+    The Trainer's ``resume_from_checkpoint`` and ``load_best_model_at_end`` read this file. They read PEFT's files only
+    for a ``PeftModel``. Other directories are left unchanged.
     """
     from safetensors.torch import save_file
 
@@ -83,7 +83,7 @@ def save_for_trainer(model: PromptsMixin, directory: str | PathLike[str]) -> Non
 
 
 def how_to_use(model_name: str, directory: str | PathLike[str], swarm: str = DEFAULT_SWARM) -> str:
-    """The commands and lines of Python that load the directory."""
+    """Return the commands and lines of Python that load the directory."""
     flag, argument = ("", "") if swarm == DEFAULT_SWARM else (f" --swarm {swarm}", f", swarm={swarm!r}")
     return (
         f'  {typed("generate")} "…" --model {model_name}{flag} --adapter {directory}\n'

@@ -1,1 +1,1 @@
-"""Continuous batching on the client: all generations of a process go through one loop."""
+"""Continuous batching on the client: one loop computes all generations of a model."""

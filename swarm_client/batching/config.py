@@ -1,4 +1,4 @@
-"""What a request of the generation loop says of how its tokens are chosen, checked."""
+"""The check of a request's settings for the choice of tokens, before the generation loop takes the request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_protocol.errors import RequestRejected
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
-_NOT_HERE = {  # other ways to end, or to choose, and the values with which they do nothing
+_NOT_HERE = {  # other settings for the end or the choice of tokens, with the values that have no effect
     "stop_strings": (None,),
     "max_time": (None,),
     "guidance_scale": (None, 1),
@@ -24,14 +24,14 @@ _NOT_HERE = {  # other ways to end, or to choose, and the values with which they
 
 
 def not_batched(config: GenerationConfig) -> str | None:
-    """The name of a setting that the loop does not know; None if there is none."""
+    """Return the name of a setting that the loop does not know; None if there is none."""
     return next((name for name, neutral in _NOT_HERE.items() if getattr(config, name, None) not in neutral), None)
 
 
 def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfig:
-    """The request's config with the model's in place of what is not set, as ``generate`` prepares it.
+    """Return the request's config, with the model's values where it sets none, as ``generate`` prepares it.
 
-    Raises RequestRejected if the loop cannot do what it asks for.
+    Raise RequestRejected if the loop cannot do what the request asks for.
     """
     stock: Any = model
     if not request.prompt:
@@ -39,7 +39,7 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     given = copy.deepcopy(request.config)
     writes_nothing = given.max_new_tokens == 0
     if writes_nothing:
-        given.max_new_tokens = 1  # since ``generate`` does not know 0
+        given.max_new_tokens = 1  # because ``generate`` does not know 0
     config: Any = stock._prepare_generation_config(given)[0]
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
@@ -63,13 +63,13 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     config.max_length = total
     if config.min_new_tokens is not None:
         config.min_length = len(request.prompt) + config.min_new_tokens
-    config.eos_token_id = config.eos_token_id or None  # of an empty list, from which padding cannot be taken
+    config.eos_token_id = config.eos_token_id or None  # an empty list has no token for padding
     stock._prepare_special_tokens(config, True, device="cpu")
     return config  # type: ignore[no-any-return]
 
 
 def generator_of(request: Request) -> torch.Generator:
-    """Of the random numbers that it is sampled with."""
+    """Return the generator of random numbers that samples the request's tokens."""
     if request.generator is not None:
         return request.generator
     generator = torch.Generator()

@@ -1,4 +1,4 @@
-"""In how many messages to send the rows that are ready. Pure."""
+"""The pure policy for how many messages carry the rows that are ready."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ R = TypeVar("R")
 
 
 def groups_of(ready: Sequence[R], num_rows: int, num_hops: int) -> list[Sequence[R]]:
-    """The rows that are ready, of ``num_rows``, cut into groups that differ by one row at most; none is empty.
+    """Return the ready rows, out of ``num_rows``, in groups whose sizes differ by one at most. No group is empty.
 
-    While a hop computes one group, the hops before and behind it compute others: all rows together make as many groups
-    as there are hops.
+    While one hop computes a group, other hops compute other groups. Therefore all ``num_rows`` rows would make as many
+    groups as there are hops.
     """
     if not ready:
         return []

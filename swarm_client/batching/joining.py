@@ -1,6 +1,6 @@
-"""``generate`` in several threads: from the second on, generations of a model go through one loop.
+"""The sharing of a loop by threads that call ``generate``: from the second on, generations go through one loop.
 
-The first one goes on in it, if it is one that may guess: between two passes it looks whether there are others.
+The first generation moves to the loop too, if it may guess: between two passes it checks whether there are others.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from swarm_client.speculation.speculation import Guessing
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
-_SOON_S = 60.0  # after there were several, there may be several again
-_STOP_S = 10.0  # that a step which is given up takes to end, at most
+_SOON_S = 60.0  # for this long after several generations, more are expected
+_STOP_S = 10.0  # the longest wait for the end of a step that was given up
 _NOT_IN_A_CONFIG = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor"}
 
 
 class SharedLoop:
-    """The loop of one model. It is there while several generations are under way."""
+    """The shared loop of one model. It exists while several generations are active."""
 
     def __init__(self) -> None:
         self._loop: GenerationLoop | None = None
         self._num_running = 0
-        self._shared_s = -inf  # when there were several
+        self._shared_s = -inf  # when there last were several
         self._lock = threading.Lock()
 
     @contextmanager
     def running(self) -> Iterator[bool]:
-        """Around each generation; whether there are others."""
+        """Count a generation inside the context; yield whether there are others."""
         with self._lock:
             are_others = self._num_running > 0
             self._num_running += 1
@@ -58,32 +58,32 @@ class SharedLoop:
                 if self._num_running:
                     self._shared_s = time.monotonic()
                 idle = None
-                if not self._num_running:  # who comes from now on begins another
+                if not self._num_running:  # later generations begin another loop
                     idle, self._loop = self._loop, None
             if idle is not None:
                 idle.close()
 
     def is_alone(self) -> bool:
-        """Whether there is one generation at most."""
+        """Return whether there is at most one generation."""
         return self._num_running <= 1
 
     @staticmethod
     def computes_for(model: Any, config: GenerationConfig) -> bool:
-        """Whether a loop's thread computes what the calling thread would."""
+        """Return whether a loop's thread would compute the same as the calling thread."""
         is_plain = not model.training and model.prompts is None and not model.is_watched
         is_here = model.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
         return is_plain and is_here and not_batched(config) is None
 
     def expects_others(self) -> bool:
-        """Whether a generation that begins will probably not be alone: there were several just now."""
+        """Return whether a new generation will probably not be alone, because there were several recently."""
         return time.monotonic() - self._shared_s < _SOON_S
 
     def join(
         self, model: RemoteModelMixin, arguments: Mapping[str, Any], streamer: BaseStreamer | None
     ) -> torch.Tensor | None:
-        """What ``generate`` returns for these arguments; None if the loop cannot do what they ask for.
+        """Return what ``generate`` returns for these arguments; None if the loop cannot do what they ask for.
 
-        Raises SwarmError.
+        Raise SwarmError if the swarm fails.
         """
         request = _request(model, arguments)
         if request is None:
@@ -91,7 +91,7 @@ class SharedLoop:
         answer = _Answer()
         try:
             generation = self._of(model).submit(request, answer)
-        except ValueError:  # the stock method can, or has words of its own
+        except ValueError:  # the stock method can do it, or has its own message
             return None
         prompt = torch.tensor([request.prompt])
         if streamer is not None:
@@ -102,21 +102,21 @@ class SharedLoop:
         return torch.cat([prompt, torch.tensor([new], dtype=prompt.dtype)], 1)
 
     def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
-        """The whole text, [1, length], of a generation that has been alone so far. Raises SwarmError."""
+        """Finish a generation that has been alone so far; return the whole text, [1, length]. Raise SwarmError."""
         answer = _Answer()
         row = self._of(model).take_over(text, ends, session, guessing, answer)
         try:
             new = answer.tokens(row, text.streamer)
         except BaseException:
-            row.stopped.wait(_STOP_S)  # the caller may use the session at once
-            ahead = session.length - (text.ids.shape[1] + len(answer.ids) - 1)  # of what the caller has read
+            row.stopped.wait(_STOP_S)  # because the caller may use the session at once
+            ahead = session.length - (text.ids.shape[1] + len(answer.ids) - 1)  # positions that the caller has not read
             if ahead > 0:
                 session.crop(ahead)
             raise
         return torch.cat([text.ids, torch.tensor([new], dtype=text.ids.dtype)], 1)
 
     def close(self) -> None:
-        """All that go through the loop end."""
+        """End all generations in the loop."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
@@ -130,7 +130,7 @@ class SharedLoop:
 
 
 def _request(model: Any, arguments: Mapping[str, Any]) -> Request | None:
-    """None if they are about more than one row on a CPU and how its tokens are chosen."""
+    """Return the request of these arguments; None if they ask for more than to sample one row on the CPU."""
     given = {name: value for name, value in arguments.items() if value is not None}
     ids, other_ids = given.pop("inputs", None), given.pop("input_ids", None)
     ids = other_ids if ids is None else ids
@@ -147,32 +147,32 @@ def _request(model: Any, arguments: Mapping[str, Any]) -> Request | None:
         return None
     if config.cache_implementation is not None or config.token_healing:
         return None
-    # As in the stock method, all generations of a process draw from the same random numbers.
+    # All generations of a process draw from the same random numbers, as in the stock method.
     generator = torch.default_generator if config.do_sample else None
     return Request(tuple(ids[0].tolist()), config, generator=generator, processors=tuple(processors))
 
 
 class _Answer:
-    """A listener whose tokens are read on the thread that has asked."""
+    """A listener whose tokens are read on the thread that called ``generate``."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []  # that were read
+        self.ids: list[int] = []  # tokens that were read
         self._heard: queue.SimpleQueue[Token | FinishReason | BaseException] = queue.SimpleQueue()
 
     def token(self, token: Token) -> None:
         self._heard.put(token)
 
     def scored(self, prompt: Sequence[Token]) -> None:
-        """Do nothing: this is not asked for."""
+        """Do nothing, because the request does not ask for these."""
 
     def happened(self, what: Servers | Event) -> None:
-        pass  # which the model's own callback is told
+        pass  # the model's own callback gets these
 
     def ended(self, reason: FinishReason | BaseException) -> None:
         self._heard.put(reason)
 
     def tokens(self, generation: Generation, streamer: BaseStreamer | None) -> list[int]:
-        """Once all are there. Whatever interrupts it cancels the generation."""
+        """Return all tokens once the generation has ended. An interruption cancels the generation."""
         try:
             while isinstance(heard := self._heard.get(), Token):
                 self.ids.append(heard.id)

@@ -1,4 +1,4 @@
-"""The loop that all generations of a model go through: what is ready is computed together, token by token."""
+"""The loop of all generations of a model: rows that are ready are computed together, token by token."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from swarm_protocol.wire.block_input import BlockInput
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
-_QUIET_S = 1e-3  # what servers have computed together comes back one after the other
+_QUIET_S = 1e-3  # the wait for more results, because results that were computed together arrive one by one
 _BETWEEN_GROUPS_S = 1e-3
 _SCORED_TOGETHER = 64  # tokens of a prompt
-_RESERVED_TOKENS = 256  # of those to be generated, at most; a lease grows with its session
+_RESERVED_TOKENS = 256  # the most new tokens in the first lease, which grows with its session
 _logger = logging.getLogger(__name__)
 
 
@@ -51,25 +51,25 @@ class _Cancelled:
 
 @dataclass(frozen=True)
 class _Stepped:
-    """hidden: [1, wanted, hidden_size], of the last positions, see ``Row.num_wanted``; or why there is none."""
+    """A finished step. ``hidden``: [1, wanted, hidden_size] of the last positions (``Row.num_wanted``), or an error."""
 
     row: Row
     hidden: torch.Tensor | BaseException
 
 
 _Ending = FinishReason | Exception | Literal["lost"]  # lost: nobody listens
-_Event = _New | _Cancelled | _Stepped | None  # None: the loop is to end
+_Event = _New | _Cancelled | _Stepped | None  # None: the loop must end
 
 
 class GenerationLoop:
-    """Generates for many at once, each with a session of its own, which joins and leaves at any token.
+    """A loop that computes many generations at once. Each has its own session, and joins and leaves at any token.
 
-    What a generation writes is what ``generate`` writes for it alone, after ``torch.manual_seed`` with its seed. A
-    server that fails holds up only the generations that it was computing for.
+    A generation writes the same text as ``generate`` alone, after ``torch.manual_seed`` with its seed. A failed server
+    only delays the generations that it was computing.
     """
 
     def __init__(self, model: RemoteModelMixin) -> None:
-        """Raises RequestRejected: the model has prompts, whose positions nobody but ``generate`` counts."""
+        """Start the thread. Raise RequestRejected if the model has prompts, as only ``generate`` counts them."""
         if model.prompts is not None:
             raise RequestRejected("generations of a model with prompts cannot be batched: call generate")
         self._model: Any = model
@@ -77,12 +77,12 @@ class GenerationLoop:
         self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._rows: set[Row] = set()
         self._is_closed = False
-        self._submitting = threading.Lock()  # what comes before the end is told of it
+        self._submitting = threading.Lock()  # so that requests before the end also end
         self._thread = threading.Thread(target=self._run, name="swarm generations", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, listener: Listener) -> Row:
-        """See ``Batcher``."""
+        """Add a request to the loop; see ``Batcher``."""
         config = checked_config(self._model, request)
         prompt, processors = torch.tensor([request.prompt]), LogitsProcessorList(request.processors)
         choice = Choice(
@@ -115,7 +115,7 @@ class GenerationLoop:
         return self._entered(row)
 
     def take_over(self, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing, listener: Listener) -> Row:
-        """Goes on with a text of which the session has all tokens but the last; the session stays open at the end."""
+        """Continue a text whose session has all tokens but the last. The session stays open at the end."""
         choice = Choice(
             text.ids[0].tolist(), text.processors, torch.default_generator if text.do_sample else None, None
         )
@@ -139,7 +139,7 @@ class GenerationLoop:
         return row
 
     def close(self) -> None:
-        """Ends all generations; their listeners are told."""
+        """End all generations with an error to their listeners."""
         with self._submitting:
             self._is_closed = True
             self._inbox.put(None)
@@ -160,19 +160,19 @@ class GenerationLoop:
                 events = self._next_events()
                 try:
                     self._turn(events)
-                except Exception as error:  # a mistake of ours: nobody waits for ever, and what comes later is done
+                except Exception as error:  # our own bug: nobody waits for ever, and the loop goes on
                     self._end(self._rows.copy(), error)
                 if None in events:
                     self._end(self._rows.copy(), RequestRejected("the generation loop was closed"))
                     return
-                del events  # and with them the sessions of those that have ended
+                del events  # and the sessions of ended rows with them
 
     def _turn(self, events: Sequence[_Event]) -> None:
         going_on = [row for row in self._joined(events) if row in self._rows]
         self._send([*going_on, *self._written([event for event in events if isinstance(event, _Stepped)])])
 
     def _next_events(self) -> list[_Event]:
-        """Waits for one, and for those that come close behind it, unless a whole group is there."""
+        """Wait for one event, and for those that follow closely, unless a whole group has arrived."""
         events = [self._inbox.get()]
         with contextlib.suppress(queue.Empty):
             while not self._inbox.empty() or (len(events) < len(self._rows) and not self._is_group(events)):
@@ -180,12 +180,12 @@ class GenerationLoop:
         return events
 
     def _is_group(self, events: Sequence[_Event]) -> bool:
-        """Whether these are all that were sent together, and no fewer than a group of all rows has."""
+        """Return whether these rows were all sent together, and are at least as many as a group of all rows."""
         rows = {event.row for event in events if isinstance(event, _Stepped)}
         return len(rows) * _num_hops(rows) >= len(self._rows) and all(row.group <= rows for row in rows)
 
     def _joined(self, events: Iterable[_Event]) -> list[Row]:
-        """Those that are new; who has been cancelled is gone."""
+        """Return the new rows, after cancelled rows were removed."""
         joined = [event.row for event in events if isinstance(event, _New)]
         self._rows.update(joined)
         cancelled = [event.row for event in events if isinstance(event, _Cancelled)]
@@ -193,7 +193,7 @@ class GenerationLoop:
         return joined
 
     def _written(self, stepped: Sequence[_Stepped]) -> list[Row]:
-        """Chooses and tells the next token of each; returns those that go on."""
+        """Choose the next token of each row and pass it to its listener; return the rows that continue."""
         rows, hidden = [], []
         verified: list[Row] = []
         for event in stepped:
@@ -208,7 +208,7 @@ class GenerationLoop:
                 continue
             if event.row.scored is not None and not self._scored(event.row, event.row.scored, event.hidden):
                 continue
-            if event.row.is_full:  # before it has begun
+            if event.row.is_full:  # no new tokens were asked for
                 self._end([event.row], "length")
                 continue
             rows.append(event.row)
@@ -220,7 +220,7 @@ class GenerationLoop:
             logits = self._batched.logits(last_ids, torch.cat(hidden), [row.session for row in rows])
             states = [self._head_input.of_row(number) for number in range(len(rows))]  # processors may call the model
             tokens = choose([row.choice for row in rows], logits.cpu())
-        except Exception as error:  # whatever a family's own code raises; the other generations go on
+        except Exception as error:  # any error of a family's own code; other generations go on
             self._end(rows, error)
             return verified
         going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
@@ -231,7 +231,7 @@ class GenerationLoop:
         return [*verified, *(row for row, goes_on in zip(rows, going_on, strict=True) if goes_on)]
 
     def _verified(self, row: Row, hidden: torch.Tensor) -> bool:
-        """The same for one that has guesses, of which several may be right."""
+        """Choose the next tokens of a row with guesses, as several may be right; return whether it continues."""
 
         ending: _Ending | None = None
 
@@ -248,7 +248,7 @@ class GenerationLoop:
             return False
         state = self._head_input.of_row(0)
         found = verify(row.guesses, logits, choose_one)
-        row.past.settle(row.guesses.length, found.num_right)  # before anybody else has the session again
+        row.past.settle(row.guesses.length, found.num_right)  # before anybody else uses the session
         if ending is not None:
             self._finish(row, ending)
             return False
@@ -256,13 +256,13 @@ class GenerationLoop:
         return True
 
     def _scored(self, row: Row, scored: list[Token], hidden: torch.Tensor) -> bool:
-        """Score the next tokens of the row's prompt. If they were the last, tell its listener and return True.
+        """Score the next tokens of the row's prompt. After the last ones, call its listener and return True.
 
-        Other generations have their turn before the rest.
+        Other generations take their turn before the remaining tokens.
 
-        hidden: [1, left, hidden_size], of the positions that are left.
+        hidden: [1, left, hidden_size], of the remaining positions.
         """
-        ids, num_left = row.choice.token_ids, hidden.shape[1] - 1  # the last position is that of the first new token
+        ids, num_left = row.choice.token_ids, hidden.shape[1] - 1  # the last position predicts the first new token
         first, num = len(scored) - 1, min(num_left, _SCORED_TOGETHER)
         if num:
             try:
@@ -279,27 +279,27 @@ class GenerationLoop:
         row.scored = None
         try:
             row.listener.scored(scored)
-        except Exception:  # who listens has gone
+        except Exception:  # the listener has gone
             _logger.debug("a generation has lost its listener", exc_info=True)
             self._forget([row])
             return False
         return True
 
     def _told(self, row: Row, token: Token | Exception) -> bool:
-        """Whether the generation goes on."""
+        """Take the token, and return whether the generation continues."""
         ending = self._taken(row, token)
         if ending is not None:
             self._finish(row, ending)
         return ending is None
 
     def _taken(self, row: Row, token: Token | Exception) -> _Ending | None:
-        """The token is the next one, and its listener is told; why the generation ends, if it does."""
+        """Take the next token and pass it to the listener; return why the generation ends, or None."""
         if isinstance(token, Exception):
             return token
         reason = row.take(token)
         try:
             row.listener.token(token)
-        except Exception:  # who listens has gone, its event loop for instance
+        except Exception:  # the listener has gone, or its event loop
             _logger.debug("a generation has lost its listener", exc_info=True)
             return "lost"
         return reason
@@ -311,7 +311,7 @@ class GenerationLoop:
             self._end([row], ending)
 
     def _send(self, rows: Sequence[Row]) -> None:
-        """The next step of each, into its session: those of one token together."""
+        """Send the next step of each row into its session; decoding rows are sent in groups."""
         decoding = [row for row in rows if row.is_decoding]
         for row in decoding:
             row.guess(is_alone=len(self._rows) == 1 and has_room(row.session))
@@ -319,7 +319,7 @@ class GenerationLoop:
         started = []
         for group in [*groups, *([row] for row in rows if not row.is_decoding)]:
             try:
-                ids = torch.cat([row.next_ids for row in group])  # guesses are made for one that is alone
+                ids = torch.cat([row.next_ids for row in group])  # only a row that is alone has guesses
                 inputs = self._batched.inputs(ids, [row.session for row in group])
             except Exception as error:  # as above
                 self._end(group, error)
@@ -352,10 +352,10 @@ class GenerationLoop:
 
     async def _start(self, groups: Sequence[Sequence[tuple[Row, BlockInput]]]) -> None:
         for number, steps in enumerate(groups):
-            if number and steps[0][0].is_decoding:  # prompts have streams of their own
-                await asyncio.sleep(_BETWEEN_GROUPS_S)  # or both groups would travel in one message
+            if number and steps[0][0].is_decoding:  # prompts have their own streams
+                await asyncio.sleep(_BETWEEN_GROUPS_S)  # otherwise one message would carry both groups
             for row, inputs in steps:
-                if row not in self._rows:  # it was cancelled meanwhile
+                if row not in self._rows:  # cancelled meanwhile
                     continue
                 row.stepping = asyncio.ensure_future(self._step(row, inputs))
 
@@ -363,20 +363,20 @@ class GenerationLoop:
         try:
             hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, row.num_wanted)
             row.tell_servers()
-        except asyncio.CancelledError:  # by ``_stop``, when nobody waits; or the connection was closed
+        except asyncio.CancelledError:  # by ``_stop``, when nobody waits; or the connection closed
             hidden = PeerUnavailable("the connection to a server was closed")
-        except Exception as error:  # a SwarmError, or a mistake that the log tells; who waits must hear of it
+        except Exception as error:  # a SwarmError, or a bug that is logged; the listener must get it
             hidden = error
         self._inbox.put(_Stepped(row, hidden))
 
 
 def _num_hops(rows: Iterable[Row]) -> int:
-    """Of the longest chain."""
+    """Return the number of hops of the longest chain."""
     return max((len(row.session.hops) for row in rows), default=0)
 
 
 async def _stop(row: Row) -> None:
-    """Its room on servers is free, whatever they compute for it; a session that others go on with is at rest."""
+    """Cancel the row's step, and close the session if the row owns it, which frees room on servers; set ``stopped``."""
     try:
         if row.stepping is not None:
             row.stepping.cancel()

@@ -1,4 +1,4 @@
-"""What is asked of the generation loop, and what it answers."""
+"""The requests to the generation loop, and its answers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Request:
-    """One generation.
+    """The request for one generation.
 
     Attributes:
-        prompt: token ids, at least one.
-        config: how tokens are chosen, as for ``generate``; ``max_new_tokens`` must be set, and may be 0; beams and the
-            like are refused.
-        seed: of this generation's own generator; None: a random one.
-        generator: instead of one of its own.
-        processors: of logits, besides those of ``config``, each called as in ``generate`` with token ids [1, length]
-            and scores [1, vocabulary].
-        num_logprobs: how many of the likeliest tokens are told with each; 0: that of the token itself; None: nothing.
-        scores_prompt: the listener is told the same of the prompt's tokens; ``num_logprobs`` must be set.
-        with_servers: the listener is told of its servers too; ``on_event`` of the client's config is not.
-        user: whom it is for, by a name that servers see: what they compute for this client is shared equally among its
-            users. It should mean nothing to anybody else.
+        prompt: the token ids, at least one.
+        config: the choice of tokens, as for ``generate``. ``max_new_tokens`` must be set, and may be 0. Beams and
+            similar modes are refused.
+        seed: the seed of this generation's own random numbers; None means a random seed.
+        generator: the generator of random numbers to use instead of an own one.
+        processors: logits processors in addition to those of ``config``. Each is called as in ``generate``, with token
+            ids [1, length] and scores [1, vocabulary].
+        num_logprobs: how many of the likeliest tokens come with each token; 0: only its own logprob; None: nothing.
+        scores_prompt: whether the listener gets the same for the prompt's tokens; ``num_logprobs`` must be set.
+        with_servers: whether the listener gets events of its servers, instead of ``on_event`` of the client's config.
+        user: the name of the user, which servers see. Servers share their work for this client equally among its
+            users. The name should mean nothing to anybody else.
     """
 
     prompt: tuple[int, ...]
@@ -47,9 +47,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """Attributes:
-    logprob: natural logarithm of its probability by the model's own logits, before any processor; None: not asked for.
-    top: the likeliest tokens and theirs, likeliest first.
+    """A token. ``logprob`` is the natural logarithm of its probability by the model's logits, before any processor.
+
+    ``top`` has the likeliest tokens with their logprobs, the likeliest first. ``logprob`` is None if not asked for.
     """
 
     id: int
@@ -59,44 +59,44 @@ class Token:
 
 @dataclass(frozen=True)
 class Servers:
-    """Who computes a generation from now on: its hops, first blocks first."""
+    """The servers that compute a generation from now on: its hops, in the order of their blocks."""
 
     hops: tuple[Hop, ...]
 
 
 class Listener(Protocol):
-    """Is told on the loop's thread, which it must not hold up. If it raises something, the generation is cancelled."""
+    """A receiver of tokens on the loop's thread, which it must not block. Any error from it cancels the generation."""
 
     def token(self, token: Token) -> None: ...
 
     def scored(self, prompt: Sequence[Token]) -> None:
-        """Take the tokens of the prompt, before the first new one; nothing is known of the prompt's own first token.
+        """Take the tokens of the prompt, before the first new one. The prompt's own first token has no logprob.
 
-        Only if the request asks for it.
+        The loop calls this method only if the request asks for the prompt's tokens.
         """
 
     def happened(self, what: Servers | Event) -> None:
-        """Only if the request asks for it; on the network's thread. What comes before a token has happened before."""
+        """Take an event on the network's thread, if the request asks for events; its order among tokens is kept."""
 
     def ended(self, reason: FinishReason | BaseException) -> None:
-        """Once; after that, nothing more comes. An error: a ``SwarmError``, or a ValueError. Not called after
-        ``cancel``."""
+        """Take the end, which comes once and last, but not after ``cancel``. An error is a ``SwarmError`` or a
+        ValueError."""
 
 
 class Generation(Protocol):
-    """One that is under way."""
+    """An active generation."""
 
     def cancel(self) -> None:
-        """Ends it, and frees its room on servers at once. From any thread; nothing happens if it has ended."""
+        """End the generation, and free its room on servers at once. Any thread may call this, also after the end."""
 
 
 class Batcher(Protocol):
-    """What generates."""
+    """A generator of tokens for requests."""
 
     def submit(self, request: Request, listener: Listener) -> Generation:
-        """From any thread.
+        """Begin a generation. Any thread may call this method.
 
         Raises:
-            ValueError: the request is none: an empty prompt, more positions than the model has, an option that is not
-                supported.
+            ValueError: the request is invalid: an empty prompt, more positions than the model has, or an option that
+                is not supported.
         """

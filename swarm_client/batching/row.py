@@ -1,4 +1,4 @@
-"""One generation of the loop: what it has written, and what its session gets next."""
+"""One generation of the loop: the tokens so far, and the next input of its session."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from swarm_client.speculation.speculation import Guessing
 
 
 class Row:
-    """One generation that is under way.
+    """One active generation.
 
     Attributes:
-        num_new: tokens so far; ``last``: the newest one's id.
-        is_own: its session is closed when it ends.
+        num_new: the number of new tokens so far; ``last`` is the id of the newest token.
+        is_own: whether the row owns its session, and closes the session at the end.
         stepping: the step of its session that servers compute.
-        group: the rows whose steps were sent together with it.
-        past: of its session, to be told when the step is over.
-        scored: the tokens of its prompt so far, if they are to be told; None: they are not, or have been.
-        stopped: set some time after it has ended, when nobody steps its session any more.
+        group: the rows whose steps were sent together with this row's step.
+        past: the past that the session keeps; it must be informed after each step.
+        scored: the scored tokens of the prompt so far; None if the listener does not want them, or has them.
+        stopped: an event that is set some time after the end, when nothing steps the session any more.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Row:
         scores_prompt: bool = False,
         has_begun: bool = False,
     ) -> None:
-        """``has_begun``: elsewhere; the session has all tokens of the choice but the last."""
-        self._servers = Servers(()) if with_servers else None  # that the listener knows
+        """Set up a row. If it ``has_begun`` outside the loop, the session has all tokens of the choice but the last."""
+        self._servers = Servers(()) if with_servers else None  # the servers that the listener knows
         self.choice = choice
         self.session = session
         self.listener = listener
@@ -59,26 +59,26 @@ class Row:
         self._stop_ids = stop_ids
         self._max_new_tokens = max_new_tokens
         self.cancel = cancel
-        self.guesses = Guesses.none()  # that the step under way verifies
+        self.guesses = Guesses.none()  # that the active step verifies
         self._guessing = guessing
         self.past = Past(session)
         self._is_timed, self._has_begun = False, has_begun
-        self._sent = self.last  # the token that the step under way begins with
+        self._sent = self.last  # the first token of the active step
 
     def tell_servers(self) -> None:
-        """If the listener wants to know, and knows others."""
+        """Inform the listener of the servers, if it wants to know them and they have changed."""
         if self._servers is not None and self._servers.hops != self.session.hops:
             self._servers = Servers(self.session.hops)
             self.listener.happened(self._servers)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether servers have computed all tokens but the last."""
+        """Return whether servers have computed all tokens but the last."""
         return self.num_new > 0 or not self.is_own
 
     @property
     def next_ids(self) -> torch.Tensor:
-        """[1, new]: what its session gets next, or has got last."""
+        """Return the token ids [1, new] that the session gets next, or got last."""
         if not self.is_decoding:
             return torch.tensor([self.choice.token_ids])
         last = torch.tensor([[self._sent]])
@@ -86,7 +86,7 @@ class Row:
 
     @property
     def num_wanted(self) -> int:
-        """Return of how many of the last positions that its session gets next outputs are needed."""
+        """Return how many of the last positions in the session's next input need outputs."""
         return 1 + self.guesses.length if self.scored is None else len(self.choice.token_ids)
 
     @property
@@ -94,7 +94,7 @@ class Row:
         return self.num_new >= self._max_new_tokens
 
     def guess(self, *, is_alone: bool) -> None:
-        """What the next step is to verify: nothing if there are other generations, with which it is batched."""
+        """Make guesses for the next step; none if the row is batched with other generations."""
         self._sent, self.guesses = self.last, Guesses.none()
         if self._guessing is None:
             return
@@ -106,7 +106,7 @@ class Row:
             self.past.keep()
 
     def confirm(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
-        """These were written by the last step; hidden: [tokens, hidden_size] if the draft wants it."""
+        """Confirm the tokens of the last step; ``hidden`` is [tokens, hidden_size] if the draft wants it."""
         if self._guessing is None:
             return
         if not self._has_begun:
@@ -118,7 +118,7 @@ class Row:
             self._guessing.written(token_ids, hidden)
 
     def take(self, token: Token) -> FinishReason | None:
-        """The token is the next one; returns why it was the last."""
+        """Append the next token; return why it was the last, or None."""
         self.last = token.id
         self.num_new += 1
         self.choice.token_ids.append(token.id)
@@ -127,7 +127,7 @@ class Row:
         return "length" if self.is_full else None
 
     def end(self) -> None:
-        """Nothing more is written. What would keep its session for longer is let go."""
+        """End the row, and release references that would keep its session."""
         self.group, self.cancel = frozenset(), _do_nothing
         if self._guessing is not None:
             self._guessing.end()

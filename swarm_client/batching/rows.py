@@ -1,8 +1,8 @@
-"""Many generations as one batch of the stock model, though each has a session of its own.
+"""Many generations as one batch of the stock model, although each has its own session.
 
-A forward is made in two halves. The first goes as far as the blocks, whose input is taken row by row into the
-sessions; the second begins behind them, with what has come back. So rows may come back at different times, and the two
-halves of a row may be made beside different others. Before and behind the blocks, it is the family's own code.
+A forward has two halves. The first half ends at the blocks, whose input goes row by row into the sessions. The second
+half begins after the blocks, with the hidden states that have come back. Rows may therefore come back at different
+times, and a row's halves may run beside different rows. The code before and after the blocks is the family's own.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class BatchedModel:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     def inputs(self, token_ids: torch.Tensor, sessions: Sequence[RemoteSession]) -> list[BlockInput]:
-        """What each session gets next.
+        """Return the next input of each session.
 
-        token_ids: [rows, new], of as many rows as there are sessions.
+        token_ids: [rows, new], one row for each session.
         """
         before = _Before(sessions)
         with contextlib.suppress(_TakenOver):
@@ -42,10 +42,10 @@ class BatchedModel:
         return before.taken
 
     def logits(self, token_ids: torch.Tensor, hidden: torch.Tensor, sessions: Sequence[RemoteSession]) -> torch.Tensor:
-        """Of the next tokens: [rows, vocabulary] float32.
+        """Return the logits of the next tokens, [rows, vocabulary] float32.
 
-        token_ids: [rows, 1], the last of each row; hidden: [rows, 1, hidden_size], what has come out of the blocks for
-        them.
+        token_ids: [rows, 1], the last token of each row; hidden: [rows, 1, hidden_size], the output of the blocks for
+        these tokens.
         """
         output = self._forward(token_ids, _Behind(sessions, hidden))
         logits: torch.Tensor = output.logits[:, -1].float()
@@ -54,10 +54,10 @@ class BatchedModel:
     def logits_of_all(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, session: RemoteSession, num_after: int = 0
     ) -> torch.Tensor:
-        """Of the token after each of some of one session's: [1, new, vocabulary] float32.
+        """Return the logits after each of some tokens of one session, [1, new, vocabulary] float32.
 
-        token_ids: [1, new]; hidden: [1, new, hidden_size], what has come out of the blocks for them; num_after: number
-        of positions that the session has after these.
+        token_ids: [1, new]; hidden: [1, new, hidden_size], the output of the blocks for these tokens; num_after: the
+        number of positions that the session has after these tokens.
         """
         output = self._forward(token_ids, _Behind([session], hidden, num_after))
         logits: torch.Tensor = output.logits.float()
@@ -69,7 +69,7 @@ class BatchedModel:
         options: dict[str, Any] = {}
         if self._takes_positions:
             options["position_ids"] = torch.tensor(past)[:, None] + torch.arange(new)
-        else:  # they follow from the mask
+        else:  # the model derives them from the mask
             columns = torch.arange(max(past) + new)
             options["attention_mask"] = (columns >= max(past) - torch.tensor(past)[:, None]).long()
         options = {name: value.to(model.device) for name, value in options.items()}
@@ -80,10 +80,10 @@ class BatchedModel:
 
 
 class _Rows:
-    """Stands in a cache for the sessions of all rows: what ``RemoteLayer`` and ``ModelPass`` need of a session."""
+    """A stand-in for the sessions of all rows in a cache, with what ``RemoteLayer`` and ``ModelPass`` need."""
 
     def __init__(self, sessions: Sequence[RemoteSession], lengths: Sequence[int], num_wanted: int = 1) -> None:
-        """``num_wanted``: of how many of the last positions logits are wanted."""
+        """Keep the sessions; ``num_wanted`` is the number of last positions whose logits are wanted."""
         self._sessions = sessions
         self.lengths = lengths
         self.num_wanted = num_wanted
@@ -94,20 +94,18 @@ class _Rows:
 
 
 class _TakenOver(Exception):
-    """The input of the blocks is known: the rest of this forward is not needed."""
+    """A signal that the input of the blocks is known, so that the rest of the forward is skipped."""
 
 
 class _Before(_Rows):
-    """Attributes:
-    taken: by row, what goes into the blocks.
-    """
+    """A stand-in that stops a forward before the blocks; ``taken`` then has the blocks' input by row."""
 
     def __init__(self, sessions: Sequence[RemoteSession]) -> None:
         super().__init__(sessions, [session.length for session in sessions])
         self.taken: list[BlockInput] = []
 
     def step(self, inputs: BlockInput, _num_wanted: int | None = None) -> torch.Tensor:
-        self.taken = [BlockInput(hidden) for hidden in inputs.hidden.split(1)]  # positions count on in each session
+        self.taken = [BlockInput(hidden) for hidden in inputs.hidden.split(1)]  # sessions count positions themselves
         raise _TakenOver
 
 

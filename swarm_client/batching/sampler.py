@@ -1,4 +1,4 @@
-"""Chooses the next tokens of many generations in one pass, each with its own settings and random numbers."""
+"""The choice of the next tokens of many generations in one pass, each with its own settings and random numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from swarm_client.speculation.choosing import BY_ROW
 
 @dataclass(eq=False)
 class Choice:
-    """How one generation chooses.
+    """The settings with which one generation chooses tokens.
 
     Attributes:
-        token_ids: [prompt and what has been generated].
-        generator: of random numbers; None: the likeliest token.
+        token_ids: the tokens of the prompt and the generated tokens.
+        generator: the random numbers; None takes the likeliest token.
         num_logprobs: see ``Request``.
-        key: equal for those whose processors do the same to every row; None: they look at the tokens before.
+        key: equal if processors do the same to every row; None if they depend on earlier tokens.
     """
 
     token_ids: list[int]
@@ -37,12 +37,12 @@ class Choice:
 
 
 def choose(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token | Exception]:
-    """The next token of each; logits: [rows, vocabulary] float32. An error is what a processor has raised."""
+    """Return each row's next token, or the error of its processor; ``logits`` are [rows, vocabulary] float32."""
     chosen: list[Token | Exception] = [ValueError("no scores")] * len(choices)
     for rows in _alike(choices):
         try:
             tokens = _choose_alike([choices[row] for row in rows], logits if len(rows) == len(logits) else logits[rows])
-        except Exception as error:  # of a grammar for instance: it is that of one generation
+        except Exception as error:  # for instance of a grammar, which belongs to one generation
             chosen[rows[0]] = error
             continue
         for row, token in zip(rows, tokens, strict=True):
@@ -51,7 +51,7 @@ def choose(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token | Exce
 
 
 def _alike(choices: Sequence[Choice]) -> list[list[int]]:
-    """Rows that one pass serves."""
+    """Return groups of rows whose processors do the same, so that one pass serves a group."""
     groups: dict[Hashable, list[int]] = {}
     for row, choice in enumerate(choices):
         groups.setdefault(("alone", row) if choice.key is None else choice.key, []).append(row)
@@ -62,8 +62,8 @@ def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token
     first = choices[0]
     scores = logits
     if first.processors:
-        ids_so_far: Any = torch.tensor([first.token_ids]) if first.key is None else None  # or they do not look at it
-        copied: Any = logits.clone()  # they may write into it
+        ids_so_far: Any = torch.tensor([first.token_ids]) if first.key is None else None  # else processors ignore it
+        copied: Any = logits.clone()  # processors may write into it
         scores = first.processors(ids_so_far, copied)
     if first.generator is None:
         ids = scores.argmax(-1).tolist()
@@ -76,7 +76,7 @@ def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token
 
 
 def token_of(num_logprobs: int | None, token_id: int, logits: torch.Tensor) -> Token:
-    """Return the token with what is to be told of it; logits: [vocabulary]."""
+    """Return the token with its logprobs if they are asked for; ``logits`` are [vocabulary]."""
     if num_logprobs is None:
         return Token(token_id)
     logprobs = logits.log_softmax(-1)

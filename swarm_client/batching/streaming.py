@@ -22,7 +22,7 @@ Item: TypeAlias = Token | Scored | Servers | Event | FinishReason
 
 
 class _Queue:
-    """A listener on the thread of the loop; its reader is on an event loop."""
+    """A listener on the generation loop's thread, whose reader is on an event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -42,10 +42,10 @@ class _Queue:
 
 
 async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, None]:
-    """The tokens as they come, with what happens to their servers, and those of the prompt before them, if the request
-    asks for it; at last, why there are no more.
+    """Yield the tokens as they come, and at last the reason of the end. The prompt's tokens, which come first, and the
+    events of servers are included if the request asks for them.
 
-    Who stops reading closes the iterator (``aclose``), which cancels the generation.
+    A reader that stops must close the iterator (``aclose``), which cancels the generation.
 
     Raises:
         ValueError: see ``Batcher.submit``.

@@ -1,1 +1,1 @@
-"""``swarm chat``: a conversation in the terminal."""
+"""The command ``swarm chat``: a conversation in the terminal."""

@@ -1,4 +1,4 @@
-"""A conversation and the model that answers, which may be changed for another."""
+"""A conversation with a model, which may be replaced by another model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that answers; ``close`` leaves its swarm."""
+    """An open model that answers; ``close`` leaves its swarm."""
 
     model: RemoteModelMixin
     tokenizer: PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ class Opened:
 
 
 def open_model(choice: ModelChoice) -> Opened:
-    """Raises SwarmError, ValueError."""
+    """Open the chosen model. Raise SwarmError or ValueError if this fails."""
     model = choice.connect()
     try:
         return Opened(model, tokenizer_of(model), model.close)
@@ -37,27 +37,27 @@ def open_model(choice: ModelChoice) -> Opened:
 
 
 def _named(choice: ModelChoice, opened: Opened) -> ModelChoice:
-    """Return the choice with the name of the swarm's only model, if it left that open."""
+    """Return the choice with the name of the swarm's only model, if the choice left the name open."""
     return replace(choice, model=FROM_SWARM + opened.model.blocks.swarm.model) if choice.model == FROM_SWARM else choice
 
 
 class Chat:
-    """A conversation and the model that answers, which may change. A context manager, which closes the model."""
+    """A conversation with a model that may change. The chat is a context manager, which closes the model at its end."""
 
     def __init__(
         self, choice: ModelChoice, options: TextOptions, open_model: Callable[[ModelChoice], Opened] = open_model
     ) -> None:
-        """Raises SwarmError, ValueError: the model cannot be had. ``open_model`` stands for the swarm."""
+        """Open the model by ``open_model``. Raise SwarmError or ValueError if this fails."""
         self._open = open_model
         self._opened = open_model(choice)
         self.choice = _named(choice, self._opened)
         self.conversation = Conversation(self._opened.model, self._opened.tokenizer, options)
 
     def switch(self, choice: ModelChoice) -> None:
-        """The conversation goes on with another model, once there is a chain of its servers; else all is as before.
+        """Continue with another model, once there is a chain of its servers.
 
         Raises:
-            SwarmError, ValueError: that cannot be.
+            SwarmError, ValueError: the model cannot be used; nothing has changed.
         """
         opened = self._open(choice)
         try:

@@ -1,4 +1,4 @@
-"""What can be typed besides turns: ``/model NAME``, ``/retry``, ``/save FILE`` …"""
+"""The commands that a user can type instead of turns: ``/model NAME``, ``/retry``, ``/save FILE`` …"""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
 
 NONE = "none"
-Say = Callable[[str], None]  # what is no answer
+Say = Callable[[str], None]  # prints text that is no answer
 SETTINGS = tuple(field.name for field in fields(TextOptions) if field.name != "num_beams")
 _WHOLE = {"max_new_tokens", "top_k", "seed"}
 
 
 @dataclass(frozen=True)
 class SlashCommand:
-    """``run`` takes what is typed after the name; the conversation goes on unless it returns False.
+    """A command that begins with a slash. ``run`` gets the text after its name; the chat ends if it returns False.
 
     Attributes:
-        takes: what that is; empty: nothing. In brackets: it may be left out.
+        takes: a name for that text; empty if there is none, in brackets if it is optional.
     """
 
     takes: str
@@ -36,7 +36,7 @@ class SlashCommand:
 
 
 def carry_out(chat: Chat, text: str, say: Say) -> bool:
-    """Whether the conversation goes on after this turn or command.
+    """Run a turn or a command; return whether the conversation continues.
 
     Raises:
         ValueError: there is no such command, or it cannot do this.
@@ -142,7 +142,7 @@ def _set(chat: Chat, argument: str, say: Say) -> None:
 
 
 def _number(name: str, text: str) -> Any:
-    """None: as the model has it."""
+    """Return the number in ``text``; None stands for the model's own value."""
     if text == NONE and name != "max_new_tokens":
         return None
     try:

@@ -1,4 +1,4 @@
-"""A conversation with a model: one session on the servers goes on from turn to turn."""
+"""A conversation with a model, in which one session on the servers continues from turn to turn."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ Message = dict[str, str]  # "role": system, user or assistant; "content"
 
 
 class Conversation:
-    """The turns so far, and the session that holds their keys and values; a turn sends only what is new.
+    """The turns so far, and the session with their keys and values. A turn sends only new tokens.
 
-    Turns are put together by the tokenizer's chat template. Without one, each line goes on with the text, on a line of
-    its own.
+    The tokenizer's chat template joins the turns. Without a template, each line continues the text on a new line.
 
     Attributes:
-        options: how tokens are chosen, from the next answer on.
-        token_ids: of all turns, as far as the model that answers now has chosen or read them.
-        cache: what the model has computed of them.
+        options: the options for the choice of tokens, from the next answer on.
+        token_ids: the tokens of all turns that the current model has chosen or read.
+        cache: the remote cache of the tokens that the model has computed.
     """
 
     def __init__(self, model: RemoteModelMixin, tokenizer: PreTrainedTokenizerBase, options: TextOptions) -> None:
         self._model, self._tokenizer, self.options = model, tokenizer, options
         self._system = ""
-        self._messages: list[Message] = []  # of user and assistant by turns
-        self._text = ""  # of these
-        self._sent: list[int] = []  # to the model; the cache holds the first of them
+        self._messages: list[Message] = []  # user and assistant alternate
+        self._text = ""  # the text of these messages
+        self._sent: list[int] = []  # tokens sent to the model; the cache holds the first of them
         self.token_ids: list[int] = []
         self.cache = model.new_cache()
         if options.seed is not None:
             torch.manual_seed(options.seed)
 
     def answer(self, line: str) -> str:
-        """Prints what the model answers as it is written, and returns it.
+        """Print the model's answer as it is generated, and return the answer.
 
-        If it is interrupted or fails, the answer ends there; if there is nothing of it, the turn is taken back.
+        An interruption or an error ends the answer. If the answer is empty then, the turn is taken back.
 
         Raises:
-            ValueError: the model has no room for the line, or its template refuses it.
+            ValueError: the model has no room for the line, or its template refuses the line.
             SwarmError: see ``swarm_protocol.errors``.
         """
         messages = [*self._messages, {"role": "user", "content": line}]
@@ -71,10 +70,10 @@ class Conversation:
         return content
 
     def answer_again(self) -> str:
-        """The last answer is written again; if there is nothing of the new one, the old one stays.
+        """Generate the last answer again. If the new answer is empty, the old one stays.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no answer yet.
         """
         before = self._messages
         if not before:
@@ -87,14 +86,14 @@ class Conversation:
                 self._replace(before)
 
     def reset(self) -> None:
-        """Forgets all turns; the system prompt stays."""
+        """Forget all turns. The system prompt stays."""
         self._replace([])
         self._sent = []
         self.cache.session.reset()
 
     @property
     def system(self) -> str:
-        """The system prompt; empty: none. Setting it raises ValueError if the model's template takes none."""
+        """Return the system prompt, or an empty string. Setting one raises ValueError if the template takes none."""
         return self._system
 
     @system.setter
@@ -112,7 +111,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The system prompt, if there is one, and all turns."""
+        """Return the system prompt, if there is one, and all turns."""
         return self._with_system(self._messages, always=True)
 
     @messages.setter
@@ -121,14 +120,14 @@ class Conversation:
         self._replace([message for message in messages if message["role"] != "system"])
 
     def move(self, model: RemoteModelMixin, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Goes on with another model, which reads all turns at the next one."""
+        """Continue with another model, which reads all turns at the next turn."""
         old = self.cache
         self._model, self._tokenizer, self.cache, self._sent = model, tokenizer, model.new_cache(), []
         self._replace(self._messages)
         old.session.close()
 
     def _replace(self, messages: list[Message]) -> None:
-        """Their tokens are found anew."""
+        """Set the messages; their tokens are computed again at the next turn."""
         self._messages, self._text, self.token_ids = messages, "", []
 
     def _with_system(self, messages: list[Message], *, always: bool = False) -> list[Message]:
@@ -137,16 +136,16 @@ class Conversation:
         return messages
 
     def _tokens(self, text: str) -> list[int]:
-        """Of all turns: those that the model has chosen stay, though a tokenizer might cut its answers otherwise."""
+        """Return the tokens of all turns. The model's own tokens stay, even if a tokenizer splits them otherwise."""
         if not self._text or not text.startswith(self._text):  # templates may shorten earlier turns
             return first_tokens(self._tokenizer, text)
         known = self.token_ids
-        if known[-1] in self._tokenizer.all_special_ids:  # the end of the answer: the template says how a turn ends
+        if known[-1] in self._tokenizer.all_special_ids:  # the answer's end token; the template defines how a turn ends
             known = known[:-1]
         return known + list(self._tokenizer(text.removeprefix(self._text), add_special_tokens=False).input_ids)
 
     def _arguments(self, num_tokens: int) -> dict[str, Any]:
-        """For ``generate``: an answer takes what positions are left at most."""
+        """Return the arguments for ``generate``, with at most as many new tokens as there are positions left."""
         if num_tokens == 0:
             raise ValueError("the line has no tokens: expected some text")
         arguments = {self._model._family.cache_argument: self.cache, **self.options.as_arguments()}
@@ -163,7 +162,7 @@ class Conversation:
 
 
 class _Answer(TextStreamer):
-    """Prints an answer as it comes, and keeps its tokens: those of one that is interrupted are known from here only."""
+    """A streamer that prints an answer, and keeps its tokens; only this class knows those of an interrupted answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

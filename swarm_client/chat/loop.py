@@ -1,4 +1,4 @@
-"""Turns are answered and commands carried out, until the input ends."""
+"""The loop that answers turns and runs commands until the input ends."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from swarm_protocol.process.logs import say_error
 
 
 class Reader(Protocol):
-    """Where turns come from, and where else than answers something is said."""
+    """A source of turns, and an output for messages that are no answers."""
 
     def read(self) -> str:
-        """Raises EOFError at the end, and KeyboardInterrupt."""
+        """Return the next turn. Raise EOFError at the end, and KeyboardInterrupt at Ctrl-C."""
 
     def say(self, text: str) -> None: ...
 
 
 def run(chat: Chat, reader: Reader, *, interactive: bool) -> None:
-    """Until the input ends.
+    """Answer turns until the input ends.
 
     Args:
-        interactive: somebody types it. What goes wrong is said, and the conversation goes on; Ctrl-C stops an answer.
-            Otherwise both end it.
+        interactive: whether a user types. Then errors are printed and the conversation continues, and Ctrl-C stops an
+            answer. Otherwise both end the conversation.
     """
     going_on = True
     while going_on:

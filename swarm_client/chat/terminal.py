@@ -1,4 +1,4 @@
-"""Turns typed at a terminal, with a history, completion and several lines; or read from a file or a pipe."""
+"""Readers of turns: from a terminal, with a history, completion and several lines; or from a file or a pipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WITH_FILES = ("/adapter", "/model", "/save", "/save!", "/load")
 
 
 class PipeReader:
-    """A line is a turn."""
+    """A reader of turns from a file or a pipe, in which each line is a turn."""
 
     def read(self) -> str:
         return input()
@@ -37,8 +37,8 @@ class PipeReader:
 
 
 class TerminalReader:
-    """Enter ends a turn, unless the line ends with a backslash. Alt+Enter begins another line, and so do lines that are
-    pasted."""
+    """A reader of turns at a terminal. Enter ends a turn, unless the line ends with a backslash. Alt+Enter begins a new
+    line, and pasted lines stay separate."""
 
     def __init__(self) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -53,7 +53,7 @@ class TerminalReader:
         )
 
     def read(self) -> str:
-        with patch_stdout(raw=True):  # log lines appear above what is being typed
+        with patch_stdout(raw=True):  # log lines appear above the line being typed
             return self._session.prompt()
 
     def say(self, text: str) -> None:
@@ -63,7 +63,7 @@ class TerminalReader:
 
 @contextlib.contextmanager
 def log_lines_dimmed() -> Iterator[None]:
-    """Meanwhile log lines, such as that a server has died, stand on dim lines of their own between those of answers."""
+    """Print log lines, such as that a server has died, as separate dim lines while the context is active."""
     if writes_json() or not sys.stderr.isatty():
         yield
         return
@@ -78,7 +78,7 @@ def log_lines_dimmed() -> Iterator[None]:
 
 class _DimHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic for type checkers only
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr  # which is another one while a turn is typed
+        self.stream = sys.stderr  # it is replaced while a turn is typed
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -105,7 +105,7 @@ def _bindings() -> KeyBindings:
 
 
 def _history() -> History:
-    """Of this user, who alone can read it; of this conversation if the file cannot be written."""
+    """Return the user's history, which only the user can read; one in memory if the file cannot be written."""
     path = platformdirs.user_state_path("swarm") / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A conversation in a file: JSON with its messages, as OpenAI's API has them."""
+"""Files of conversations: JSON with the messages in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_BYTES = 64 << 20
 
 
 def save(path: Path, model: str, messages: list[Message], *, overwrite: bool) -> None:
-    """The file is there whole, or as it was. Raises ValueError if it cannot be written."""
+    """Write the conversation, completely or not at all. Raise ValueError if the file cannot be written."""
     text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2)
     try:
         if path.exists() and not overwrite:
@@ -25,7 +25,7 @@ def save(path: Path, model: str, messages: list[Message], *, overwrite: bool) ->
             if overwrite:
                 os.replace(partial.name, path)
             else:
-                os.link(partial.name, path)  # fails if somebody has made it meanwhile
+                os.link(partial.name, path)  # fails if the file was made meanwhile
         finally:
             Path(partial.name).unlink(missing_ok=True)
     except OSError as error:
@@ -33,7 +33,7 @@ def save(path: Path, model: str, messages: list[Message], *, overwrite: bool) ->
 
 
 def load(path: Path) -> list[Message]:
-    """Raises ValueError if the file cannot be read, or has no conversation."""
+    """Return the messages in a file. Raise ValueError if the file cannot be read, or has no conversation."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{path} is larger than {_MAX_BYTES >> 20} MiB: expected a conversation")

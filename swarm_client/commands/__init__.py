@@ -1,1 +1,1 @@
-"""The client's commands: their flags, and what each does with them."""
+"""The client's commands, with their flags."""

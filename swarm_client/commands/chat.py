@@ -1,4 +1,4 @@
-"""``swarm chat``."""
+"""The command ``swarm chat``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``swarm demo``."""
+"""The command ``swarm demo``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``swarm doctor``."""
+"""The command ``swarm doctor``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def doctor_command(args: argparse.Namespace) -> Command:
             print(json.dumps({"ok": is_well, "checks": [vars(finding) for finding in found]}, indent=2))
         sys.stdout.flush()
         remove_scratch()
-        os._exit(0 if is_well else 1)  # a check that hangs must not keep the process
+        os._exit(0 if is_well else 1)  # a check that hangs must not keep the process alive
 
     return run
 

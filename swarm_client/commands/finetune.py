@@ -1,4 +1,4 @@
-"""``swarm finetune --data FILE --output DIR``."""
+"""The command ``swarm finetune --data FILE --output DIR``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of several commands, and what they ask for."""
+"""The flags that several commands share, and the values that these flags set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm_protocol.process.local_registry import checked_name
 
 
 def add_swarm_flags(command: argparse.ArgumentParser) -> None:
-    """Which swarm, and how it is joined."""
+    """Add the flags that name the swarm, and say how to join it."""
     command.add_argument(
         "--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through"
     )
@@ -28,7 +28,7 @@ def add_swarm_flags(command: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(command: argparse.ArgumentParser) -> None:
-    """What model writes text, how it chooses tokens, and on which servers."""
+    """Add the flags for the model, its choice of tokens, and its servers."""
     add_remote_flags(command)
     add, options = command.add_argument, TextOptions
     add("--temperature", type=float, default=options.temperature, metavar="T", help="0: always the likeliest token")
@@ -45,7 +45,7 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
 
 
 def add_remote_flags(command: argparse.ArgumentParser) -> None:
-    """What model, and on which servers."""
+    """Add the flags for the model and its servers."""
     add, client = command.add_argument, ClientConfig
     add(
         "--model",
@@ -99,7 +99,7 @@ def text_options(args: argparse.Namespace, **more: int) -> TextOptions:
 
 
 def model_choice(args: argparse.Namespace) -> ModelChoice:
-    """What the flags ask for; they are checked now."""
+    """Return the chosen model; the flags are checked now."""
     return ModelChoice(named_model(args), remote_config(args), args.revision, args.adapter or "")
 
 
@@ -109,7 +109,7 @@ def named_model(args: argparse.Namespace) -> str:
 
 
 def remote_config(args: argparse.Namespace) -> ClientConfig:
-    """Of the flags that say which model and which servers; they are checked now."""
+    """Return the client's config from the flags for the model and its servers; the flags are checked now."""
     check_model_name(named_model(args), args.revision)
     check_draft_name(args.draft)
     config = ClientConfig(
@@ -135,7 +135,7 @@ def member_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_access(config: ClientConfig) -> None:
-    """Raises ValueError if the client cannot come as the member that it is to be."""
+    """Raise ValueError if the client cannot join as the member that its config names."""
     if config.swarm_key or config.membership or config.identity or os.environ.get(ENVIRONMENT):
         from swarm_client.core.access import ClientAccess
 

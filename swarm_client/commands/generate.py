@@ -1,4 +1,4 @@
-"""``swarm generate "Return a list of"``."""
+"""The command ``swarm generate "Return a list of"``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``swarm serve``."""
+"""The command ``swarm serve``."""
 
 from __future__ import annotations
 

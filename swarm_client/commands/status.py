@@ -1,4 +1,4 @@
-"""``swarm status``."""
+"""The command ``swarm status``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_protocol.process import signals
 from swarm_protocol.process.local_registry import checked_name
 
-_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two pictures of a swarm
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two displays of a swarm
 
 
 def add_status(commands: Commands) -> None:
@@ -60,7 +60,7 @@ def status_command(args: argparse.Namespace) -> Command:
 
 
 def parse_interval(text: str) -> float:
-    """Raises ValueError if it is not a number of seconds to wait between two pictures."""
+    """Return the seconds between two displays. Raise ValueError if ``text`` is not such a number."""
     try:
         interval_s = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a command is."""
+"""The types of commands and their parsers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every other room may import: the config, events that users hear of, and the network's thread."""
+"""The basis of all other packages: the config, the events for users, and the network's thread."""

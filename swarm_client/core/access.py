@@ -1,4 +1,4 @@
-"""As whom a client comes: with a new key, or as a member of a private swarm."""
+"""The identity with which a client comes: a new key, or a member of a private swarm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from swarm_protocol.net.identity import Identity
 
 @dataclass(frozen=True)
 class ClientAccess:
-    """Attributes:
-    token: empty if the client is nobody's member.
-    control: says which servers are members; None: whoever answers is taken for a server.
+    """A client's identity and rights.
+
+    Attributes:
+        token: the membership token; empty if the client is no member.
+        control: the check that servers are members; None: all peers that answer count as servers.
     """
 
     identity: Identity
@@ -25,10 +27,10 @@ class ClientAccess:
 
     @classmethod
     def of(cls, config: ClientConfig) -> ClientAccess:
-        """Reads the files that the configuration names, or else the environment variable SWARM_MEMBERSHIP.
+        """Return the access from the files in the configuration, or from the environment variable SWARM_MEMBERSHIP.
 
         Raises:
-            ValueError: one of them cannot be used, or they do not fit together.
+            ValueError: a file cannot be used, or the files do not fit together.
         """
         swarm_key = SwarmKey.parse(config.swarm_key) if config.swarm_key else None
         member = MemberCredentials.read(config.membership)

@@ -1,4 +1,4 @@
-"""Coroutines on the network loop of this process, for code of other threads; and the loop's clock."""
+"""Runs coroutines on this process's network loop for other threads, and reads the loop's clock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["exact_s", "now_s", "run", "submit"]
 
 
 def now_s() -> float:
-    """The loop's clock; for code that runs on it."""
+    """Return the loop's clock, for code that runs on the loop."""
     return asyncio.get_running_loop().time()
 
 
 def exact_s() -> float:
-    """The same for measuring: uvloop's clock counts whole milliseconds."""
+    """Return a clock for measuring: uvloop's own clock counts whole milliseconds."""
     loop = asyncio.get_running_loop()
     return time.perf_counter() if type(loop).__module__.startswith("uvloop") else loop.time()

@@ -14,24 +14,24 @@ from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 
 COMPRESSIONS = ("auto", *LADDER)
-CHECK_SHARE = 0.025  # of the servers' work, which leaves room below 3 % for what disputes and new servers cost
+CHECK_SHARE = 0.025  # the share of servers' work; below 3 %, this leaves room for disputes and new servers
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Of single exchanges with a server or the DHT. Raises ValueError at construction if a field is no time."""
+    """The time limits of single exchanges with a server or the DHT. A field that is no time raises ValueError."""
 
     connect_s: float = 4.0
-    open_s: float = 5.0  # for a session, besides the wait for room
+    open_s: float = 5.0  # opening a session, without the wait for room
     close_s: float = 1.0
-    probe_after_s: float = 1.0  # without an answer, a server is asked whether it is still there
+    probe_after_s: float = 1.0  # after this time without an answer, a server is asked whether it is still there
     probe_s: float = 3.0
-    stall_s: float = 5.0  # that a step may take, however fast it should be, before another server is tried
-    trial_s: float = 3.0  # for a server that is tried out, after another one has stalled
-    read_s: float = 10.0  # for the DHT to say who is there
-    rejoin_after_s: float = 1.0  # between two attempts to join again: while nobody is there, they cost little
-    check_s: float = 10.0  # that the first answers of a new server are held back at most, to be checked
-    rejoin_s: float = 3.0  # for an attempt; one that takes longer goes on by itself
+    stall_s: float = 5.0  # the least time for a step, however fast it should be, before another server is tried
+    trial_s: float = 3.0  # one step of a server that is tried out after another one has stalled
+    read_s: float = 10.0  # reading the servers from the DHT
+    rejoin_after_s: float = 1.0  # between two attempts to rejoin, which cost little while no peer answers
+    check_s: float = 10.0  # how long a new server's first answers are held back at most, to be checked
+    rejoin_s: float = 3.0  # waiting for an attempt to rejoin; a longer one continues in the background
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -42,30 +42,30 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Raises ValueError at construction if a field is out of its range."""
+    """The client's configuration. A field that is out of its range raises ValueError at construction."""
 
-    initial_peers: tuple[str, ...] = ()  # none: the swarm registered on this machine
-    discover: bool = False  # look for members on the local network besides
+    initial_peers: tuple[str, ...] = ()  # empty: the swarm registered on this machine
+    discover: bool = False  # also look for members on the local network
     swarm: str = DEFAULT_SWARM
-    wait_timeout_s: float = 30.0  # for servers that hold every block, and have room
-    step_timeout_s: float = 120.0  # for one server's answer, as long as it says that it is there and nobody else is
-    recovery_timeout_s: float = 120.0  # for others to take the place of servers that failed, until the next answer
+    wait_timeout_s: float = 30.0  # the wait for servers that hold every block, and have room
+    step_timeout_s: float = 120.0  # one server's answer, while it is there and no other server can replace it
+    recovery_timeout_s: float = 120.0  # the time to replace failed servers, until the next answer
     standby: bool = False  # sessions keep copies of their keys and values on other servers
     on_event: OnEvent | None = None  # called with what happens to sessions
-    compression: str = "auto"  # of hidden states on the wire: auto, raw, bf16, int8 or int4; none is raw
-    compression_error: float = 0.1  # relative, of the last hidden state, that auto may cause
-    head_quant: str = "none"  # of the head that makes logits: none or int8
-    draft: str = "auto"  # guesses tokens: auto, none, lookup, or name or directory of a model with the same tokenizer
+    compression: str = "auto"  # codec of hidden states on the wire: auto, raw, bf16, int8 or int4; none is raw
+    compression_error: float = 0.1  # the largest relative error of the last hidden state that auto may cause
+    head_quant: str = "none"  # quantisation of the head that makes logits: none or int8
+    draft: str = "auto"  # token guesses: auto, none, lookup, or name or directory of a model with the same tokenizer
     view_max_age_s: float = 10.0
-    allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; none: all that are not blocked
+    allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; empty: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
-    adapter: str = ""  # that servers have loaded at their start; empty: none
-    # Of the servers' work, that others do again to check it; of new servers it is more. None: 0.025, on this machine 0.
+    adapter: str = ""  # the adapter that servers must have loaded at their start; empty: none
+    # The share of servers' work that others repeat to check it; new servers have more. None: 0.025, on this machine 0.
     check_share: float | None = None
     timeouts: Timeouts = Timeouts()
-    swarm_key: str = ""  # of a private swarm: only servers that are its members are used; empty: that of membership
-    membership: Path | None = None  # file that makes this client a member; None: SWARM_MEMBERSHIP of the environment
-    identity: Path | None = None  # key file of the peer that the membership is for, if it does not have it
+    swarm_key: str = ""  # the key of a private swarm, whose members alone are used; empty: that of the membership
+    membership: Path | None = None  # file that makes this client a member; None: environment variable SWARM_MEMBERSHIP
+    identity: Path | None = None  # the key file of the membership's peer, if the membership does not contain the key
 
     def __post_init__(self) -> None:
         if isinstance(self.initial_peers, str):

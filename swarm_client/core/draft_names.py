@@ -1,4 +1,4 @@
-"""How drafts are named by users."""
+"""The names by which users choose drafts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ AUTO, NONE, LOOKUP = "auto", "none", "lookup"
 
 
 def is_draft_file(name: str) -> bool:
-    """Whether a distilled draft is meant, which is one file, and no model of its own."""
+    """Return whether the name is a distilled draft's, which is one file, and no model of its own."""
     return name.endswith(".safetensors")
 
 
 def check_draft_name(name: str) -> None:
-    """Raises ValueError if there can be no such draft."""
+    """Raise ValueError if no draft can have this name."""
     if name in (AUTO, NONE, LOOKUP):
         return
     if is_draft_file(name):

@@ -1,4 +1,4 @@
-"""What happens to a session while it runs, reported to the user: log lines, counters, and a callback."""
+"""The events of a running session, which are reported to the user by log lines, counters, and a callback."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovery:
-    """Blocks moved to other servers because one failed.
+    """The event that blocks moved to other servers because a server failed.
 
     Attributes:
         span: the blocks that moved.
-        failed: ids of the servers that computed them until now, and ``reason``, why not any more.
-        replacements: ids of those that do now.
-        replayed_tokens: positions that were computed again, of every row.
+        failed: the ids of the servers that computed them until now; ``reason``: why these servers were replaced.
+        replacements: the ids of the new servers.
+        replayed_tokens: the positions that were computed again, of every row.
         from_copy: a standby replica took over, which had all or nearly all keys and values.
-        stall_s: from the last sign of progress, or from the call that found the failure, to the next answer.
+        stall_s: the time from the last progress, or from the call that found the failure, to the next answer.
     """
 
     span: Span
@@ -42,7 +42,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Move:
-    """Blocks moved to another server together with their keys and values, because a server wanted to leave."""
+    """The event that blocks and their KV cache moved to another server, because a server wanted to leave."""
 
     span: Span
     server: str
@@ -59,7 +59,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Nobody serves some blocks, or has room for the session; the client waits for somebody who does."""
+    """The event that no server holds some blocks, or has room for the session, so that the client waits."""
 
     reason: str
     timeout_s: float
@@ -70,7 +70,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Retry:
-    """A forward or backward pass that a server did not finish is made again, by another if there is one."""
+    """The event that a pass is repeated because a server did not finish it, on another server if possible."""
 
     span: Span | None
     server: str
@@ -82,10 +82,11 @@ class Retry:
 
 @dataclass(frozen=True)
 class WrongAnswers:
-    """A server has answered wrongly: others say otherwise, or it does itself. This client does not use it any more.
+    """The event that a server has answered wrongly, as others or its own answers show. The client stops using it.
 
     Attributes:
-        span: the blocks; ``server``: the id of who computed them; ``witnesses``: of those that say otherwise.
+        span: the blocks; ``server``: the id of the server that computed them; ``witnesses``: ids of servers that
+            differ.
     """
 
     span: Span
@@ -101,11 +102,11 @@ class WrongAnswers:
 
 @dataclass(frozen=True)
 class DoubtfulTokens:
-    """Positions of a session that have passed through servers which have answered wrongly, and were used already.
+    """The event that positions already used have passed through servers that were found to answer wrongly.
 
     Attributes:
-        servers: their ids.
-        first, end: the positions, half-open; all before ``first`` were checked, or came before something that was.
+        servers: the ids of these servers.
+        first, end: the positions, half-open; all before ``first`` were checked, or came before checked ones.
     """
 
     servers: tuple[str, ...]
@@ -122,17 +123,17 @@ OnEvent = Callable[[Event], None]
 
 @dataclass
 class SessionStats:
-    """Counters of one session.
+    """The counters of one session.
 
     Attributes:
-        steps, tokens: calls of ``step``, and the positions they added, over all rows.
-        recoveries: how often blocks moved because a server failed; ``standbys_used`` of them to a copy that stood by.
-        replayed_tokens: positions that were computed again, of every row.
-        stall_s: seconds for which generation, or some rows of it, stood still.
-        moves: how often blocks moved, with keys and values, because a server left; ``copied_tokens`` in all.
-        waits: how often there was nobody to move to, or no room, at first.
-        checks: how often its servers' answers were computed again by others.
-        doubtful_tokens: positions, of every row, that passed through servers which were found to answer wrongly later.
+        steps, tokens: the calls of ``step``, and the positions they added, over all rows.
+        recoveries: how often blocks moved because a server failed; ``standbys_used``: how often to a standby replica.
+        replayed_tokens: the positions that were computed again, of every row.
+        stall_s: the seconds for which generation, or some rows of it, stood still.
+        moves: how often blocks moved with their KV cache because a server left; ``copied_tokens``: all such tokens.
+        waits: how often the session had to wait for servers or for room.
+        checks: how often other servers computed answers again to check them.
+        doubtful_tokens: the positions, of every row, through servers that were later found to answer wrongly.
     """
 
     steps: int = 0
@@ -149,10 +150,10 @@ class SessionStats:
 
 
 class Reporter:
-    """Counts, logs, and calls back.
+    """A session's reporter, which counts and logs events and calls the user's callback.
 
     Attributes:
-        num_repairs: how often blocks have moved, for whatever reason.
+        num_repairs: how often blocks have moved, for any reason.
     """
 
     def __init__(self, on_event: OnEvent | None = None, clock: Callable[[], float] = now_s) -> None:
@@ -160,7 +161,7 @@ class Reporter:
         self.num_repairs = 0
         self._on_event = on_event
         self._clock = clock
-        self._stalls: list[tuple[float, float]] = []  # start and end, apart from one another
+        self._stalls: list[tuple[float, float]] = []  # start and end of each; they do not overlap
 
     def report(self, event: Event) -> None:
         stats = self.stats
@@ -181,11 +182,11 @@ class Reporter:
         if self._on_event is not None:
             try:
                 self._on_event(event)
-            except Exception:  # the user's code: whatever it raises, the session goes on
+            except Exception:  # user code: the session goes on, whatever it raises
                 _logger.exception("the callback for events failed")
 
     def _newly_stalled_s(self, seconds: float) -> float:
-        """How much of the stall that is over now was not part of others: rows in lanes stand still at the same time."""
+        """Return the part of the ended stall that no earlier stall covers: lanes can stand still together."""
         now = self._clock()
         start, new_s = now - seconds, seconds
         while self._stalls and self._stalls[-1][1] > start:
@@ -197,7 +198,7 @@ class Reporter:
 
 
 class PartReporter(Reporter):
-    """Of some rows of a session: all is reported to the whole; ``num_repairs`` are those of these rows."""
+    """A reporter of some rows that forwards to the session's reporter; ``num_repairs`` counts only these rows."""
 
     def __init__(self, whole: Reporter) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class PartReporter(Reporter):
 
 
 def _seconds(seconds: float) -> str:
-    """Return two digits, or all of a whole number of seconds: never an exponent."""
+    """Return two significant digits below 10 s, and whole seconds above; never an exponent."""
     return f"{seconds:.2g}" if 1e-3 < seconds < 10 else f"{seconds:.0f}"
 
 

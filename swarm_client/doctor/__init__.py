@@ -1,1 +1,1 @@
-"""``swarm doctor``: looks for what would keep this machine from using or joining a swarm."""
+"""The command ``swarm doctor``: it finds problems that keep this machine from using or joining a swarm."""

@@ -1,4 +1,4 @@
-"""A check, what it finds, and running it for no longer than it may take."""
+"""Checks, their findings, and their execution with a time limit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Attributes:
-    subject: what was looked at.
-    found: how it is.
-    to_do: what helps; empty if nothing is wrong.
+    """A result of a check: ``subject`` is the thing that was checked, and ``found`` is its state.
+
+    ``to_do`` is a remedy; it is empty if nothing is wrong.
     """
 
     subject: str
@@ -43,7 +42,7 @@ def failed(subject: str, found: str, to_do: str) -> Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """``run`` may take ``timeout_s`` and may raise anything."""
+    """A check of one subject. ``run`` may take ``timeout_s``, and may raise any exception."""
 
     subject: str
     run: Callable[[], Iterable[Finding]]
@@ -51,7 +50,7 @@ class Check:
 
 
 def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
-    """One check after the other; one that hangs or fails is a finding too."""
+    """Run one check after the other, and yield their findings. A check that hangs or fails gives a finding too."""
     for check in checks:
         yield from _findings(check)
 

@@ -1,4 +1,4 @@
-"""Memory, disk, directories and ports of this machine."""
+"""The checks of this machine's memory, disk, directories and ports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_DISK = _GIB // 2
 
 
 def machine_checks(host: str | None, port: int) -> list[Check]:
-    """``host`` and ``port``: to listen on, as ``swarm server`` would; None: any address."""
+    """Return the checks; ``host`` and ``port`` are where ``swarm server`` would listen, on any address if None."""
     return [
         Check("memory", _memory),
         Check("directories", _directories),
@@ -50,7 +50,7 @@ def _directories() -> Iterator[Finding]:
 
 
 def writable(subject: str, path: Path, variable: str) -> Finding:
-    """``variable``: of the environment, that says where it is."""
+    """Return whether ``path`` can be written; ``variable`` is the environment variable that sets this path."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path) as file:
@@ -62,7 +62,7 @@ def writable(subject: str, path: Path, variable: str) -> Finding:
 
 
 def hub_cache() -> Path:
-    """Where models from the hub are kept."""
+    """Return the directory that holds models from the hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)

@@ -1,4 +1,4 @@
-"""The swarm: who registered on this machine, who answers, and whether others reach the servers that run here."""
+"""The checks of the swarm: servers registered on this machine, servers that answer, and how others reach ours."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from swarm_protocol.tunnel.circuit import relay_of
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_protocol.wire.printable import printable
 
-_LOOK_S = 45.0  # joining, reading and asking have limits of their own
+_LOOK_S = 45.0  # joining, reading and asking have their own limits
 _AGE_S = REFRESH_S / 2  # of a record, on average
-_CLOCK_S = 15.0  # what is less may be the age of records
+_CLOCK_S = 15.0  # a smaller difference may come from the age of records
 
 
 def swarm_checks(config: ClientConfig) -> list[Check]:
@@ -63,7 +63,7 @@ def _swarm(config: ClientConfig) -> Iterator[Finding]:
 
 
 def seen(swarm: str, snapshot: SwarmSnapshot, own: frozenset[str], now_s: float) -> Iterator[Finding]:
-    """``own``: ids of servers of this machine. ``now_s``: Unix time."""
+    """Yield findings on a snapshot; ``own`` are the ids of this machine's servers, and ``now_s`` is Unix time."""
     if not snapshot.models:
         to_do = "give --membership" if snapshot.num_strangers else f"start one with `{typed('server')}`"
         yield failed("swarm", f"{swarm} can be joined, but has no servers for this client", to_do)
@@ -103,7 +103,7 @@ def _model(status: ModelStatus) -> Finding:
 
 
 def clock(remaining_s: Sequence[float]) -> Finding:
-    """``remaining_s``: after which records of living servers expire, by the clock of this machine."""
+    """Compare clocks; ``remaining_s`` are the times until other servers' records expire, by this machine's clock."""
     ahead_s = LIFETIME_S - _AGE_S - median(remaining_s)
     if abs(ahead_s) <= _CLOCK_S:
         return ok("clock", f"is that of {len(remaining_s)} other servers, within {_CLOCK_S:g} s")
@@ -113,7 +113,7 @@ def clock(remaining_s: Sequence[float]) -> Finding:
 
 
 def reached(peer_id: str, addresses: Sequence[str], servers: Sequence[ServerStatus]) -> Finding:
-    """Whether other members reach a server of this machine, as their records tell."""
+    """Return whether other members reach a server of this machine, according to their records."""
     subject = f"server {short_id(peer_id)}"
     own = next((server for server in servers if server.record.peer_id == peer_id), None)
     if own is None:
@@ -128,7 +128,7 @@ def reached(peer_id: str, addresses: Sequence[str], servers: Sequence[ServerStat
     if by:
         shown = ", ".join(f"{short_id(other)} in {rtt_s * 1e3:.1f} ms" for other, rtt_s in sorted(by.items()))
         return ok(subject, f"is reached by {shown}{how}")
-    if own.relay_id:  # this client has come that way
+    if own.relay_id:  # this client used the relay
         return ok(subject, f"is reached{how}")
     if relays:
         return ok(subject, f"answers here, and is announced{how}; no other member has said that it reaches it")

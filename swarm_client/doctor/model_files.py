@@ -1,4 +1,4 @@
-"""Whether a model can be loaded here."""
+"""The check that a model can be loaded on this machine."""
 
 from __future__ import annotations
 

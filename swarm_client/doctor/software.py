@@ -1,4 +1,4 @@
-"""Python, packages, and what they can compute on."""
+"""The checks of Python, packages, and the devices that they can compute on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_client.doctor.check import failed as is_failed
 from swarm_protocol.imports.versions import DISTRIBUTION, installed_versions, required_packages
 
 _SHOWN = ("torch", "transformers", "grpcio", "hivemind", "numpy")
-_IMPORT_S = 120.0  # torch, from a disk that is slow and has not read it lately
+_IMPORT_S = 120.0  # for torch, from a slow disk without a cached copy
 _CPU_INFO = Path("/proc/cpuinfo")
 _UPDATE = f"pip install -U {DISTRIBUTION}"
 
@@ -44,7 +44,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def packages(required: Iterable[str]) -> Finding:
-    """``required``: lines as in the metadata of a distribution."""
+    """Return a finding on the ``required`` packages, which are lines of a distribution's metadata."""
     versions, wrong = installed_versions(required)
     if wrong:
         return is_failed("packages", "; ".join(wrong), _UPDATE)
@@ -52,7 +52,7 @@ def packages(required: Iterable[str]) -> Finding:
 
 
 def _cpu_flags() -> set[str]:
-    """What /proc says that the processor can; empty if it says nothing."""
+    """Return the processor's features according to /proc; an empty set if they are unknown."""
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     return next(
         (set(line.partition(":")[2].split()) for line in lines if line.startswith(("flags", "Features"))), set()
@@ -71,7 +71,7 @@ def processor(flags: set[str]) -> Finding:
 
 
 def compiled_kernel() -> Finding:
-    """What multiplies with int8 and int4 weights on the CPU."""
+    """Return which kernel multiplies with int8 and int4 weights on the CPU."""
     from swarm_protocol.kernels.int8_linear import FbgemmWeight, fastest
     from swarm_protocol.kernels.library import ENV_ISA, kernel, why_none
 

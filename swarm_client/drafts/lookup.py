@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed when the last tokens stood in the text before."""
+"""Prompt lookup: guesses are the tokens that followed an earlier occurrence of the text's last tokens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
 
-LONGEST = 4  # tokens that are looked for
+LONGEST = 4  # the most tokens that are looked up
 SHORTEST = 2  # one token alone says too little
-_MOST_PLACES = 8  # of the same tokens that are remembered
+_MOST_PLACES = 8  # the most remembered places of the same tokens
 
 
 class LookupDraft(Draft):
-    """Needs no model and next to no time (Saxena, "Prompt Lookup Decoding", 2023)."""
+    """A draft that needs no model and almost no time (Saxena, "Prompt Lookup Decoding", 2023)."""
 
     name = "lookup"
     acceptance = 0.4
@@ -27,14 +27,14 @@ class LookupDraft(Draft):
 class LookupSession(DraftSession):
     def __init__(self) -> None:
         self._ids: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}  # where the text goes on after these tokens, latest last
-        self._num_indexed = 0  # tokens whose places are there
+        self._places: dict[tuple[int, ...], list[int]] = {}  # where the text continues after them; the latest last
+        self._num_indexed = 0  # tokens whose places are indexed
 
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         self._ids.extend(token_ids)
 
     def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
-        """Lines that begin with different tokens, after the longest tokens first, and the latest."""
+        """Return lines with different first tokens; lines after the longest match come first, then the latest."""
         self._index()
         lines: list[list[int]] = []
         for length in range(min(LONGEST, len(self._ids)), SHORTEST - 1, -1):
@@ -49,7 +49,7 @@ class LookupSession(DraftSession):
         return Guesses(torch.tensor(padded))
 
     def _index(self) -> None:
-        """Of what is new; not before a guess, which among many generations never comes."""
+        """Index the new tokens. This waits for a guess, which never comes among many generations."""
         for place in range(self._num_indexed, len(self._ids)):
             for length in range(SHORTEST, min(LONGEST, place) + 1):
                 places = self._places.setdefault(tuple(self._ids[place - length : place]), [])

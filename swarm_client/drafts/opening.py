@@ -1,4 +1,4 @@
-"""Which draft guesses for a model: by the name that a user gives."""
+"""The choice of a model's draft by the name that a user gives."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _logger = logging.getLogger(__name__)
 
 
 def open_speculation(name: str, model: Any, checkpoint: Checkpoint) -> Speculation:
-    """
+    """Return the speculation for a model.
+
     Args:
-        name: auto, none, lookup, name or directory of a model, or the file of a distilled draft.
-        model: a client's half of the one that is guessed for.
+        name: auto, none, lookup, the name or directory of a model, or the file of a distilled draft.
+        model: the client's half of the model that the draft guesses for.
 
     Raises:
         CheckpointError, UnsupportedModel: there is no such draft, or it cannot be read.
-        ValueError: it has other tokens than the model, or was distilled from another.
+        ValueError: the draft has other tokens than the model, or was distilled from another model.
     """
     if name == NONE:
         return Speculation(None)
@@ -41,9 +42,9 @@ def open_speculation(name: str, model: Any, checkpoint: Checkpoint) -> Speculati
 
 
 def why_not(model: Any) -> str:
-    """Why nothing can be guessed for this model; empty: it can."""
+    """Return why no draft can guess for this model; an empty string if one can."""
     kinds = set(getattr(model.config, "layer_types", None) or ())
-    if model._is_stateful or kinds & _RECURRENT:  # transformers' own word for it
+    if model._is_stateful or kinds & _RECURRENT:  # ``_is_stateful`` is transformers' own flag
         return "the model has recurrent blocks, from whose state a wrong guess cannot be taken out again"
     return ""
 
@@ -62,7 +63,7 @@ def _open(name: str, model: Any, checkpoint: Checkpoint) -> Draft:
 
 
 def _own_draft(model: Any) -> Draft | None:
-    """Nobody has asked for it: a file that is no draft for this model is left alone."""
+    """Return the draft beside the model. Ignore a file that does not fit, because the user did not ask for it."""
     try:
         return own_draft(model)
     except ValueError as error:
@@ -71,10 +72,10 @@ def _own_draft(model: Any) -> Draft | None:
 
 
 def _check_tokens(name: str, checkpoint: Checkpoint) -> None:
-    """Whether both have the same tokens under the same ids."""
+    """Raise ValueError unless the draft has the same tokens under the same ids as the model."""
     draft = Checkpoint.open(locate(name))
     ours, theirs = _vocabulary(str(checkpoint.location)), _vocabulary(str(draft.location))
-    if ours is None or theirs is None:  # the size of the embedding is all there is to compare
+    if ours is None or theirs is None:  # only the sizes of the embeddings can be compared
         ours = theirs = {}
         sizes = checkpoint.config.vocab_size, draft.config.vocab_size
     else:
@@ -87,7 +88,7 @@ def _check_tokens(name: str, checkpoint: Checkpoint) -> None:
 
 
 def _vocabulary(location: str) -> dict[str, int] | None:
-    """None if the model brings no tokenizer."""
+    """Return the model's token ids by token; None if the model has no readable tokenizer."""
     from swarm_protocol.checkpoints.gguf.tokenizer import read_tokenizer
 
     try:

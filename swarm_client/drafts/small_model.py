@@ -1,4 +1,4 @@
-"""A small model of transformers as a draft: it has the same tokens as the model whose text it guesses."""
+"""A small model of transformers as a draft. It has the same tokens as the model whose text it guesses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from swarm_protocol.checkpoints.hollow_model import load_whole_model
 
 
 class SmallModelDraft(Draft):
-    """Guesses by a causal language model on this machine."""
+    """A draft that is a causal language model on this machine."""
 
     acceptance = 0.6
 
     def __init__(self, model: Any, name: str, vocab_size: int) -> None:
-        """
+        """Keep the draft's model.
+
         Args:
-            model: a stock causal language model; is not changed.
-            vocab_size: of the model whose text is guessed.
+            model: a stock causal language model, which is not changed.
+            vocab_size: the vocabulary size of the model whose text is guessed.
         """
         self.name, self.model, self.vocab_size = name, model, vocab_size
         self.max_positions = max_positions(model.config)
@@ -34,7 +35,7 @@ class SmallModelDraft(Draft):
 
     @classmethod
     def load(cls, name_or_path: str, vocab_size: int) -> SmallModelDraft:
-        """Raises CheckpointError, UnsupportedModel: it cannot be read."""
+        """Load a model. Raise CheckpointError or UnsupportedModel if it cannot be read."""
         return cls(load_whole_model(Checkpoint.open(locate(name_or_path))), name_or_path, vocab_size)
 
     def begin(self) -> SmallModelSession:
@@ -42,22 +43,22 @@ class SmallModelDraft(Draft):
 
 
 class SmallModelSession(SteppedSession):
-    """Keys and values of what is confirmed; guesses are taken back, or made in a copy."""
+    """The keys and values of one generation's confirmed tokens. Guesses are removed again, or made in a copy."""
 
     def __init__(self, draft: SmallModelDraft) -> None:
         self._draft = draft
         self._cache = DynamicCache(config=draft.model.config)
         self._waiting: list[int] = []  # confirmed, but not in the cache
         self._length = 0  # confirmed, and in the cache
-        self._line: DynamicCache | None = None  # with the guesses
+        self._line: DynamicCache | None = None  # the cache that also has the guesses
         self._num_rows = 1
-        self._num_guessed = 0  # positions of the cache itself
+        self._num_guessed = 0  # guessed positions in ``_cache`` itself
 
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self._waiting.extend(token_ids)
 
     def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
-        """As many as there are positions for."""
+        """Return guesses, at most as many as the draft has positions for."""
         if self._draft.max_positions is not None:
             left = self._draft.max_positions - self._length - len(self._waiting)
             plan = replace(plan, length=min(plan.length, left))
@@ -82,11 +83,11 @@ class SmallModelSession(SteppedSession):
         return self._forward(token_ids[:, None], self._line)
 
     def _forward(self, token_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Logits after the last token, [rows, vocabulary of the model that is guessed for]."""
+        """Return the logits after the last token, [rows, ``vocab_size``]; ``token_ids`` are [rows, new]."""
         model, size = self._draft.model, self._draft.vocab_size
         with torch.inference_mode():
             options = {self._draft.cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
             output = model(token_ids.to(model.device), **options)
             logits = output.logits[:, -1, :size].float().cpu()
-        missing = size - logits.shape[1]  # rows of an embedding that stand for no token
+        missing = size - logits.shape[1]  # rows of the model's embedding that are no tokens
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits

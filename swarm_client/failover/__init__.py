@@ -1,1 +1,1 @@
-"""How a chain is put right whose servers fail: what was sent to it, and decisions without a socket or a clock."""
+"""The failover of a chain whose servers fail: its journal of inputs, and decisions without a socket or a clock."""

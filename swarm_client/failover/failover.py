@@ -1,13 +1,13 @@
 """Failover of a session's hops in the middle of a call: a state machine without a socket or a clock. Pure.
 
-``decide(state, event)`` answers what has happened with what is to be done, and with the state after it. The chain
-carries the instructions out, one after the other; the last one ends the failover, or brings about the next event::
+``decide(state, event)`` takes an event, and returns the next state with the instructions to carry out. The chain
+carries out the instructions in order; the last one ends the failover or leads to the next event::
 
     Failed ─► Ask ─► Asked ─► AskReplica ─► ReplicaAsked ─► UseReplica ─► Opened ─► Connect ─► Connected ─► Splice
                               Open ─────────────────────────────────────► Opened
 
-From ``Asked`` on, this is done for each run of failed hops, the last one first; ``Resume`` follows the last splice.
-Hops are told apart by their numbers, which are never used twice in a session.
+The part from ``Asked`` on is repeated for each run of failed hops, the last run first; ``Resume`` follows the last
+splice. Hops are identified by their numbers, which are never used twice in a session.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from swarm_protocol.span import Span
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the call is that has been interrupted.
+    """The progress of the interrupted call.
 
     Attributes:
-        steps: of the call; ``past``: the last ones before it.
-        start: position at which the call begins.
-        answered: number of the last step whose outputs the client has.
-        batch_size: rows that a hop must replay.
+        steps: the steps of the call; ``past``: the last steps before it.
+        start: the position at which the call begins.
+        answered: the number of the last step whose outputs the client has.
+        batch_size: the number of rows that a hop must replay.
         is_watched: the client wants outputs that only the failed hops had.
     """
 
@@ -68,14 +68,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class State:
-    """Where a failover is.
+    """The state of a failover.
 
     Attributes:
         links: the chain's hops, first blocks first.
-        failed: those of them that are to be replaced, and why.
-        standings: where the others stand.
-        gaps: runs of failed hops that are still to be replaced, last first: the first one is being replaced.
-        replay: how its new hops come to where they are needed; ``is_replica``: there is one, a replica of the old.
+        failed: the hops to replace, each with its error.
+        standings: the progress of the other hops.
+        gaps: runs of failed hops that are still to be replaced, last first; the first entry is being replaced.
+        replay: how the new hops of that gap catch up; ``is_replica``: a standby replica takes over the gap.
     """
 
     progress: Progress
@@ -88,12 +88,12 @@ class State:
 
     @property
     def before(self) -> Link | None:
-        """The hop before the gap; None: the client."""
+        """Return the hop before the gap; None stands for the client."""
         return self.links[self.gaps[0].start - 1] if self.gaps[0].start else None
 
     @property
     def after(self) -> Link | None:
-        """The hop after the gap; None: the client."""
+        """Return the hop after the gap; None stands for the client."""
         return self.links[self.gaps[0].stop] if self.gaps[0].stop < len(self.links) else None
 
     @property
@@ -108,7 +108,7 @@ Decision = tuple[State, list[Instruction]]
 
 
 def decide(state: State, event: Event) -> Decision:
-    """What is to be done after ``event``, and the state until the next one."""
+    """Return the state after ``event``, and the instructions to carry out."""
     match event:
         case Failed(errors, is_late):
             return _after_failure(state, errors, is_late)
@@ -140,7 +140,7 @@ def _after_failure(state: State, errors: Mapping[int, SwarmError], is_late: bool
     instructions: list[Instruction] = [_blame(state, errors)]
     if is_late and not _are_full(failed):
         return state, [*instructions, GiveUp(_span(state))]
-    if state.progress.is_watched:  # what a failed hop has sent on is not sent to the client again
+    if state.progress.is_watched:  # a failed hop's block outputs are not sent to the client again
         return state, [*instructions, Abandon(tuple(failed)), StartOver()]
     return state, [*instructions, _ask(state)]
 
@@ -172,7 +172,7 @@ def _after_asking_replica(state: State, event: ReplicaAsked) -> Decision:
     progress, after = state.progress, state.after
     before = state.standing(state.before)
     replay = plan_catching_up(event.standing, progress.steps, progress.start, progress.past, before)
-    # Steps whose outputs the replica has, and the failed hop did not get through with.
+    # Lost steps: the replica has computed them, but the next hop has not received their outputs.
     standing_after = state.standing(after)
     received = progress.answered if standing_after is None else standing_after.number
     lost = tuple(step.number for step in progress.steps if received < step.number <= event.standing.number)
@@ -184,7 +184,7 @@ def _after_asking_replica(state: State, event: ReplicaAsked) -> Decision:
 
 
 def _fits(replay: Replay, progress: Progress, max_step_tokens: int) -> bool:
-    """Whether the history fits into the one step whose number is free for it."""
+    """Return whether the history fits into one step, because only one step number is free for it."""
     start, end = replay.history
     return (end - start) * progress.batch_size <= max(1, max_step_tokens)
 
@@ -209,19 +209,19 @@ def _after_connecting(state: State, new: tuple[Link, ...]) -> Decision:
 
 
 def _ask(state: State) -> Ask:
-    """Hops before a failed one get no further until they are rerouted."""
+    """Return the question for all working hops. Hops before a failed one are held until they are rerouted."""
     held = {link.number for link, following in pairwise(state.links) if following.number in state.failed}
     asked = tuple(link.number for link in state.links if link.number not in state.failed)
     return Ask(asked, frozenset(held.intersection(asked)))
 
 
 def _blame(state: State, errors: Mapping[int, SwarmError]) -> Blame:
-    """If all hops fail at once, it may be the client's own network that does."""
+    """Return the blame. Servers are not avoided if all hops fail at once: then the client's own network may be down."""
     return Blame(errors, avoid=not len(errors) == len(state.links) > 1)
 
 
 def _are_full(failed: Mapping[int, SwarmError]) -> bool:
-    """Servers without room have not failed."""
+    """Return whether all failed servers just lack room."""
     return all(isinstance(error, PeerBusy) for error in failed.values())
 
 

@@ -1,4 +1,4 @@
-"""What a client has sent to its chain: enough to replay the session to a server that takes another's place."""
+"""The record of a client's inputs to its chain, from which the session is replayed to a replacement server."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from swarm_protocol.wire.block_input import BlockInput
 
-_FEW_CHUNKS = 512  # one is added with each step
+_FEW_CHUNKS = 512  # each step adds one
 
 
 class _Pool:
-    """Hidden states and position ids of single positions, numbered as they come."""
+    """A store of hidden states and position ids of single positions, numbered in order of arrival."""
 
     def __init__(self) -> None:
-        self._hidden: list[torch.Tensor] = []  # each [positions, hidden_size]
+        self._hidden: list[torch.Tensor] = []  # each tensor: [positions, hidden_size]
         self._positions: list[torch.Tensor] = []
         self.size = 0
 
@@ -26,7 +26,7 @@ class _Pool:
         self.size += len(hidden)
 
     def copy(self) -> _Pool:
-        """Another with the same entries, whose memory they share; each goes on by itself."""
+        """Return an independent pool whose entries share this pool's memory."""
         other = _Pool()
         other._hidden, other._positions, other.size = list(self._hidden), list(self._positions), self.size
         return other
@@ -36,17 +36,17 @@ class _Pool:
         return len(self._hidden)
 
     def read(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and position ids of these entries."""
+        """Return hidden states [entries, hidden_size] and position ids [entries] of these entries."""
         self._hidden[:], self._positions[:] = [torch.cat(self._hidden)], [torch.cat(self._positions)]
         return self._hidden[0][which], self._positions[0][which]
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The inputs of every row of a session. A value: a step that fails leaves the journal before it intact.
+    """The inputs of every row of a session. A journal is a value: a failed step leaves the journal before it intact.
 
     Attributes:
-        entries: [batch, length], where in the pool each position is; rows that began alike share entries.
+        entries: [batch, length], the pool index of each position; rows with the same beginning share entries.
         mask: [batch, length], 0 for padding; None if nothing is hidden.
     """
 
@@ -67,22 +67,22 @@ class Journal:
         return self.entries.shape[1]
 
     def copy(self) -> Journal:
-        """The same rows, in a pool of their own."""
+        """Return the same rows in a pool of their own."""
         return replace(self, pool=self.pool.copy())
 
     def cropped(self, length: int) -> Journal:
-        """The first ``length`` positions."""
+        """Return the first ``length`` positions."""
         return replace(
             self, entries=self.entries[:, :length], mask=None if self.mask is None else self.mask[:, :length]
         )
 
     def reordered(self, indices: Sequence[int]) -> Journal:
-        """New row i is old row ``indices[i]``."""
+        """Return the journal whose row i is the old row ``indices[i]``."""
         rows = torch.tensor(indices, dtype=torch.long)
         return replace(self, entries=self.entries[rows], mask=None if self.mask is None else self.mask[rows])
 
     def appended(self, inputs: BlockInput) -> Journal:
-        """With new positions; a mask that comes with them replaces the one before."""
+        """Return the journal with new positions; a mask that comes with them replaces the old mask."""
         batch_size, num_tokens, hidden_size = inputs.hidden.shape
         positions = inputs.position_ids
         if positions is None:
@@ -102,7 +102,7 @@ class Journal:
         return journal.compacted() if self.pool.num_chunks >= _FEW_CHUNKS else journal
 
     def read(self, start: int, end: int) -> BlockInput:
-        """Positions ``start`` … ``end`` of all rows, with the mask over everything up to ``end``."""
+        """Return positions ``start`` … ``end`` of all rows, with the mask over everything up to ``end``."""
         entries = self.entries[:, start:end]
         hidden, positions = self.pool.read(entries.reshape(-1))
         return BlockInput(
@@ -112,7 +112,7 @@ class Journal:
         )
 
     def compacted(self) -> Journal:
-        """In a pool of its own, without the entries that no row has any more."""
+        """Return the journal in a new pool, without the entries that no row uses any more."""
         used, entries = self.entries.unique(return_inverse=True)
         pool = _Pool()
         pool.add(*self.pool.read(used))

@@ -1,4 +1,4 @@
-"""What happens in a failover, and what is to be done about it. Pure."""
+"""The events of a failover, and the instructions that answer them. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Link:
     """A hop as failover sees it.
 
     Attributes:
-        number: tells it apart from all other hops of the session.
-        span: its blocks; ``peer_id`` and ``name`` of their server.
-        replayed_number: of the last step from before the call that was replayed to it, 0 if there was none: the server
-            has what it needs once it has taken that one.
+        number: distinguishes the hop from all other hops of the session.
+        span: the hop's blocks; ``peer_id`` and ``name`` are those of its server.
+        replayed_number: the last step from before the call that was replayed to the hop, 0 if there was none. Once the
+            server has taken this step, it has the history that it needs.
     """
 
     number: int
@@ -28,12 +28,12 @@ class Link:
     replayed_number: int = 0
 
 
-# ---------------------------------------------------------------- what has happened
+# ---------------------------------------------------------------- events
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Hops cannot go on. ``is_late``: the time for recovery is over."""
+    """The event that hops cannot go on. ``is_late``: the time for recovery is over."""
 
     errors: Mapping[int, SwarmError]
     is_late: bool = False
@@ -41,7 +41,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Asked:
-    """The other hops have said where they stand, or have failed as well."""
+    """The event that the other hops have reported their progress, or have failed as well."""
 
     standings: Mapping[int, Standing]
     errors: Mapping[int, SwarmError]
@@ -50,9 +50,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class ReplicaAsked:
-    """Where the standby replica stands; None if there is none, or it is gone.
+    """The event that the standby replica has reported its progress; None if there is none, or it is gone.
 
-    ``next_number``: the hop its outputs go to. ``max_step_tokens``: rows x positions that it takes in a step.
+    ``next_number``: the hop that gets its outputs. ``max_step_tokens``: rows x positions that it takes in one step.
     """
 
     standing: Standing | None
@@ -62,31 +62,31 @@ class ReplicaAsked:
 
 @dataclass(frozen=True)
 class ReplicaLost:
-    """The standby replica could not take over."""
+    """The event that the standby replica could not take over."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """There are new hops for the gap: the standby replica, or others."""
+    """The event that there are hops for the gap: the standby replica, or new ones."""
 
 
 @dataclass(frozen=True)
 class NoRoom:
-    """All servers are full: the session must give up what it has, and wait."""
+    """The event that all servers are full: the session must give up its hops, and wait."""
 
 
 @dataclass(frozen=True)
 class Connected:
-    """The new hops are given what they need; ``links`` describes them."""
+    """The event that the new hops are receiving what they need; ``links`` describes these hops."""
 
     links: tuple[Link, ...]
 
 
 @dataclass(frozen=True)
 class NotConnected:
-    """The hop before the gap, or nobody in particular, kept the new hops from what they need.
+    """The event that the new hops could not be given what they need.
 
-    ``errors``: of the hop before; none: the call's steps are too long for the new hops.
+    ``errors``: the errors of the hop before the gap; empty if the call's steps are too long for the new hops.
     """
 
     errors: Mapping[int, SwarmError] = field(default_factory=dict)
@@ -96,12 +96,12 @@ class NotConnected:
 Event = Failed | Asked | ReplicaAsked | ReplicaLost | Opened | NoRoom | Connected | NotConnected
 
 
-# ---------------------------------------------------------------- what is to be done
+# ---------------------------------------------------------------- instructions
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Tells the user of the errors. ``avoid``: and takes other servers for a while."""
+    """An instruction to report the errors to the user. ``avoid``: also avoid these servers for a while."""
 
     errors: Mapping[int, SwarmError]
     avoid: bool
@@ -109,7 +109,7 @@ class Blame:
 
 @dataclass(frozen=True)
 class Ask:
-    """Asks hops where they stand; those of ``hold`` get no further until they are rerouted."""
+    """An instruction to ask hops for their progress; the hops in ``hold`` pause until they are rerouted."""
 
     hops: tuple[int, ...]
     hold: frozenset[int]
@@ -117,14 +117,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class AskReplica:
-    """Asks the standby replica of this hop, if it has one, where it stands."""
+    """An instruction to ask the standby replica of this hop, if there is one, for its progress."""
 
     of: int
 
 
 @dataclass(frozen=True)
 class UseReplica:
-    """Takes the standby replica; if ``reroute``, it sends to ``after`` from now on, these steps' outputs first."""
+    """An instruction to use the standby replica. ``reroute``: send to ``after``, beginning with the steps to resend."""
 
     after: int | None
     reroute: bool
@@ -133,7 +133,7 @@ class UseReplica:
 
 @dataclass(frozen=True)
 class Open:
-    """Opens hops over ``span`` that send to ``after``."""
+    """An instruction to open hops over ``span`` that send to ``after``."""
 
     span: Span
     instead: int
@@ -143,7 +143,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Connect:
-    """Lets ``before``, or the client where it is None, replay to the new hops; ``number``: the history's first step."""
+    """An instruction to replay from ``before`` (None: the client) to the new hops; ``number``: the first step's."""
 
     before: int | None
     replay: Replay
@@ -152,7 +152,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class Splice:
-    """Puts the new hops into the chain, where ``gap`` is now."""
+    """An instruction to put the new hops into the chain in place of ``gap``."""
 
     gap: range
     error: SwarmError
@@ -162,29 +162,29 @@ class Splice:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Ends the streams of these hops."""
+    """An instruction to end the streams of these hops."""
 
     hops: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class AbandonNew:
-    """Ends the streams of the new hops, or of the replica."""
+    """An instruction to end the streams of the new hops, or of the replica."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The chain is whole: the call goes on."""
+    """An instruction to resume the call, because the chain is whole."""
 
 
 @dataclass(frozen=True)
 class StartOver:
-    """All hops are to be replaced, and the call begins again: with other steps, or once there is room."""
+    """An instruction to replace all hops and begin the call again, with other steps or once there is room."""
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """There is no time left to replace ``span``."""
+    """An instruction to raise an error, because no time is left to replace ``span``."""
 
     span: Span
 

@@ -1,4 +1,4 @@
-"""What must be replayed to servers that take the place of others in the middle of a session. Pure."""
+"""Plans what must be replayed to servers that replace others in the middle of a session. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Taken:
-    """A step, and the positions it covers. ``reordered``: rows were reordered before."""
+    """A step, and the positions it covers. ``reordered``: rows were reordered before the step."""
 
     number: int
     start: int
@@ -18,12 +18,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a hop is.
+    """The progress of one hop.
 
     Attributes:
-        number: of its last step.
-        length: its positions.
-        changed_number: its rows came with the changes of steps up to this number in them.
+        number: the number of its last step.
+        length: the number of its positions.
+        changed_number: the rows were opened with the changes of steps up to this number applied.
     """
 
     number: int
@@ -33,13 +33,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Replay:
-    """How new hops between two others come to where these are.
+    """A plan by which new hops between two others catch up with them.
 
     Attributes:
-        after_changes: rows come as they are after the reorders and crops that the call begins with.
-        history: positions from before the call that are replayed, from the first to before the second.
-        resend: steps of the call that the hop before has computed.
-        sent_number: what the new hops compute of steps up to this number, nobody else needs.
+        after_changes: replayed rows already have the reorders and crops that the call begins with.
+        history: the range of positions from before the call to replay, first included, second excluded.
+        resend: the steps of the call that the hop before has computed.
+        sent_number: no peer needs the new hops' outputs of steps up to this number.
         changed_number: steps up to this number must not change the rows again.
     """
 
@@ -53,13 +53,13 @@ class Replay:
 def plan_replay(
     steps: Sequence[Taken], start: int, before: Standing | None, after: Standing | None, answered: int
 ) -> Replay:
-    """Closes the gap between the hops ``before`` and ``after`` with new ones that know nothing.
+    """Return the plan for new, empty hops between the hops ``before`` and ``after``.
 
     Args:
-        steps: those of the call in progress, whose first begins with the call's reorders and crops.
-        start: the position at which they begin.
-        before: None: the client itself, which knows everything.
-        after: None: the client, which has the outputs of steps up to ``answered``.
+        steps: the steps of the call in progress; the first one begins with the call's reorders and crops.
+        start: the position at which the steps begin.
+        before: the progress of the hop before; None: the client itself, which has all inputs.
+        after: the progress of the hop after; None: the client, which has the outputs of steps up to ``answered``.
     """
     last = steps[-1]
     if before is None:
@@ -78,14 +78,15 @@ def plan_replay(
 def plan_catching_up(
     copy: Standing, steps: Sequence[Taken], start: int, past: Sequence[Taken], before: Standing | None
 ) -> Replay | None:
-    """Closes a gap with a hop that has been a copy of the one that failed, and may lag behind.
+    """Return the plan for a standby replica that takes over from a failed hop, and may lag behind it.
 
     Args:
         past: the last steps before the call.
         start, steps, before: as in ``plan_replay``.
 
     Returns:
-        What the copy has missed; its history has the number before the call's. None if it is too old to be of use.
+        The plan for what the replica has missed; the history is one step, numbered before the call's first step. The
+        result is None if the replica is too old to be of use.
     """
     first, last = steps[0], steps[-1]
     if before is None:
@@ -105,7 +106,7 @@ def plan_catching_up(
 
 
 def gaps(failed: Sequence[bool]) -> list[range]:
-    """The maximal runs of failed hops, last first: what comes after a new hop should be there before it."""
+    """Return the maximal runs of failed hops, last first: hops after a new hop must exist before the new hop."""
     runs: list[range] = []
     for index, is_failed in enumerate(failed):
         if not is_failed:

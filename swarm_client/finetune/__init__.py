@@ -1,1 +1,1 @@
-"""``finetune``: data, trainer, checkpoints, the loss curve."""
+"""The command ``finetune``: data, trainer, checkpoints, and the loss curve."""

@@ -1,4 +1,4 @@
-"""Trains LoRA adapters or prompts on a file of text, against the frozen blocks of a swarm."""
+"""The training of LoRA adapters or prompts on a file of text, with the frozen blocks of a swarm."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ DEFAULT_LENGTH = 512
 
 
 def run_finetune(settings: FinetuneSettings, command: str) -> bool:
-    """Trains, says how it goes, and writes adapter, checkpoints and loss curve.
+    """Train, print the progress, and write the adapter, checkpoints and the loss curve.
 
     Args:
-        command: by which the user started this; with ``--resume`` it goes on.
+        command: the command that started this run; with ``--resume`` it continues the run.
 
     Returns:
-        Whether the run came to its end; False after Ctrl-C.
+        True if the run was completed; False after Ctrl-C.
 
     Raises:
-        ValueError: a mistake of the user's, in one sentence; SwarmError: see ``swarm_protocol.errors``.
+        ValueError: an error of the user, in one sentence; SwarmError: see ``swarm_protocol.errors``.
     """
     require_extras()
     check_output(settings)
@@ -72,14 +72,14 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
 
 
 def require_extras(names: tuple[str, ...] = EXTRAS) -> None:
-    """Raises ValueError if a package that only fine-tuning needs is missing."""
+    """Raise ValueError if a package that only fine-tuning needs is missing."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"finetune needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def check_output(settings: FinetuneSettings) -> None:
-    """Makes the directory; raises ValueError if it belongs to another run than this."""
+    """Make the output directory. Raise ValueError if it belongs to another run."""
     output, run = settings.output, settings.output / RUN
     if settings.resume:
         if not run.exists():
@@ -96,7 +96,7 @@ def check_output(settings: FinetuneSettings) -> None:
 
 
 def load_data(settings: FinetuneSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
-    """Examples to train on and to validate."""
+    """Return the examples to train on, and those to validate; the latter may be None."""
     from swarm_client.finetune.training_data import Tokenizing, load_examples
 
     tokenizing = Tokenizing(tokenizer, sequence_length(settings))
@@ -113,7 +113,7 @@ def load_data(settings: FinetuneSettings, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def sequence_length(settings: FinetuneSettings) -> int:
-    """Raises ValueError if the model cannot take as many tokens as were asked for."""
+    """Return the tokens per example. Raise ValueError if the model cannot take as many tokens as were asked for."""
     from swarm_protocol.checkpoints.checkpoint import Checkpoint
     from swarm_protocol.checkpoints.default_model import locate
     from swarm_protocol.checkpoints.family import max_positions
@@ -134,7 +134,7 @@ def connect(settings: FinetuneSettings) -> RemoteModelMixin:
 
 
 def add_parameters(model: RemoteModelMixin, settings: FinetuneSettings) -> None:
-    """Those that are trained; the model has no others with gradients afterwards."""
+    """Add the parameters to train. Afterwards no other parameters of the model have gradients."""
     if settings.method != "lora":
         model.add_prompts(settings.method.replace("-", "_"), settings.num_prompt_tokens)
         return
@@ -179,7 +179,7 @@ def training_arguments(settings: FinetuneSettings, validates: bool, validates_fi
         metric_for_best_model="eval_loss" if settings.early_stopping else None,
         logging_steps=0.02,
         logging_nan_inf_filter=False,
-        disable_tqdm=True,  # callbacks of ours show it
+        disable_tqdm=True,  # our own callbacks show progress
         dataloader_pin_memory=False,
         report_to="none",
         use_cpu=True,
@@ -213,7 +213,7 @@ def _train(
     from swarm_client.finetune.training_data import Padding
     from swarm_protocol.errors import SwarmError, TrainingDiverged
 
-    disable_progress_bar()  # of writing checkpoints
+    disable_progress_bar()  # for writing checkpoints
     interrupt, after_step = Interrupt(), RandomState()
     callbacks: list[Any] = [
         interrupt,

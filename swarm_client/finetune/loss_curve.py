@@ -7,7 +7,7 @@ from typing import Any
 
 
 def draw_loss_curve(history: list[dict[str, Any]], path: Path) -> None:
-    """``history`` is that of Hugging Face's ``TrainerState``."""
+    """Draw the losses in ``history``, the ``log_history`` of Hugging Face's ``TrainerState``, to a picture."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""Configuration of a fine-tuning run, in one frozen value; the flags of ``finetune`` take their defaults from it."""
+"""The frozen configuration of a fine-tuning run. The flags of ``finetune`` take their defaults from this class."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from swarm_protocol.process.local_registry import checked_name
 
 METHODS = ("lora", "prompt", "deep-prompt")
 SCHEDULES = ("linear", "cosine", "constant")
-SUFFIXES = (".txt", ".jsonl")  # of data
+SUFFIXES = (".txt", ".jsonl")  # of data files
 OPTIMIZERS = ("adamw", "adamw-8bit")
-_LARGEST = 1e30  # optimizers compute in float32
-_MAY_CHANGE = {  # when a run is resumed
+_LARGEST = 1e30  # because optimizers compute in float32
+_MAY_CHANGE = {  # settings that may change when a run is resumed
     *("data", "output", "validation", "resume", "initial_peers", "discover", "swarm", "wait", "epochs"),
     *("max_steps", "recovery_timeout", "save_every", "eval_every", "swarm_key", "membership", "identity"),
 }
@@ -26,15 +26,15 @@ _MAY_CHANGE = {  # when a run is resumed
 
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Raises ValueError at construction if a field is out of its range.
+    """The settings of a fine-tuning run. Construction raises ValueError if a field is out of its range.
 
     Attributes:
-        target_modules: linear layers of the blocks; none: those that PEFT chooses for the model's family.
-        epochs: passes over the data, unless ``max_steps`` says when to stop.
-        sequence_length: tokens of an example at most; None: 512, or what the model can take.
-        validation_share: of the data, if there is no ``validation`` file.
-        eval_every, save_every: steps between validations, and between checkpoints; None: a tenth of the run.
-        early_stopping: so many validations in a row without a better one end the run; None: never.
+        target_modules: the linear layers of the blocks; if empty, PEFT chooses them for the model's family.
+        epochs: the passes over the data, unless ``max_steps`` is set.
+        sequence_length: the most tokens of an example; None means 512, or fewer if the model takes fewer.
+        validation_share: the share of the data for validation, if there is no ``validation`` file.
+        eval_every, save_every: the steps between validations, and between checkpoints; None: a tenth of the run.
+        early_stopping: the number of validations in a row without a better one that end the run; None: never.
     """
 
     data: Path
@@ -97,7 +97,7 @@ class FinetuneSettings:
             raise ValueError("early_stopping keeps the best checkpoint: save_every and eval_every must be equal")
 
     def client_config(self) -> ClientConfig:
-        """Raises ValueError if one of its fields is out of its range."""
+        """Return the client's config. Raise ValueError if one of its fields is out of its range."""
         return ClientConfig(
             initial_peers=self.initial_peers,
             discover=self.discover,
@@ -115,7 +115,7 @@ class FinetuneSettings:
 
     @property
     def eval_interval(self) -> float:
-        """Steps, or a share of the run if below 1; so ``save_interval``. Early stopping makes them one."""
+        """Return steps, or a share of the run if below 1, like ``save_interval``. Early stopping makes both equal."""
         return self.eval_every or (self.early_stopping and self.save_every) or 0.1
 
     @property
@@ -124,16 +124,16 @@ class FinetuneSettings:
 
     @property
     def chosen_learning_rate(self) -> float:
-        """Prompts are few numbers, far from where they are needed."""
+        """Return the learning rate. Prompts need a larger one: they are few numbers, and far from good values."""
         return self.learning_rate or (2e-4 if self.method == "lora" else 1e-2)
 
     def as_json(self, digests: Mapping[str, str] | None = None) -> str:
-        """``digests``: of the files, by the names of their settings."""
+        """Return the settings as JSON; ``digests`` are those of the files, by the names of their settings."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         return json.dumps({**values, "digests": dict(digests or {})}, indent=2)
 
     def require_same(self, earlier: str) -> None:
-        """Raises ValueError if a run with these settings, as JSON, cannot be resumed with ours."""
+        """Raise ValueError if a run with the ``earlier`` settings, as JSON, cannot be resumed with these settings."""
         theirs, ours = json.loads(earlier), json.loads(self.as_json())
         for name in map(attrgetter("name"), fields(self)):
             if name not in _MAY_CHANGE and theirs.get(name) != ours[name]:
@@ -143,7 +143,7 @@ class FinetuneSettings:
                 )
 
     def require_same_data(self, earlier: str, digests: Mapping[str, str]) -> None:
-        """Raises ValueError if the files are not those of a run with these settings, as JSON, wherever they are now."""
+        """Raise ValueError if the files' contents differ from those in the ``earlier`` settings, as JSON."""
         theirs = json.loads(earlier).get("digests", digests)
         for name in ("data", "validation"):
             if theirs.get(name) != digests.get(name):
@@ -154,7 +154,7 @@ class FinetuneSettings:
 
 
 def check_file(path: Path) -> None:
-    """Raises ValueError if this cannot be a file of training data."""
+    """Raise ValueError if ``path`` cannot be a file of training data."""
     if not path.is_file():
         raise ValueError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
     if path.suffix not in SUFFIXES:
@@ -164,7 +164,7 @@ def check_file(path: Path) -> None:
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:
-    """Flags whose values ``from_flags`` reads, besides those of every command."""
+    """Add the flags that ``from_flags`` reads, except for those of every command."""
     add, default = command.add_argument, FinetuneSettings
     add("--data", type=Path, required=True, metavar="FILE", help=".txt: lines of text; .jsonl: see below")
     add("--output", type=Path, required=True, metavar="DIR", help="for the adapter, checkpoints and the loss curve")

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer for what a client trains, and what it says and does between steps."""
+"""Hugging Face's Trainer for the parameters that a client trains, and its callbacks between steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AdapterTrainer(Trainer):
-    """Saves and loads the adapter or the prompts alone; the rest of the model never changes."""
+    """A trainer that saves and loads only the adapter or the prompts, because the rest of the model never changes."""
 
     model: PromptsMixin
     _is_evaluating = False
@@ -46,9 +46,9 @@ class AdapterTrainer(Trainer):
         restore_trained(self.model, self.state.best_model_checkpoint)
 
     def save_last_step(self, after_step: RandomState) -> int:
-        """After a failure in mid-step: makes a checkpoint of the last whole one, unless there is one.
+        """Save a checkpoint of the last complete step after a failure in mid-step, unless there is one.
 
-        What is not finite any more is not saved. Returns the number of the last step that is saved; 0 if none is.
+        Parameters that are not finite are not saved. Return the number of the last saved step; 0 if there is none.
         """
         assert self.args.output_dir is not None
         step, (_, saved) = self.state.global_step, last_checkpoint(Path(self.args.output_dir))
@@ -67,7 +67,7 @@ class AdapterTrainer(Trainer):
 
 
 def last_checkpoint(output: Path) -> tuple[Path | None, int]:
-    """The newest that is complete, and its step; None and 0 if there is none."""
+    """Return the newest complete checkpoint, and its step; None and 0 if there is none."""
     steps = {
         int(path.parent.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")): path.parent
         for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")  # written last
@@ -77,14 +77,14 @@ def last_checkpoint(output: Path) -> tuple[Path | None, int]:
 
 
 def misses_evaluation(checkpoint: Path) -> bool:
-    """Whether the run was to be validated when this was made, and failed before it was."""
+    """Return whether a validation was due at this checkpoint, but the run failed before it."""
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     due = state.global_step % state.eval_steps == 0 or state.global_step >= state.max_steps
     return due and not any(entry["step"] == state.global_step and "eval_loss" in entry for entry in state.log_history)
 
 
 class StaysFinite(TrainerCallback):
-    """Raises TrainingDiverged after a step that made weights infinite, before they are saved."""
+    """A callback that raises TrainingDiverged after a step that made weights infinite, before they are saved."""
 
     def on_step_end(  # type: ignore[override]  # it is always told the model
         self, _args: Any, _state: Any, _control: Any, *, model: Any, **_others: Any
@@ -93,7 +93,7 @@ class StaysFinite(TrainerCallback):
 
 
 class Lines(TrainerCallback):
-    """A line for each loss, above the progress bar if there is one."""
+    """A callback that prints a line for each loss, above the progress bar if there is one."""
 
     def on_log(  # type: ignore[override]  # it is always told the logs
         self, _args: Any, state: TrainerState, _control: Any, logs: dict[str, Any], **_others: Any
@@ -113,7 +113,7 @@ class Bar(ProgressCallback):
 
 
 class LastStep(TrainerCallback):
-    """The last step is validated, whatever its number."""
+    """A callback that validates the last step, whatever its number."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_others: Any) -> None:
         if state.global_step >= state.max_steps and args.eval_strategy != "no":
@@ -121,7 +121,7 @@ class LastStep(TrainerCallback):
 
 
 class RandomState(TrainerCallback):
-    """Remembers how random numbers go on after each step, so that it can be repeated."""
+    """A callback that keeps the state of the random numbers after each step, so that a step can be repeated."""
 
     def __init__(self) -> None:
         self._remember()
@@ -142,12 +142,12 @@ class RandomState(TrainerCallback):
 
 
 class Interrupt(TrainerCallback):
-    """Inside it, a first Ctrl-C, SIGTERM or SIGHUP ends the run with a checkpoint after the step at hand.
+    """A context in which a first Ctrl-C, SIGTERM or SIGHUP ends the run with a checkpoint after the current step.
 
-    A second Ctrl-C or SIGTERM ends it at once.
+    A second Ctrl-C or SIGTERM ends the run at once.
 
     Attributes:
-        asked: the run was asked to end.
+        asked: whether the run was asked to end.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Interrupt(TrainerCallback):
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
-        if self.asked and number == signal.SIGHUP:  # a terminal that closes may say so twice
+        if self.asked and number == signal.SIGHUP:  # a closing terminal may send it twice
             return
         if self.asked:
             raise KeyboardInterrupt

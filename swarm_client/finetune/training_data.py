@@ -1,4 +1,4 @@
-"""Text files become examples of token ids: read line by line, kept on disk, so that they may be larger than memory."""
+"""The conversion of text files to examples of token ids, line by line and kept on disk, for files above memory size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100  # the label of tokens that no loss is computed of
+IGNORED = -100  # the label of tokens without a loss
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How texts become examples.
+    """The conversion of texts to examples.
 
     Attributes:
-        sequence_length: tokens of an example at most.
+        sequence_length: the most tokens of an example.
     """
 
     tokenizer: PreTrainedTokenizerBase
     sequence_length: int
 
     def examples(self, text: Text) -> Iterator[dict[str, list[int]]]:
-        """``input_ids`` and ``labels``. A long document gives several examples; a long prompt loses its beginning."""
+        """Yield ``input_ids`` and ``labels``. A long document is split; a long prompt loses its beginning."""
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         if text.prompt is None:
             ids = _without_end(self.tokenizer(text.completion).input_ids, end) + end
@@ -60,7 +60,7 @@ class Tokenizing:
 
 @dataclass(frozen=True)
 class Padding:
-    """Makes a batch of examples: shorter ones are filled up on their right, which no loss is computed of."""
+    """A collator that makes batches [examples, tokens]. It pads shorter examples on the right, without a loss there."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -77,7 +77,7 @@ class Padding:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the file's content, in hexadecimal."""
+    """Return the SHA-256 of the file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -86,12 +86,12 @@ def file_digest(path: Path) -> str:
 
 
 def read_texts(path: Path) -> Iterator[Text]:
-    """The file's lines that are not blank, one at a time.
+    """Yield the text of each line that is not blank.
 
     A line of .jsonl is an object with "text", or with "prompt" and "completion".
 
     Raises:
-        ValueError: a line is something else; it is named by its number.
+        ValueError: a line is something else; the message has its number.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -104,13 +104,13 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 
 def load_examples(path: Path, tokenizing: Tokenizing, cache: Path) -> Dataset:
-    """All examples of a file, as a table that is read from disk as needed.
+    """Return all examples of a file, as a table that is read from disk as needed.
 
     Args:
-        cache: a directory for the table; what is there is used again unless file or tokenizing have changed.
+        cache: a directory for the table; a table there is used again unless the file or the tokenizing has changed.
 
     Raises:
-        ValueError: a line is wrong, or there are none.
+        ValueError: a line is wrong, or there are no examples.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -154,7 +154,7 @@ def _from_json(line: str, where: str) -> Text:
 
 
 def _without_end(ids: list[int], end: list[int]) -> list[int]:
-    """Some tokenizers end every text, and a prompt is to be continued."""
+    """Return ``ids`` without the end token that some tokenizers add, because a prompt must continue."""
     return ids[:-1] if end and ids[-1:] == end else ids
 
 

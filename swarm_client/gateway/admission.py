@@ -1,4 +1,4 @@
-"""Who may ask and for how much, whose turn it is, and how all others are refused."""
+"""Admission of requests: API keys, rate limits, the fair queue of generations, and refusals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_RETRY_S = 5  # after which somebody who found the queue full may try again
+_RETRY_S = 5  # the wait after which a client that found the queue full may try again
 _MINUTE_S = 60.0
 
 
 class ApiError(Exception):
-    """What a request is answered with instead, in OpenAI's shape."""
+    """An error that is sent as the answer to a request, in OpenAI's shape."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """One in each line; raises ValueError if there are none, or a line is no key."""
+    """Return the keys in a file, one in each line. Raise ValueError if there are none, or a line is no key."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -54,7 +54,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_key(keys: Sequence[str], header: str | None) -> str:
-    """The key in an Authorization header. Raises ApiError if it is none of them."""
+    """Return the key in an Authorization header. Raise ApiError if the key is not one of ``keys``."""
     scheme, _, given = (header or "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise ApiError(401, "there is no API key: expected `Authorization: Bearer KEY`", code="invalid_api_key")
@@ -65,7 +65,7 @@ def check_key(keys: Sequence[str], header: str | None) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what is called so."""
+    """Return whether ``host`` is a name or address of this machine's loopback."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -74,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """Raises ValueError at construction if a field is out of its range."""
+    """The gateway's limits. Construction raises ValueError if a field is out of its range."""
 
     max_active: int = 64  # generations
     max_queued: int = 256  # generations that wait for others to end
@@ -93,15 +93,15 @@ DEFAULT_LIMITS = Limits()
 
 
 class RateLimit:
-    """So many requests of each key within any 60 s."""
+    """A limit on the requests of each key within any 60 s."""
 
     def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
-        """``clock``: seconds."""
+        """Set the limit; ``per_minute`` None is no limit, and ``clock`` returns seconds."""
         self._per_minute, self._clock = per_minute, clock
-        self._times: dict[str, deque[float]] = {}  # of the requests of the last minute
+        self._times: dict[str, deque[float]] = {}  # when the requests of the last minute came, by key
 
     def count(self, key: str) -> None:
-        """Raises ApiError if it is one too many, which then does not count."""
+        """Count a request of ``key``. Raise ApiError if it exceeds the limit; such a request does not count."""
         if self._per_minute is None:
             return
         now, times = self._clock(), self._times.setdefault(key, deque())
@@ -115,10 +115,10 @@ class RateLimit:
 
 
 class Place:
-    """Of one generation in the queue. ``async with`` waits for its turn, and makes room for the next at the end.
+    """One generation's place in the queue. ``async with`` waits for its turn, and leaves the queue at the end.
 
     Attributes:
-        user: what servers may know the key by, see ``Request``.
+        user: the name by which servers may know the key, see ``Request``.
     """
 
     def __init__(self, queue: FairQueue, key: str, user: str = "") -> None:
@@ -132,21 +132,21 @@ class Place:
         self.leave()
 
     def leave(self) -> None:
-        """Gives the place up, whether its turn has come or not; nothing happens the second time."""
+        """Give the place up, whether its turn has come or not. A second call does nothing."""
         self._queue.leave(self)
 
 
 class FairQueue:
-    """Lets so many generations be active; the turns of those that wait go round robin over keys.
+    """A queue that limits how many generations are active. Waiting generations take turns, round robin over keys.
 
-    A key may have as many places to wait as it leaves free, or one: half of them if it is alone, a third if there are
-    two, and the first place of a key is never refused while there is one. For one event loop.
+    A key may take as many waiting places as it leaves free, or one: half if it waits alone, a third if two keys wait.
+    A key's first place is never refused while a place is free. One event loop must make all calls.
     """
 
     def __init__(self, limits: Limits, *, is_shared: bool = True) -> None:
-        """``is_shared``: there are several keys."""
+        """Set the limits; ``is_shared`` says whether there are several keys."""
         self._limits, self._is_shared = limits, is_shared
-        self._waiting: OrderedDict[str, deque[Place]] = OrderedDict()  # the key whose turn it is first
+        self._waiting: OrderedDict[str, deque[Place]] = OrderedDict()  # the key with the next turn comes first
         self._active: set[Place] = set()
         self._salt = secrets.token_bytes(16)
 
@@ -159,10 +159,10 @@ class FairQueue:
         return sum(map(len, self._waiting.values()))
 
     def join(self, key: str, count: int) -> list[Place]:
-        """Places for so many generations, which must all be left in the end.
+        """Return places for ``count`` generations. The caller must leave all of them in the end.
 
         Raises:
-            ApiError: there is no room for all of them, or other keys need it.
+            ApiError: there is no room for all of them, or other keys need the room.
         """
         limits = self._limits
         most = limits.max_active + (self._share(limits.max_queued) if self._is_shared else limits.max_queued)
@@ -179,16 +179,16 @@ class FairQueue:
         return places
 
     def _user_of(self, key: str) -> str:
-        """Return a name that says nothing about the key, and is another one in each process."""
+        """Return a name for the key that does not reveal the key, and that differs in each process."""
         return hashlib.blake2b(key.encode(), key=self._salt, digest_size=8).hexdigest() if self._is_shared else ""
 
     @staticmethod
     def _share(free: int) -> int:
-        """Of so many places to wait, what a key that has none may take."""
+        """Return how many of ``free`` waiting places a key without any may take."""
         return min(free, max(free // 2, 1))
 
     def _fits(self, key: str, num_waiting: int) -> bool:
-        """Whether so many more of the key's may wait."""
+        """Return whether ``num_waiting`` more generations of the key may wait."""
         if num_waiting <= 0:
             return True
         own = len(self._waiting.get(key, ())) + num_waiting

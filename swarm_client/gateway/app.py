@@ -1,4 +1,4 @@
-"""The application: all routers, who counts, and how refusals look."""
+"""The application: all routers, the count of requests, and the shape of refusals."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     monitored: Monitored | None = None,
 ) -> FastAPI:
-    """Serves on one event loop.
+    """Return the application, which serves on one event loop.
 
     Args:
-        monitored: what ``/api/v1`` is about; None: there is no such API.
+        monitored: the swarm that ``/api/v1`` shows; None if there is no such API.
         keys: see ``Gateway``.
-        clock: seconds, for limits by time.
+        clock: a function that returns seconds, for limits by time.
     """
     queue = FairQueue(limits, is_shared=len(keys) > 1)
     gateway = Gateway(
@@ -43,7 +43,7 @@ def create_app(
         tuple(keys),
         Preparations(limits, is_shared=len(keys) > 1),
     )
-    app = FastAPI(title="swarm", openapi_url=None)  # its pages of documentation would load scripts from elsewhere
+    app = FastAPI(title="swarm", openapi_url=None)  # FastAPI's documentation pages would load foreign scripts
     app.add_middleware(CountRequests, metrics=gateway.metrics)
     app.include_router(openai_router(gateway))
     if monitored is not None:

@@ -1,7 +1,7 @@
-"""Connections whose next request has not come whole: how many there may be at a time, and for how long.
+"""Limits on the number and the duration of connections whose next request is incomplete.
 
-Whoever opens many and sends nothing, or little by little, would otherwise hold all file descriptors of the process. So
-would those who have been answered, by a refusal for instance, and stay.
+Without limits, connections that send nothing, or send slowly, could hold all file descriptors of the process. The same
+is true of connections that stay open after an answer, such as a refusal.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-_REQUEST_S = 60.0  # that a request may take to come
-_MOST = 1024  # requests that come at a time
-_SHARE = 4  # of the file descriptors, one in so many is for them
+_REQUEST_S = 60.0  # the longest that a request may take to arrive
+_MOST = 1024  # incomplete requests at the same time
+_SHARE = 4  # one in so many file descriptors is for incomplete requests
 
 
 class IncomingRequests:
-    """Closes connections whose request takes too long to come, and the oldest of them if there are too many."""
+    """The incomplete requests of a process. Connections that take too long are closed; so is the oldest of too many."""
 
     def __init__(self, most: int, timeout_s: float = _REQUEST_S) -> None:
         self._most = most
@@ -27,12 +27,12 @@ class IncomingRequests:
 
     @classmethod
     def of_this_process(cls) -> IncomingRequests:
-        """As many as it has file descriptors for."""
+        """Return a limit that fits the file descriptors of this process."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(_MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // _SHARE)))
 
     def begins(self, transport: asyncio.Transport) -> None:
-        """A request is expected there. Called once more before it is whole, this changes nothing."""
+        """Start the time limit for the next request. A second call before that request is complete does nothing."""
         if transport in self._timers:
             return
         if len(self._timers) >= self._most:
@@ -40,7 +40,7 @@ class IncomingRequests:
         self._timers[transport] = asyncio.get_running_loop().call_later(self._timeout_s, self._close, transport)
 
     def ends(self, transport: asyncio.Transport) -> None:
-        """The request is whole, or the connection is closed."""
+        """Stop the time limit, because the request is complete or the connection is closed."""
         if (timer := self._timers.pop(transport, None)) is not None:
             timer.cancel()
 
@@ -50,11 +50,11 @@ class IncomingRequests:
 
 
 def protocol_of(requests: IncomingRequests) -> type[asyncio.Protocol]:
-    """What uvicorn makes of each connection, for ``uvicorn.Config(http=...)``."""
+    """Return the protocol class that uvicorn uses for each connection, for ``uvicorn.Config(http=...)``."""
 
     class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         transport: asyncio.Transport
-        cycle: Any  # of the last request whose headers are there; None: of none
+        cycle: Any  # the last request whose headers have arrived; None before
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
@@ -70,7 +70,7 @@ def protocol_of(requests: IncomingRequests) -> type[asyncio.Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if self.cycle.response_complete and not self.transport.is_closing():  # else the next request is there
+            if self.cycle.response_complete and not self.transport.is_closing():  # else the next one has begun
                 requests.begins(self.transport)
 
         def connection_lost(self, error: Exception | None) -> None:

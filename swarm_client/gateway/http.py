@@ -1,4 +1,4 @@
-"""What all endpoints share: who may ask, bodies, answers that come in parts, and refusals in OpenAI's shape."""
+"""The parts that all endpoints share: admission, bodies, streamed answers, and refusals in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from swarm_protocol.wire.printable import printable
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 8 * 2**20  # of a request
 _EVENT_STREAM = "text/event-stream"
-_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies are to pass it on at once
+_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # so that proxies pass it on at once
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """What the endpoints of one server share.
+    """The state that the endpoints of one server share.
 
     Attributes:
-        keys: whoever has one of them may ask; none: everybody may who calls this machine by a name of its loopback,
-            which keeps out pages that a browser has from elsewhere.
+        keys: the API keys that are accepted. Without keys, a request must name this machine's loopback as its host,
+            which keeps out pages that a browser has loaded from other sites.
     """
 
     models: Models
@@ -48,7 +48,7 @@ class Gateway:
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def admit(self, request: Request) -> str:
-        """The key of who asks, for ``Depends``. Raises ApiError if there must be one, and is none."""
+        """Return the request's key, for ``Depends``. Raise ApiError if the request may not be answered."""
         if self.keys:
             return check_key(self.keys, request.headers.get("Authorization"))
         if not is_loopback(host := _called_host(request)):
@@ -57,9 +57,9 @@ class Gateway:
 
 
 def _called_host(request: Request) -> str:
-    """As its one ``Host`` header says, which browsers always send; otherwise, or if it is none, an empty string.
+    """Return the host in the only ``Host`` header, which browsers always send; an empty string if it is not valid.
 
-    ``request.url`` is of no use: it has the address of the socket where the header is not understood.
+    ``request.url`` does not help: it has the address of the socket where the header is not understood.
     """
     try:
         (header,) = request.headers.getlist("Host")
@@ -69,15 +69,15 @@ def _called_host(request: Request) -> str:
 
 
 class Answer(Response):
-    """Sends chunks as they come; once the client has gone, their making is cancelled.
+    """A response that sends chunks as they come. It cancels their generator once the client has gone.
 
-    Until there is a first chunk, an error has an HTTP status of its own. Later, it is the last event of the stream.
+    An error before the first chunk has its own HTTP status. A later error is the last event of the stream.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], *, is_stream: bool) -> None:
-        """``is_stream``: the chunks are events."""
+        """Prepare the headers; ``is_stream`` says whether the chunks are events."""
         super().__init__(media_type=_EVENT_STREAM if is_stream else "application/json", headers=_AS_IT_COMES)
-        del self.headers["content-length"]  # of nothing
+        del self.headers["content-length"]  # it counts an empty body
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +101,7 @@ class Answer(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work, whose request has been read, and cancels it at once if the client goes."""
+    """Do the work of a request that has been read; cancel the work at once if the client disconnects."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +140,8 @@ def refusal(error: ApiError) -> JSONResponse:
 async def read_body(request: Request) -> bytes:
     """Return the whole body.
 
-    Raises ApiError if it is too large, was sent by a form, as pages of other sites may do, or if the client leaves.
+    Raise ApiError if the body is too large, if the client disconnects, or if the type is not JSON. The type keeps out
+    forms on other sites' pages.
     """
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body has another type: expected `Content-Type: application/json`")

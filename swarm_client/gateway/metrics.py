@@ -1,4 +1,4 @@
-"""What is counted, for Prometheus."""
+"""The gateway's metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_client.gateway.admission import FairQueue
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _GAP_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-DISCONNECTED = 499  # as nginx has it: who asked did not wait for the answer
+DISCONNECTED = 499  # as in nginx: the client did not wait for the answer
 
 
 class Metrics:
@@ -41,7 +41,7 @@ class Metrics:
 
 
 class TokenTimes:
-    """Of one generation; ``began_s``: when the request came, by ``time.perf_counter``."""
+    """A recorder of one generation's token times; ``began_s`` is the request's arrival by ``time.perf_counter``."""
 
     def __init__(self, metrics: Metrics, began_s: float) -> None:
         self._metrics, self._last_s, self._is_first = metrics, began_s, True
@@ -55,7 +55,7 @@ class TokenTimes:
 
 
 class CountRequests:
-    """Middleware; an endpoint is the path of its route, since a label must not have any number of values."""
+    """A middleware that counts requests by route. It labels unknown paths "other", to limit the number of labels."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

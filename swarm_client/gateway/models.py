@@ -1,4 +1,4 @@
-"""Which models are served, and their loading when first asked for."""
+"""The models that are served, and their loading at the first request."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _MOST_LOADED = 16  # each has embeddings and a head in memory, and any server may announce a model
-_LOOK_EVERY_S = 10.0  # at most, at who is in the swarm
+_LOOK_EVERY_S = 10.0  # the shortest time between two reads of the swarm's servers
 _ADAPTER = ":"  # between the names of a model and of an adapter
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Attributes:
-    max_positions: of prompt and answer together; None: any number.
-    embed: the mean over the positions of what the model's head would get, of token ids.
+    """A loaded model, with what requests need.
+
+    Attributes:
+        max_positions: the most positions of prompt and answer together; None if there is no limit.
+        embed: a function from token ids to the mean, over positions, of the input of the model's head.
     """
 
     name: str
@@ -61,7 +63,7 @@ class ServedModel:
         return FewestTokens(self.tokenizer)
 
     def check_length(self, text: str, param: str) -> None:
-        """Raise ApiError if the text certainly has more tokens than the model has positions, without making them."""
+        """Raise ApiError if the text certainly has more tokens than the model has positions; do not tokenize it."""
         if self.max_positions is not None and self.fewest_tokens.exceeds(text, self.max_positions):
             message = f"the model has {self.max_positions} positions: a text of {len(text)} characters has more tokens"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
@@ -81,11 +83,11 @@ def end_ids(config: GenerationConfig) -> list[int]:
 
 class ClosableBatcher(Batcher, Protocol):
     def close(self) -> None:
-        """Ends all generations."""
+        """End all generations."""
 
 
 class SeesSwarm(Protocol):
-    """What a ``Monitor`` does, and whoever stands for it."""
+    """The part of a ``Monitor`` that is used here, so that tests can replace it."""
 
     async def look(self) -> SwarmSnapshot: ...
 
@@ -96,12 +98,14 @@ class Models(Protocol):
     async def names(self) -> list[str]: ...
 
     async def has_template(self, name: str) -> bool | None:
-        """Whether a model, one of ``names``, has a chat template; None: that cannot be found out at present."""
+        """Return whether a model, one of ``names``, has a chat template; None if this is unknown at present."""
 
     async def get(self, name: str) -> ServedModel:
-        """Raises:
-        ApiError: there is no such model.
-        SwarmError: it cannot be loaded at present.
+        """Return the loaded model.
+
+        Raises:
+            ApiError: there is no such model.
+            SwarmError: the model cannot be loaded at present.
         """
 
 
@@ -115,15 +119,15 @@ def not_found(name: str) -> ApiError:
 
 
 def check_model(model: str, revision: str | None, config: ClientConfig) -> tuple[str, str]:
-    """Check that there is what a client needs of it; of the swarm nothing is needed yet, unless it gives the files.
+    """Check that a client can read its part of ``model``. The swarm is needed only if its members send the files.
 
     Returns:
-        The model as it is to be named from now on: with the GGUF file of a model on the hub that was chosen for it, or
-        its name in the swarm; and where its files are.
+        The name to use for the model from now on, and the place of its files. The name includes the GGUF file that was
+        chosen for a model on the hub, or is the model's name in the swarm.
 
     Raises:
-        CheckpointError: the model or its tokenizer cannot be read, or lacks something; UnsupportedModel: it cannot be
-            split. NoSwarm: members are to give its files, and nobody answers.
+        CheckpointError: the model or its tokenizer cannot be read, or lacks something; UnsupportedModel: the model
+            cannot be split. NoSwarm: members have to send the files, and nobody answers.
     """
     with contextlib.closing(ModelOpening(config)) as opening:
         checkpoint = opening.open(model, revision)
@@ -136,7 +140,7 @@ def check_model(model: str, revision: str | None, config: ClientConfig) -> tuple
 
 
 def mean_hidden(model: Any, token_ids: Sequence[int]) -> list[float]:
-    """Over the positions of the last hidden states, behind the final norm, of a model of transformers."""
+    """Return the mean over positions of the last hidden states after the final norm: hidden_size numbers."""
     with torch.no_grad():
         output = model.base_model(torch.tensor([token_ids], device=model.device), use_cache=False, return_dict=True)
     hidden: torch.Tensor = output.last_hidden_state  # [1, tokens, hidden_size]
@@ -145,7 +149,7 @@ def mean_hidden(model: Any, token_ids: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where ``DistributedModel.from_pretrained`` finds a model; ``files``: where its tokenizer is, if elsewhere."""
+    """The place where ``from_pretrained`` finds a model; ``files`` is the tokenizer's place if it differs."""
 
     location: str
     revision: str | None = None
@@ -153,14 +157,14 @@ class _Source:
     files: str = ""
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Raises CheckpointError."""
+        """Return the tokenizer. Raise CheckpointError if it cannot be read."""
         return tokenizer_at(self.files or self.location, self.revision)
 
 
 class SwarmModels:
-    """One model that was chosen, and all others of its swarm; loaded once each, however many ask at the same time.
+    """The chosen model, and all others of its swarm. Each is loaded once, however many requests ask at the same time.
 
-    For one event loop. ``close`` leaves the swarm.
+    One event loop must make all calls. ``close`` leaves the swarm.
     """
 
     def __init__(
@@ -174,17 +178,17 @@ class SwarmModels:
         load: Callable[..., RemoteModelMixin] = DistributedModel.from_pretrained,
         monitor: SeesSwarm | None = None,
     ) -> None:
-        """``load`` and ``monitor`` stand for the swarm. ``monitor`` is closed with this. ``files``: see ``_Source``."""
+        """Reach the swarm by ``load`` and ``monitor``; ``close`` closes ``monitor``. ``_Source`` explains ``files``."""
         location = Path(locate(model)).expanduser()
         self._config, self._make_batcher, self._load_model = config, make_batcher, load
         self.own_is_directory = location.exists()
-        # As the swarm's records name it.
+        # The name in the swarm's records.
         self.own = location.resolve().name if self.own_is_directory else model.removeprefix(FROM_SWARM)
         self._own_source = _Source(model, revision, files=files)
         self._sources = {self.own: self._own_source}
         self._loading: dict[str, asyncio.Future[ServedModel]] = {}
         self._has_template: dict[_Source, bool] = {}
-        # Threads of its own: those that the event loop has anyway must not wait for the swarm.
+        # Separate threads, because the event loop's default threads must not wait for the swarm.
         self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_LOADED, "models")
         self._opened = contextlib.ExitStack()  # what ``close`` closes
         self._monitor: SeesSwarm = monitor or Monitor(config)
@@ -224,8 +228,8 @@ class SwarmModels:
         return await asyncio.shield(loading)  # others may wait for it too
 
     def close(self) -> None:
-        """From a thread without an event loop, once nobody asks any more."""
-        self._threads.shutdown(cancel_futures=True)  # what is still loading is closed too
+        """Close all models and leave the swarm; call this after all requests, from a thread without an event loop."""
+        self._threads.shutdown(cancel_futures=True)  # waits for models that still load, so that they are closed too
         self._opened.close()
         background.run(self._monitor.close())
 
@@ -254,7 +258,7 @@ class SwarmModels:
             del self._loading[name]
 
     async def _see_swarm(self) -> None:
-        """Reads what the swarm's servers announce, unless that is known."""
+        """Read what the swarm's servers announce, unless a recent result is known."""
         if self._look is None and (not self._looked_s or time.monotonic() - self._looked_s > _LOOK_EVERY_S):
             self._look = asyncio.create_task(self._read_swarm())
         if self._look is not None:
@@ -273,12 +277,12 @@ class SwarmModels:
             self._look, self._looked_s = None, time.monotonic()
 
     def _offered(self, status: ModelStatus) -> dict[str, _Source]:
-        """A model whose blocks all have servers, and it with each adapter that all its blocks have."""
+        """Return a model if all its blocks have servers, also with each adapter that servers of all blocks have."""
         if status.missing or not (status.model == self.own or is_plain(status.model)):
             return {}
         if status.model == self.own:
             plain = self._own_source
-        else:  # a directory or a file has a fingerprint for a revision, which it is loaded without
+        else:  # the revision of a directory or file is a fingerprint, and is not used for loading
             is_here = Path(locate(status.model)).exists()
             plain = _Source(status.model, None if is_here else status.revision or None)
         found = {status.model: plain}

@@ -1,4 +1,4 @@
-"""What is done to a request before its generations take their places, in threads: its text becomes tokens."""
+"""The preparation of requests in threads, before their generations take places: text becomes tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TypeVar
 from swarm_client.gateway.admission import DEFAULT_LIMITS, ApiError, FairQueue, Limits
 
 T = TypeVar("T")
-_LONG_BYTES = 64 * 1024  # of a body: to make tokens of it takes some 40 ms
+_LONG_BYTES = 64 * 1024  # of a body; tokenizing this much text takes about 40 ms
 _RETRY_S = 5
 
 
 class Preparations:
-    """Short requests are prepared at once, and long ones one after the other: they leave threads and memory to others.
+    """The preparation of requests: short ones at once, long ones one by one, which leaves threads and memory to others.
 
-    The turns of long ones go round robin over keys. As many wait as generations may be active and wait. A long request
-    whose client leaves before its turn is not prepared at all. For one event loop.
+    Long requests take turns, round robin over keys. They may be as many as generations may be active and waiting. A
+    long request whose client leaves before its turn is not prepared. One event loop must make all calls.
     """
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS, *, is_shared: bool = False) -> None:
-        """``is_shared``: there are several keys."""
+        """Set the limits; ``is_shared`` says whether there are several keys."""
         waiting = replace(limits, max_active=1, max_queued=limits.max_active + limits.max_queued)
         self._queue = FairQueue(waiting, is_shared=is_shared)
 
@@ -30,8 +30,8 @@ class Preparations:
         """Return what ``work`` returns, or raise what it raises.
 
         Args:
-            key: of who asks.
-            num_bytes: size of the request's body.
+            key: the client's key.
+            num_bytes: the size of the request's body.
 
         Raises:
             ApiError: too many long requests wait.
@@ -53,7 +53,7 @@ class Preparations:
         def ended(working: asyncio.Task[T]) -> None:
             place.leave()
             if not working.cancelled():
-                working.exception()  # nobody may be there any more whom it could be raised to
+                working.exception()  # marks the error as seen, because the client may have left
 
-        working.add_done_callback(ended)  # not before: the thread goes on, also if the client leaves
+        working.add_done_callback(ended)  # not earlier, because the thread goes on if the client leaves
         return await asyncio.shield(working)

@@ -1,4 +1,4 @@
-"""Which servers compute an answer, and what happens to them: our extension of OpenAI's chunks."""
+"""The servers that compute an answer, and their events: our extension of OpenAI's chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm_protocol.wire.printable import printable
 
 
 def described(what: Servers | Event) -> dict[str, Any]:
-    """``{"servers": […]}``, one for each hop, or ``{"event": {"type": …, "text": …, …}}`` with the event's fields."""
+    """Return ``{"servers": […]}``, one per hop, or ``{"event": {"type": …, "text": …, …}}`` with the event's fields."""
     if isinstance(what, Servers):
         return {"servers": [_server(hop) for hop in what.hops]}
     kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(what).__name__).lower()

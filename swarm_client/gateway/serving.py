@@ -1,4 +1,4 @@
-"""The flags of ``swarm serve``, and the server that they start, which alone imports what it needs."""
+"""The flags of ``swarm serve``, and its server. Packages of the server are imported only when it starts."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _BACKLOG = 2048  # connections that wait to be accepted
-_DRAIN_S = 5  # that answers under way may take to end after Ctrl-C
+_DRAIN_S = 5  # the time for active answers to end after Ctrl-C
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Raises ValueError at construction if whoever reaches the address could ask without a key."""
+    """The settings of ``swarm serve``. Construction raises ValueError if other machines could ask without a key."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: one that is free
+    port: int = 8000  # 0: a free port
     keys: tuple[str, ...] = ()
     limits: Limits = DEFAULT_LIMITS
-    history: str | None = None  # file, or "none"; None: one in the user's data directory
+    history: str | None = None  # a file, or "none"; None: a file in the user's data directory
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -46,7 +46,7 @@ class ServeSettings:
 
     @classmethod
     def from_flags(cls, args: argparse.Namespace) -> ServeSettings:
-        """Raises ValueError if a package is missing too."""
+        """Return the settings of parsed flags. Raise ValueError also if a package is missing."""
         if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
             raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
         keys = () if args.api_keys is None else read_keys(args.api_keys)
@@ -70,10 +70,10 @@ def add_serve_flags(command: argparse.ArgumentParser) -> None:
 
 
 def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:
-    """Until a signal ends it.
+    """Serve until a signal.
 
     Raises:
-        ValueError: it cannot listen at the address.
+        ValueError: the gateway cannot listen at the address.
         CheckpointError, UnsupportedModel, NoSwarm: see ``check_model``.
     """
     from swarm_client.batching.loop import GenerationLoop
@@ -95,14 +95,14 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
         app = create_app(models, settings.limits, settings.keys, monitored=monitored)
         background.run(recorder.start())
         try:
-            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # which is how it is meant to end
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the normal ways to end
                 run(app, listener, _greeting(settings, listener, models.own))
         finally:
             models.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises ValueError if that cannot be."""
+    """Return a listening socket. Raise ValueError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -113,7 +113,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
-    """Serves until a signal; prints the lines of the greeting as soon as it does."""
+    """Serve until a signal. Print the lines of the greeting once the server accepts connections."""
     import uvicorn
 
     from swarm_client.gateway.connections import IncomingRequests, protocol_of
@@ -124,10 +124,10 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
             print(*greeting, sep="\n", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # answers that are cut off now are no mistake
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # cutting answers off now is no error
             await super().shutdown(sockets)
 
-    # Its own logging would write a line for each request.
+    # Uvicorn's own logging would write a line for each request.
     options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
     options.timeout_graceful_shutdown = _DRAIN_S
     options.http = protocol_of(IncomingRequests.of_this_process())

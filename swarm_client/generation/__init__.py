@@ -1,1 +1,1 @@
-"""Text: tokenizers, streaming, and the options of ``generate``."""
+"""The generation of text: tokenizers, streaming, and the options of ``generate``."""

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, which is known before it is made into tokens."""
+"""A lower bound on the number of a text's tokens, which is known before the text is tokenized."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
-_SAME_LENGTH = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"}  # normalisers of which each text can be asked for
+_SAME_LENGTH = {"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace"}  # normalisers that can be run to get a length
 _KEEP_ALL = {"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"}  # pre-tokenizers, unless they remove something
 
 
 class FewestTokens:
-    """The least number of tokens that a tokenizer makes of texts.
+    """A lower bound on the number of tokens that a tokenizer makes of a text.
 
-    A tokenizer that keeps all of a text in its tokens makes at least ``characters / characters of its longest token``.
-    Nothing is known of one that drops spaces or has a token for whatever it does not know: then the number is 0.
+    A tokenizer that keeps the whole text makes at least ``characters / characters of its longest token`` tokens. For a
+    tokenizer that drops spaces, or has a token for unknown text, the bound is 0.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -28,7 +28,7 @@ class FewestTokens:
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
 
     def exceeds(self, text: str, most: int) -> bool:
-        """Return whether the text certainly has more tokens than this. ``False`` may mean that it is not known."""
+        """Return whether the text certainly has more than ``most`` tokens. ``False`` may mean that this is unknown."""
         if self._backend is None or len(text) <= most * self._longest:
             return False
         normalizer = self._backend.normalizer
@@ -38,7 +38,7 @@ class FewestTokens:
 def _keeps_all(backend: Tokenizer) -> bool:
     """Return whether each character of a normalised text is in a token that names it."""
     added = backend.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # they stand for all spaces beside them, too
+    if any(token.lstrip or token.rstrip for token in added):  # such a token also stands for all spaces beside it
         return False
     splits = list(_steps(backend.pre_tokenizer, "pretokenizers"))
     changes = list(_steps(backend.normalizer, "normalizers"))
@@ -49,13 +49,13 @@ def _keeps_all(backend: Tokenizer) -> bool:
     else:
         return False
     return (
-        of_bytes <= backend.get_vocab().keys()  # a byte without a token is left out
+        of_bytes <= backend.get_vocab().keys()  # a byte without a token would be lost
         and all(step["type"] in _KEEP_ALL and step.get("behavior") != "Removed" for step in splits)
         and all(step["type"] in _SAME_LENGTH and "Regex" not in step.get("pattern", ()) for step in changes)
     )
 
 
 def _steps(part: Any, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a normaliser or pre-tokenizer, or of each in a sequence of them; none if it is None."""
+    """Yield the settings of a normaliser or pre-tokenizer, or of each in a sequence; nothing if ``part`` is None."""
     settings = None if part is None else json.loads(part.__getstate__())
     yield from [] if settings is None else settings[name] if settings["type"] == "Sequence" else [settings]

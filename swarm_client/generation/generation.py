@@ -1,4 +1,4 @@
-"""Continues a text with a model and prints it as it is written."""
+"""The continuation of a text by a model, printed as it is generated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Token ids after the prompt, and the seconds from the first to the last of them."""
+    """A continuation: the token ids after the prompt, and the seconds from the first to the last of these tokens."""
 
     token_ids: list[int]
     decode_s: float
@@ -34,11 +34,11 @@ class Continuation:
 
 
 def load_tokenizer(name_or_path: str = DEFAULT_MODEL, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Raises CheckpointError if the model brings no tokenizer, or one that needs code of its own."""
+    """Return a model's tokenizer. Raise CheckpointError if there is none, or if it needs its own code."""
     location = locate(name_or_path)
     try:
         return read_tokenizer(location, revision)
-    except Exception as error:  # whatever a stranger's files do to the libraries that read them
+    except Exception as error:  # a stranger's files may cause any error in the libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"no tokenizer can be read from {name_or_path}: {reason}") from None
 
@@ -53,12 +53,12 @@ def stream_text(
     on_token: Callable[[int], None] | None = None,
     is_question: bool = False,
 ) -> Continuation:
-    """Prints the prompt and its continuation; raises ValueError if the prompt has no tokens.
+    """Print the prompt and its continuation. Raise ValueError if the prompt has no tokens.
 
     Args:
-        cache: to use instead of a new one.
-        is_question: the model's chat template asks the prompt, and what is printed on the next line is the answer.
-        on_token: called after each new token with their number so far; what it prints comes between two words.
+        cache: a cache to use instead of a new one.
+        is_question: whether to put the prompt into the model's chat template, and print the answer on the next line.
+        on_token: called after each new token with the number of tokens so far; its output appears between two words.
     """
     if is_question:
         ids = first_tokens(tokenizer, render(tokenizer, [{"role": "user", "content": prompt}]))
@@ -70,7 +70,7 @@ def stream_text(
         raise ValueError("the prompt is empty: expected some text to continue")
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    beams = options.num_beams > 1  # known at the end only
+    beams = options.num_beams > 1  # their text is known only at the end
     streamer = None if beams else _TimedStreamer(tokenizer, on_token)
     if streamer is not None:
         print(prompt, end="", flush=True)
@@ -84,7 +84,7 @@ def stream_text(
             **options.as_arguments(),
         )
     except BaseException:
-        print(flush=True)  # whatever is said next begins on a line of its own
+        print(flush=True)  # later messages begin on a new line
         raise
     token_ids = output[0, prompt_length:].tolist()
     if streamer is None:
@@ -94,7 +94,7 @@ def stream_text(
 
 
 class _TimedStreamer(TextStreamer):
-    """Prints text as it comes and remembers when the first and last new token came."""
+    """A streamer that prints text as it comes, and remembers the times of the first and the last new token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_token: Callable[[int], None] | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Which model of a swarm is to write, and the connection to it."""
+"""The user's choice of a model in a swarm, and the connection to it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NEED_TOKENS = 64  # room for a short answer
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Raises ValueError at construction if there can be no such model or adapter.
+    """The chosen model and adapter. Construction raises ValueError if the model or the adapter cannot exist.
 
     Attributes:
-        model: name on the hub, or directory.
-        adapter: name of one that servers have, or directory of one that was trained; empty: none.
-        config: how the swarm is joined.
+        model: the name on the hub, or a directory.
+        adapter: the name of an adapter that servers have, or the directory of a trained one; empty if there is none.
+        config: the settings for joining the swarm.
     """
 
     model: str
@@ -42,7 +42,7 @@ class ModelChoice:
         return bool(self.adapter) and Path(self.adapter).is_dir()
 
     def connect(self) -> RemoteModelMixin:
-        """Raises SwarmError and ValueError, see ``DistributedModel.from_pretrained``."""
+        """Connect to the model. Raise SwarmError or ValueError, see ``DistributedModel.from_pretrained``."""
         from swarm_client.adapters.trained import add_trained
         from swarm_client.model.model import DistributedModel
 
@@ -58,18 +58,18 @@ class ModelChoice:
 
 
 def check_model_name(model: str, revision: str | None) -> None:
-    """Raises ValueError if there can be no such model, see ``check_location``; any name may be one of the swarm's."""
+    """Raise ValueError if there can be no such model, see ``check_location``. A name in the swarm may be anything."""
     if not model.startswith(FROM_SWARM):
         check_location(locate(model), revision)
 
 
 def tokenizer_of(model: RemoteModelMixin) -> PreTrainedTokenizerBase:
-    """Return the tokenizer from where the model's own files are. Raises CheckpointError."""
+    """Return the tokenizer from the place of the model's own files. Raise CheckpointError if it cannot be read."""
     return tokenizer_at(str(model.name_or_path), model.blocks.swarm.revision)
 
 
 def tokenizer_at(location: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """Return a model's tokenizer; ``revision`` counts on the hub only. Raises CheckpointError."""
+    """Return a model's tokenizer; ``revision`` only counts on the hub. Raise CheckpointError if it cannot be read."""
     from swarm_client.generation.generation import load_tokenizer
 
     is_here = Path(locate(location)).expanduser().exists()
@@ -77,7 +77,7 @@ def tokenizer_at(location: str, revision: str | None) -> PreTrainedTokenizerBase
 
 
 def require_chain(model: RemoteModelMixin) -> None:
-    """Waits for servers of all blocks. Raises NoRoute, AccessDenied: see ``Swarm.chain``."""
+    """Wait for servers of all blocks. Raise NoRoute or AccessDenied, see ``Swarm.chain``."""
     from swarm_client.core import background
 
     background.run(model.blocks.swarm.chain(model.blocks.span, _NEED_TOKENS))

@@ -1,4 +1,4 @@
-"""Turns of a conversation as one text, as the model has learned it."""
+"""The turns of a conversation as one text, in the format that the model has learned."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-_CPU_S = 2.0  # that rendering may take: a long conversation takes some milliseconds
-_FILENAME = "<template>"  # of the code that Jinja makes of templates
+_CPU_S = 2.0  # the limit for rendering, which takes some milliseconds for a long conversation
+_FILENAME = "<template>"  # the file name of the code that Jinja makes of templates
 
 
 def render(
@@ -24,18 +24,18 @@ def render(
     *,
     most_cpu_s: float = _CPU_S,
 ) -> str:
-    """The text of all turns, of which the last waits for an answer.
+    """Return the text of all turns; the last turn waits for an answer.
 
-    Turns are put together by the tokenizer's chat template. Without one, each goes on with the text, on a line of its
-    own, and an answer on the line of what it answers.
+    The tokenizer's chat template joins the turns. Without a template, each turn is on a new line, and an answer stays
+    on the line of its question.
 
     Args:
-        tools: in OpenAI's shape; the chat template says them to the model.
+        tools: the tools in OpenAI's shape, which the chat template describes to the model.
         options: further variables of the chat template.
-        most_cpu_s: processor time that the template may take.
+        most_cpu_s: the processor time that the template may take.
 
     Raises:
-        ValueError: the template refuses it, or takes too long.
+        ValueError: the template refuses the conversation, or takes too long.
     """
     if tokenizer.chat_template:
         try:
@@ -44,16 +44,16 @@ def render(
             variables = {**(options or {}), "add_generation_prompt": True, "tokenize": False}
             with _limited(most_cpu_s):
                 return str(tokenizer.apply_chat_template(turns, offered, **variables))
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:  # of what it does not expect
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:  # the template got unexpected input
             raise ValueError(f"the model's chat template refuses this: {error}") from None
     return "".join(turn["content"] if turn["role"] == "assistant" else f"\n{turn['content']}" for turn in messages)[1:]
 
 
 @contextmanager
 def _limited(cpu_s: float) -> Iterator[None]:
-    """Raise ValueError from within a template that takes more processor time than this on the current thread.
+    """Raise ValueError inside a template that takes more than ``cpu_s`` of processor time on the current thread.
 
-    Templates come from strangers, and may loop for ever. The time is read before each line of their code.
+    Templates come from strangers, and may loop for ever. The time is checked before each line of their code.
     """
     end_s = time.thread_time() + cpu_s
 
@@ -65,7 +65,7 @@ def _limited(cpu_s: float) -> Iterator[None]:
     def before_call(frame: FrameType, _event: str, _argument: Any) -> Any:
         return before_line if frame.f_code.co_filename == _FILENAME else None
 
-    others = sys.gettrace()  # a debugger's for instance
+    others = sys.gettrace()  # such as a debugger's
     sys.settrace(before_call)
     try:
         yield
@@ -74,5 +74,5 @@ def _limited(cpu_s: float) -> Iterator[None]:
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Of what ``render`` returns: a template writes the special tokens of the beginning itself."""
+    """Return the token ids of a text from ``render``. A template writes the first special tokens itself."""
     return list(tokenizer(text, add_special_tokens=not tokenizer.chat_template).input_ids)

@@ -1,17 +1,17 @@
-"""How to choose tokens, as it is said on the command line."""
+"""The options of the command line for the choice of tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ANSWER_TOKENS = 256  # of a turn in a conversation, at most
+ANSWER_TOKENS = 256  # the most tokens of a turn in a conversation
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How to choose tokens; what is None is left to the model's own generation config.
+    """The options for the choice of tokens. Where a field is None, the model's generation config decides.
 
-    Raises ValueError at construction if a field is out of its range.
+    Construction raises ValueError if a field is out of its range.
     """
 
     max_new_tokens: int = 64
@@ -34,7 +34,7 @@ class TextOptions:
             raise ValueError(f"num_beams is {self.num_beams}: expected at least 1")
 
     def as_arguments(self) -> dict[str, object]:
-        """Keyword arguments for ``generate``."""
+        """Return the keyword arguments for ``generate``."""
         arguments: dict[str, object] = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams}
         if self.temperature == 0:
             arguments["do_sample"] = False

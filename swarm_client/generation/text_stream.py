@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters, words joined as in the whole text, and nothing of a stop string."""
+"""The text of tokens as they come: whole characters, words joined as in the whole text, and no stop strings."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-_CONTEXT = 6  # tokens of the prompt: whether the first new one begins with a space depends on what is before it
-_HALF = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are no whole character yet
+_CONTEXT = 6  # tokens of the prompt, which decide whether the first new token begins with a space
+_HALF = "\N{REPLACEMENT CHARACTER}"  # stands for the bytes of an incomplete character
 
 
 class TextStream:
-    """The text of token ids; special tokens have none, unless it is wanted.
+    """The text of token ids as they come. Special tokens have no text, unless ``with_special`` is set.
 
-    What is returned, put together, is the text after ``context``. A token whose text is not yet certain, since it ends
-    in the middle of a character, is held until it is.
+    The returned pieces, joined, are the text after ``context``. A token that ends inside a character is held until
+    that character is complete.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = (), *, with_special: bool = False
     ) -> None:
-        """``context``: the prompt, of which the last tokens count."""
+        """Begin after ``context``, which is the prompt; only its last tokens count."""
         self._tokenizer, self._with_special = tokenizer, with_special
         self._ids = list(context[-_CONTEXT:])
-        self._num_read = len(self._ids)  # how many of them have been returned as text; the rest is held
+        self._num_read = len(self._ids)  # how many have been returned as text; the rest is held
 
     def put(self, token_id: int) -> str:
         self._ids.append(token_id)
@@ -35,13 +35,13 @@ class TextStream:
         return text
 
     def end(self) -> str:
-        """What is held, though it may end with a replacement character."""
+        """Return the held text, which may end with a replacement character."""
         text = self._held()
         self._num_read = len(self._ids)
         return text
 
     def _held(self) -> str:
-        before = self._decode(self._ids[: self._num_read]).rstrip(_HALF)  # of a character that was begun in the prompt
+        before = self._decode(self._ids[: self._num_read]).rstrip(_HALF)  # a character may begin in the prompt
         return self._decode(self._ids)[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -50,15 +50,15 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first of some strings.
+    """A filter that passes text on up to the first stop string.
 
     Attributes:
-        found: one has come. Nothing of it, and nothing after it, is passed on.
+        found: whether a stop string has come. The stop string and later text are not passed on.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
-        self._held = ""  # the beginning of a stop string, perhaps
+        self._held = ""  # perhaps the beginning of a stop string
         self.found = False
 
     def put(self, text: str) -> str:
@@ -72,12 +72,12 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def end(self) -> str:
-        """What was held for the beginning of a stop string, and was not."""
+        """Return the text that was held as a possible beginning of a stop string."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of the text are a beginning of the string, which may go on."""
+    """Return how many characters at the end of the text are an incomplete beginning of the string."""
     longest = min(len(text), len(string) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(string[:length])), 0)

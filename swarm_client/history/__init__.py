@@ -1,1 +1,1 @@
-"""What has happened in a swarm and what its servers have computed, kept in SQLite."""
+"""The history of a swarm and the work of its servers, kept in SQLite."""

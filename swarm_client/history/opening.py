@@ -1,4 +1,4 @@
-"""Where a history is kept, and what is done about a file that is damaged."""
+"""Opens the history's file, and handles a damaged one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import platformdirs
 
 from swarm_client.history.store import APPLICATION_ID, History, NotHistory
 
-_SQLITE, _ID_START, _ID_END = b"SQLite format 3\0", 68, 72  # where a header has the application's id
-IN_MEMORY = "none"  # instead of a file
+_SQLITE, _ID_START, _ID_END = b"SQLite format 3\0", 68, 72  # the place of the application's id in the header
+IN_MEMORY = "none"  # given instead of a file name
 _logger = logging.getLogger(__name__)
 
 
 def open_history(given: str | None, swarm: str) -> History:
-    """``given``: a file, or "none" to keep nothing; None: a file of the swarm's name in the user's data directory.
+    """Open the history. ``given``: a file, or "none" for memory only; None: a file in the user's data directory.
 
-    A damaged history is put aside, and a file that may be something else is left as it is. If the user's own directory
-    cannot be used, the history is in memory.
+    The default file has the swarm's name. A damaged history is renamed, and a file that may be something else is not
+    touched. If the user's directory cannot be used, the history is kept in memory.
 
     Raises:
-        ValueError: the file that was given cannot be used.
+        ValueError: the given file cannot be used.
     """
     if given == IN_MEMORY:
         return History(None)
@@ -55,7 +55,7 @@ def _open(path: Path) -> History:
 
 
 def _was_history(path: Path) -> bool:
-    """Whether the file's header says so (SQLite, "Database File Format", 1.3)."""
+    """Return whether the file's header is a history's (SQLite, "Database File Format", 1.3)."""
     with path.open("rb") as file:
         header = file.read(_ID_END)
     return header.startswith(_SQLITE) and header[_ID_START:] == APPLICATION_ID.to_bytes(4, "big")

@@ -1,4 +1,4 @@
-"""Looks at a swarm again and again, tells who listens, and keeps the history."""
+"""Observes a swarm repeatedly, informs listeners, and writes the history."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from swarm_protocol.errors import NoSwarm, SwarmError
 
 _logger = logging.getLogger(__name__)
 SAMPLE_S = 10.0
-_LOOK_S, _RARELY_S = 2.0, 10.0  # between two looks: while somebody wants to know, and otherwise
-_WANTED_S = 30.0  # after somebody has asked
-_PEERS_S = 30.0  # between two looks at who is connected
+_LOOK_S, _RARELY_S = 2.0, 10.0  # between two looks: while a caller is interested, and otherwise
+_WANTED_S = 30.0  # how long a request keeps the interest alive
+_PEERS_S = 30.0  # between two reads of the connected peers
 _PRUNE_S = 3600.0
-_MAX_UNWRITTEN = 1000  # events, while the history is busy
+_MAX_UNWRITTEN = 1000  # events that are kept while the history is busy
 
 
 class Watched(Protocol):
-    """What a ``Monitor`` is asked."""
+    """The methods of a ``Monitor`` that the recorder uses."""
 
     async def look(self) -> SwarmSnapshot: ...
 
@@ -46,15 +46,15 @@ class Watched(Protocol):
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen last.
+    """The result of the last look at the swarm.
 
     Attributes:
-        time: when, in seconds since 1970; 0: not yet.
-        snapshot: None if the swarm has not been reached.
-        trouble: why the last look has failed; empty: it has not.
-        tallies: of all servers that are known, also of those that are gone.
+        time: the time of the look, in seconds since 1970; 0 before the first look.
+        snapshot: the swarm; None if it has not been reached.
+        trouble: why the last look failed; empty if it did not.
+        tallies: the work of all known servers, including those that are gone.
         peers: multiaddrs of members.
-        last_event_id: of those that are kept.
+        last_event_id: the id of the newest stored event.
     """
 
     time: float = 0.0
@@ -65,21 +65,21 @@ class Observation:
     last_event_id: int = 0
 
     def rate(self, model: str) -> Rate:
-        """Of all servers of a model."""
+        """Return the rate of all servers of a model."""
         statuses = [status for status in (self.snapshot.models if self.snapshot else ()) if status.model == model]
         return sum((self.rate_of(model, server) for status in statuses for server in status.servers), Rate())
 
     def rate_of(self, model: str, server: ServerStatus) -> Rate:
-        """Nothing if it does not answer."""
+        """Return the server's rate; zero if it does not answer."""
         tally = self.tallies.get((model, server.record.peer_id))
         return tally.rate_at(self.time) if tally is not None and server.answers else Rate()
 
 
 class Recorder:
-    """Stands for a ``Monitor`` that has looked already. Methods that are coroutines run on the background loop."""
+    """A recorder that replaces a ``Monitor`` for its readers. All coroutines run on the background loop."""
 
     def __init__(self, monitor: Watched, history: History, clock: Callable[[], float] = time.time) -> None:
-        """``history`` is closed with this. ``clock`` gives Unix time in seconds."""
+        """Take over ``history``, which ``close`` closes. ``clock`` returns Unix time in seconds."""
         self._monitor = monitor
         self._clock = clock
         self._observation = Observation(tallies=history.tallies(), last_event_id=history.last_event_id())
@@ -87,8 +87,8 @@ class Recorder:
         self._listeners: set[Callable[[], None]] = set()
         self._wanted_until = self._sampled_at = self._peers_at = self._pruned_at = -inf
         self._writes = False
-        self._events_since = self._observation.last_event_id  # what was kept then may be of the look under way already
-        self._unwritten: Sequence[SwarmEvent] = ()  # since the history was busy
+        self._events_since = self._observation.last_event_id  # newer events may belong to the look under way
+        self._unwritten: Sequence[SwarmEvent] = ()  # events since the history became busy
         self._looking: asyncio.Task[None] | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "history")  # one write after the other
         self._changed = asyncio.Event()
@@ -101,7 +101,7 @@ class Recorder:
         return self._observation
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls back, on the background loop, whenever there is another observation; returns what ends that."""
+        """Call ``callback`` on the background loop at each new observation; return a function that stops this."""
         self._listeners = {*self._listeners, callback}
 
         def stop() -> None:
@@ -110,11 +110,11 @@ class Recorder:
         return stop
 
     def events(self, after: int = 0, most: int = 1000) -> list[StoredEvent]:
-        """See ``History.events``; blocks."""
+        """Return stored events: see ``History.events``. The call blocks."""
         return [] if after == self._observation.last_event_id else self._history.events(after, most)
 
     def samples(self, resolution: int, since: float) -> list[tuple[int, Sample]]:
-        """See ``History.samples``; blocks."""
+        """Return stored samples: see ``History.samples``. The call blocks."""
         return self._history.samples(resolution, since)
 
     # ------------------------------------------------------------ for the background loop
@@ -123,10 +123,10 @@ class Recorder:
         self._looking = asyncio.ensure_future(self._run())
 
     async def look(self) -> SwarmSnapshot:
-        """What was seen last; waits for the first.
+        """Return the last snapshot; wait for the first one.
 
         Raises:
-            NoSwarm: nobody has been reached so far.
+            NoSwarm: the swarm has not been reached so far.
         """
         while not self._observation.time:
             await self._changed.wait()
@@ -181,7 +181,7 @@ class Recorder:
     # ------------------------------------------------------------ for the thread that writes
 
     def _kept(self, seen: Observation, events: Sequence[SwarmEvent]) -> Observation:
-        """The observation with what is added to the history, by this process or by another."""
+        """Write to the history. Return the observation with all that this and other processes have added to it."""
         events = [*self._unwritten, *events][-_MAX_UNWRITTEN:]
         try:
             kept = self._write(seen, events)
@@ -209,7 +209,7 @@ class Recorder:
         advance(tallies, seen.snapshot.models if seen.snapshot else (), now)
         seen = replace(seen, tallies=tallies)
         if self._writes and events:
-            if self._unwritten or not wrote:  # another process may have written them, or this one has before it failed
+            if self._unwritten or not wrote:  # another process may have written them, or this one before it failed
                 written = Counter(stored.event for stored in history.events(self._events_since))
                 events = [event for event in events if not _taken(written, event)]
             history.add_events(events, now)
@@ -226,7 +226,7 @@ class Recorder:
         return replace(seen, last_event_id=history.last_event_id())
 
     def _save(self, tallies: Mapping[Key, Tally]) -> None:
-        """Those that have changed since the last sample."""
+        """Save the tallies that have changed since the last sample."""
         self._history.save_tallies(tally for tally in tallies.values() if tally.last.time >= self._sampled_at)
 
     def _finish(self) -> None:
@@ -240,7 +240,7 @@ class Recorder:
 
 
 def _taken(events: Counter[SwarmEvent], event: SwarmEvent) -> bool:
-    """Whether it is among them; once for each time that it is."""
+    """Return whether the event is still among these, and remove it once."""
     events[event] -= 1
     return events[event] >= 0
 

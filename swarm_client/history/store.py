@@ -1,7 +1,7 @@
-"""The history of one swarm in a file of SQLite: events, samples at three resolutions, and what servers have computed.
+"""The history of one swarm in a SQLite file: events, samples at three resolutions, and the work of servers.
 
-Samples are averaged as they come, so that nothing is downsampled later. With all that is kept, a file has about 4 MB of
-samples and 14 MB of events.
+Samples are averaged as they come, so that nothing is downsampled later. A full file has about 4 MB of samples and
+14 MB of events.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from swarm_client.monitor.server_events import EventKind, SwarmEvent
 from swarm_protocol.dht.records import Work
 
 SCHEMA_VERSION = 1
-APPLICATION_ID = 0x53574D31  # in the file's header: it is a history, and no other database
+APPLICATION_ID = 0x53574D31  # marks a file as a history, in its header
 KEPT_S = {10: 86400.0, 60: 30 * 86400.0, 3600: 365 * 86400.0}  # how long samples are kept, by their resolution in s
 MOST_EVENTS = 100_000
 MOST_TALLIES = 10_000
-WRITER_S = 30.0  # after which another process may write if the one that did is silent
+WRITER_S = 30.0  # another process may write after the writer has been silent for this long
 _BUSY_S = 5.0
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The swarm at one moment, or its mean over some time.
+    """A sample of the swarm at one moment, or its mean over some time.
 
     Attributes:
-        tokens_per_s, prompt_tokens_per_s: positions through whole models, one at a time and in prompts.
-        queue_delay_s: mean over the servers that are online.
-        kv_used: share of the servers' room for keys and values, 0 to 1.
-        blocks_missing: over all models; of a mean, the most.
+        tokens_per_s, prompt_tokens_per_s: positions through whole models, in decoding and in prompts.
+        queue_delay_s: the mean over the servers that are online.
+        kv_used: the used share of the servers' KV room, 0 to 1.
+        blocks_missing: the missing blocks of all models; for a mean, the largest number.
     """
 
     servers: float
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class StoredEvent:
-    """``time``: seconds since 1970, when it was seen."""
+    """An event in the history. ``time``: the time at which it was seen, in seconds since 1970."""
 
     id: int
     time: float
@@ -89,20 +89,20 @@ INSERT INTO samples VALUES ({", ".join("?" * (3 + len(_VALUES)))}) ON CONFLICT D
 
 
 class NotHistory(ValueError):
-    """The file is another database, or was written by a newer version."""
+    """The error that the file is another database, or was written by a newer version."""
 
 
 class History:
-    """Any thread may use it; several processes may have one file, of which one at a time writes.
+    """The history of one swarm, for any thread. Several processes may share a file; one at a time writes.
 
-    All methods raise sqlite3.Error if the file cannot be read or written at present.
+    All methods raise sqlite3.Error if the file cannot be read or written now.
     """
 
     def __init__(self, path: Path | None, last_event_id: int = 0) -> None:
-        """``path``: None keeps everything in memory. ``last_event_id``: of a history that goes on there.
+        """Open the file; ``path`` None keeps all in memory. ``last_event_id``: the last id of the history to continue.
 
         Raises:
-            NotHistory: see there.
+            NotHistory: the file is no history of this version.
             sqlite3.Error, OSError: the file is damaged, or cannot be used.
         """
         self.path = path
@@ -123,17 +123,17 @@ class History:
             self._connection.close()
 
     def may_write(self, time: float) -> bool:
-        """Whether this process is the one that writes, from now on for 30 s at least."""
+        """Return whether this process is the writer, for at least the next 30 s."""
         with self._writing() as connection:
             connection.execute(
                 "INSERT INTO writer VALUES (1, ?, ?) ON CONFLICT DO UPDATE SET owner = excluded.owner, "
                 "until = excluded.until WHERE owner = excluded.owner OR until < ? OR until > ?",
-                (self._owner, time + WRITER_S, time, time + 2 * WRITER_S),  # the clock may have been put back
+                (self._owner, time + WRITER_S, time, time + 2 * WRITER_S),  # the clock may have been set back
             )
             return bool(connection.execute("SELECT owner = ? FROM writer", (self._owner,)).fetchone()[0])
 
     def stop_writing(self) -> None:
-        """Another process may write at once."""
+        """Let another process write at once."""
         with self._writing() as connection:
             connection.execute("DELETE FROM writer WHERE owner = ?", (self._owner,))
 
@@ -146,7 +146,7 @@ class History:
             )
 
     def events(self, after: int = 0, most: int = 1000) -> list[StoredEvent]:
-        """The newest of those with a higher id than ``after``, oldest first."""
+        """Return the newest events with ids above ``after``, at most ``most``, oldest first."""
         rows = self._read(
             "SELECT id, time, kind, model, peer_id, blocks, state, before FROM events WHERE id > ? "
             "ORDER BY id DESC LIMIT ?",
@@ -163,7 +163,7 @@ class History:
             connection.executemany(_UPSERT_SAMPLE, rows)
 
     def samples(self, resolution: int, since: float) -> list[tuple[int, Sample]]:
-        """With the times at which they begin, oldest first."""
+        """Return samples with the times at which they begin, oldest first."""
         rows = self._read(
             f"SELECT time, {', '.join(_VALUES)} FROM samples WHERE resolution = ? AND time >= ? ORDER BY time",
             (resolution, since),
@@ -193,7 +193,7 @@ class History:
         return found
 
     def prune(self, time: float) -> None:
-        """Deletes what is older than it is kept, and the tallies of those not seen for longest."""
+        """Delete expired samples and events, and the tallies of the servers not seen for longest."""
         with self._writing() as connection:
             for resolution, kept_s in KEPT_S.items():
                 oldest = time - kept_s
@@ -220,7 +220,7 @@ class History:
             raise sqlite3.DatabaseError("database disk image is malformed")
 
     def _use_wal(self) -> None:
-        """SQLite itself does not wait for another process that does the same with a new file."""
+        """Switch to WAL mode with retries: SQLite does not wait for another process that switches a new file."""
         deadline = time.monotonic() + _BUSY_S
         while True:
             try:
@@ -233,7 +233,7 @@ class History:
                 return
 
     def _check(self) -> bool:
-        """Whether the file is new. Raises NotHistory."""
+        """Return whether the file is new. Raise NotHistory if it is another database or version."""
         (num_tables,), (application,), (version,) = (
             self._connection.execute(statement).fetchone()
             for statement in ("SELECT count(*) FROM sqlite_master", "PRAGMA application_id", "PRAGMA user_version")
@@ -266,5 +266,5 @@ def _reading_row(reading: Reading) -> tuple[Any, ...]:
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Another process writes; it may be tried again."""
+    """Return whether another process is writing, so that a retry may succeed."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)

@@ -1,6 +1,6 @@
-"""How much servers have computed, from the counters in their records. Decides from data alone.
+"""Calculates the work of servers from the counters in their records. Decides from data alone.
 
-Servers say it themselves: who wants to boast can.
+Servers announce these counters themselves, so a server can exaggerate.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import astuple, dataclass, replace
 from swarm_client.monitor.model_monitor import ModelStatus
 from swarm_protocol.dht.records import MAX_FORWARD_BLOCKS_PER_S, MAX_WORK, Work
 
-RATE_LIFETIME_S = 60.0  # without news: records in the DHT are renewed every 20 s
+RATE_LIFETIME_S = 60.0  # without a new record; records in the DHT are renewed every 20 s
 Key = tuple[str, str]  # model and peer id
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Positions through the whole model, per second; a server adds the share of its blocks."""
+    """The positions through the whole model per second; each server counts with the share of its blocks."""
 
     decoded: float = 0.0
     prompts: float = 0.0
@@ -39,13 +39,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Tally:
-    """What one server has computed of one model, over all its starts.
+    """The work of one server on one model, over all its starts.
 
     Attributes:
-        num_blocks: of the whole model.
-        total: in positions × blocks; the uptimes added up.
-        rate: between the last two readings.
-        since: the first reading, in seconds since 1970.
+        num_blocks: the number of blocks of the whole model.
+        total: the work in positions × blocks, and the sum of the uptimes.
+        rate: the rate between the last two readings.
+        since: the time of the first reading, in seconds since 1970.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Tally:
 
     @property
     def tokens(self) -> float:
-        """As if it had computed whole models alone."""
+        """Return the work as a number of positions through the whole model."""
         return (self.total.decoded + self.total.prompts + self.total.passes) / self.num_blocks
 
     def rate_at(self, time: float) -> Rate:
@@ -66,7 +66,7 @@ class Tally:
 
 
 def advance(tallies: dict[Key, Tally], models: Iterable[ModelStatus], time: float) -> None:
-    """Adds what the records say that is new."""
+    """Add the new work in these records to the tallies."""
     for status in models:
         for record in (server.record for server in status.servers):
             if record.work.uptime_s > 0:
@@ -83,10 +83,10 @@ def _advanced(old: Tally | None, key: Key, num_blocks: int, now: Reading) -> Tal
         if now.work.uptime_s <= last.work.uptime_s:
             return old
         new = _combined(lambda a, b: max(a - b, 0), now.work, last.work)
-    elif now.time - now.work.uptime_s >= last.time:  # it was started after the last reading
+    elif now.time - now.work.uptime_s >= last.time:  # the new process started after the last reading
         new = now.work
     else:
-        return old  # a record of the process before, which came late
+        return old  # a late record of an earlier process
     rate = Rate(*(_per_s(count, new.uptime_s) / num_blocks for count in (new.decoded, new.prompts, new.passes)))
     return replace(old, total=_combined(operator.add, old.total, new), last=now, rate=rate)
 

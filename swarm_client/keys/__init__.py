@@ -1,1 +1,1 @@
-"""The command `keys`: what the organiser of a private swarm does."""
+"""The command `keys` for the organiser of a private swarm."""

@@ -1,4 +1,4 @@
-"""``swarm keys``: the organiser's key, members, and revocations."""
+"""The command ``swarm keys``: the organiser's key, members, and revocations."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _grant(args: argparse.Namespace) -> Command:
         MemberCredentials(grant, grant.signed(key), identity).write(path)
         try:
             GrantsFile(_key_path(args)).add(grant)
-        except BaseException:  # what is in no list could not be revoked by name
+        except BaseException:  # a grant outside the list could not be revoked by name
             path.unlink(missing_ok=True)
             raise
         who = "secret: hand it over safely" if identity is not None else "of use only with the key of that peer"
@@ -177,7 +177,7 @@ def _identity(args: argparse.Namespace) -> Command:
 
 
 def _tell(key: OrganiserKey, config: ClientConfig, revoked: list[GrantEntry]) -> None:
-    """Raises NoSwarm if the swarm does not take the revocations; those in the file stay."""
+    """Publish the revocations. Raise NoSwarm if the swarm does not take them; the file keeps them anyway."""
     from swarm_client.core import background
     from swarm_client.keys.publishing import publish
     from swarm_protocol.errors import NoSwarm

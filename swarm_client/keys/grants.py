@@ -1,4 +1,4 @@
-"""What an organiser has granted and revoked: a file beside the key, since nobody else knows all members."""
+"""The list of an organiser's grants and revocations, in a file beside the key, as nobody else knows all members."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from swarm_protocol.atomic_file import written_atomically
 
 @dataclass(frozen=True)
 class GrantEntry:
-    """A grant as it stands in the file; there is no secret in it. Times are Unix time in seconds.
+    """An entry of the file for one grant, without a secret. Times are Unix time in seconds.
 
     Attributes:
-        id: of the grant, in hexadecimal.
-        revoked_at: None unless it was revoked.
+        id: the grant's id, in hexadecimal.
+        revoked_at: the time of the revocation; None if the grant was not revoked.
     """
 
     id: str
@@ -41,7 +41,7 @@ class GrantEntry:
 
     @property
     def matters(self) -> bool:
-        """Whether somebody might still let the member in."""
+        """Return whether a server might still let the member in."""
         return self.expires_at + CLOCK_SKEW_S >= time.time()
 
     def revocation(self, key: OrganiserKey) -> Revocation:
@@ -49,13 +49,13 @@ class GrantEntry:
 
 
 class GrantsFile:
-    """Lines of JSON, one for each grant, in a file that is called like the key."""
+    """The file of grants, named like the key, with one line of JSON for each grant."""
 
     def __init__(self, key_path: Path) -> None:
         self.path = key_path.with_suffix(".grants")
 
     def read(self) -> list[GrantEntry]:
-        """Raises ValueError if the file cannot be read."""
+        """Return all entries. Raise ValueError if the file cannot be read."""
         try:
             lines = self.path.read_text().splitlines()
         except FileNotFoundError:
@@ -68,7 +68,7 @@ class GrantsFile:
             raise ValueError(f"{self.path} is damaged: expected a line of JSON for each grant") from None
 
     def add(self, grant: Grant) -> None:
-        """Raises ValueError if the file cannot be written."""
+        """Add a grant. Raise ValueError if the file cannot be written."""
         with self._locked():
             entry = GrantEntry(
                 grant.id.hex(), grant.name, str(grant.role), grant.peer_id, grant.granted_at, grant.expires_at
@@ -76,7 +76,7 @@ class GrantsFile:
             self._write([*self.read(), entry])
 
     def revoke(self, names: list[str]) -> list[GrantEntry]:
-        """Marks grants that have not expired, named by their ids or by the names of members, and returns them.
+        """Mark grants as revoked that have not expired, by their ids or their members' names, and return them.
 
         Raises:
             ValueError: there is no such grant, or the file cannot be written.
@@ -97,7 +97,7 @@ class GrantsFile:
         return [entry for entry in revoked if entry.id in chosen]
 
     def revoked(self) -> list[GrantEntry]:
-        """Those whose revocation still matters."""
+        """Return the revoked grants whose revocation still matters."""
         return [entry for entry in self.read() if entry.revoked_at is not None and entry.matters]
 
     def _write(self, entries: list[GrantEntry]) -> None:
@@ -109,7 +109,7 @@ class GrantsFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Two commands at once must not lose what the other has written."""
+        """Lock the file inside the context, so that two commands at once do not lose each other's entries."""
         try:
             with open(self.path.with_suffix(".grants.lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

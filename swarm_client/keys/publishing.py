@@ -1,4 +1,4 @@
-"""Tells a running swarm of revocations."""
+"""The publication of revocations to a running swarm."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swarm_protocol.net.identity import Identity
 
 
 async def publish(config: ClientConfig, key: OrganiserKey, revoked: Sequence[GrantEntry]) -> None:
-    """Servers keep them from then on, until the grants would expire.
+    """Publish revocations, which servers then keep until the grants would expire.
 
     Raises:
-        NoSwarm: no server has taken them.
+        NoSwarm: no server has taken one of the revocations.
     """
     dht = await join_swarm(config, Identity.generate(), AccessControl(key.public))
     try:

@@ -1,4 +1,4 @@
-"""The cache that stock models and ``generate`` see: one layer that stands for the session on the servers."""
+"""The cache that stock models and ``generate`` see: it has one layer, which stands for the session on the servers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from swarm_protocol.errors import RequestRejected
 
 
 class RemoteLayer(CacheLayerMixin):
-    """A cache layer without keys and values: it forwards what is done to a cache to the servers that hold them.
+    """A cache layer without keys and values. It forwards cache operations to the servers that hold them.
 
-    Of the session's positions the first ``num_virtual`` are a prompt's, of which nobody else knows.
+    The session's first ``num_virtual`` positions belong to a trained prompt. Callers do not see them in the length.
     """
 
     is_sliding = False
@@ -72,10 +72,10 @@ class RemoteLayer(CacheLayerMixin):
 
 
 class RemoteCache(Cache):
-    """``past_key_values`` of a distributed model. ``copy.deepcopy`` forks the session: see ``RemoteSession.fork``."""
+    """The ``past_key_values`` of a distributed model. ``copy.deepcopy`` forks the session (``RemoteSession.fork``)."""
 
     def __init__(self, remote: RemoteSpan, reserve_tokens: int = 0, *, num_virtual: int = 0, **options: Any) -> None:
-        """The other arguments are those of ``RemoteSpan.open_session``."""
+        """Open a session with the arguments of ``RemoteSpan.open_session``."""
         super().__init__(layers=[RemoteLayer(remote.open_session(reserve_tokens, **options), num_virtual)])
 
     @property
@@ -86,7 +86,7 @@ class RemoteCache(Cache):
 
 
 def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
-    """The session a cache stands for. An empty dynamic or static cache, as chat code makes it, becomes a remote one.
+    """Return the session of ``cache``. An empty dynamic or static cache, as chat code makes it, becomes a remote one.
 
     Raises:
         RequestRejected: the cache holds keys and values of a local model, or belongs to another model.

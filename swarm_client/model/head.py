@@ -1,4 +1,4 @@
-"""The output head in int8: a quarter of the memory, and of the time per token, that it takes in fp32; and the norm."""
+"""The final norm, and the output head in int8, which takes a quarter of fp32's memory and time per token."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from swarm_protocol.kernels.int8_linear import Int8Linear
 
 
 class Int8Head(Int8Linear):
-    """A frozen head, rounded from the weight the model had when it was made.
+    """A frozen output head, rounded to int8 from the weight that the model had at that time.
 
-    ``tied`` says whether that was the input embedding's, which is not rounded.
+    ``tied`` says whether the input embedding shared that weight. The embedding itself is not rounded.
     """
 
     tied = False
 
 
 def check_head_quant(head_quant: str, device: torch.device) -> None:
-    """Raises ValueError if the head cannot be had like this."""
+    """Raise ValueError if a head cannot run with ``head_quant`` on this device."""
     if head_quant == "int8" and device.type != "cpu":
         raise ValueError(f"head_quant 'int8' runs on cpu, not on {device.type}: choose 'none'")
 
 
 def quantize_head_(model: PreTrainedModel) -> None:
-    """Replaces the head that turns hidden states into logits of tokens, if the model has one and it is not int8 yet.
+    """Replace the head that turns hidden states into token logits, if the model has one that is not int8 yet.
 
-    A classifier's head is not one of these. The original weight is freed unless the input embedding has it too.
+    A classifier's head stays as it is. The original weight is freed unless the input embedding shares the weight.
     """
     head = model.get_output_embeddings()
     if head is None or isinstance(head, Int8Head):
@@ -48,7 +48,7 @@ def quantize_head_(model: PreTrainedModel) -> None:
 
 @contextmanager
 def float_head(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, a head in int8 is a Linear again, tied if it was, for code that replaces or writes the weight."""
+    """Turn an int8 head into a (tied) Linear inside the context, for code that replaces or writes the weight."""
     int8 = model.get_output_embeddings()
     if not isinstance(int8, Int8Head):
         yield
@@ -72,7 +72,7 @@ def _replace(model: PreTrainedModel, old: nn.Module, new: nn.Module) -> None:
 
 
 def final_norm(owner: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the module that has the blocks does after them, on the CPU in float32; nothing if it has no norm."""
+    """Return the norm that ``owner`` applies after its blocks, in float32 on the CPU; the identity if there is none."""
     norms = [module for module in owner.children() if "norm" in type(module).__name__.lower()]
     if not norms:
         return lambda hidden: hidden

@@ -1,4 +1,4 @@
-"""Stock model classes with remote blocks in the place of their own."""
+"""Stock model classes with remote blocks in the place of their own blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ATTENTION = "swarm_remote"
 
 
 def _tiny_mask(*_args: Any, batch_size: int = 1, device: Any = None, **_kwargs: Any) -> torch.Tensor:
-    """Blocks build their own masks where they run; the client's is never looked at."""
+    """Return a dummy mask. Servers build the masks of their blocks, and nobody reads the client's mask."""
     return torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -58,23 +58,23 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _no_attention)
 
 
 class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
-    """What a distributed model has besides the stock class."""
+    """The attributes and methods that a distributed model adds to the stock class."""
 
     hf_class: type[PreTrainedModel]
     no_dropout: NoDropout
     _family: Family
-    _remote_blocks: list[RemoteBlocks]  # in a list: it is registered where the blocks were
-    _owners: list[nn.Module]  # the module inside the model that has them
+    _remote_blocks: list[RemoteBlocks]  # in a list, because the module is registered in the place of the blocks
+    _owners: list[nn.Module]  # the module inside the model that holds the blocks; in a list for the same reason
     _shared_loop: SharedLoop
 
     def fill_blocks(self, config: PreTrainedConfig) -> None:
-        """Puts modules without weights into the remote blocks of a model that has been loaded."""
+        """Put modules without weights into the remote blocks of a loaded model."""
         remote = self._remote_blocks[0]
         with hf_loader():
             remote.hollow = HollowBlocks(self, self._family, config, remote.modules_in_place)
 
     def connect(self, swarm: Swarm, max_positions: int | None) -> None:
-        """Gives the model its remote blocks."""
+        """Connect the model's blocks to the swarm."""
         remote = self._remote_blocks[0]
         remote.adapter_name = swarm.config.adapter
         swarm.links.finish = final_norm(self._owners[0])
@@ -82,25 +82,25 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
 
     @property
     def blocks(self) -> RemoteSpan:
-        """The remote blocks: ``model.blocks[6:10](hidden)``."""
+        """Return the remote blocks, for calls such as ``model.blocks[6:10](hidden)``."""
         return self._remote_blocks[0].remote
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody has put hooks where hidden states pass, and may look at all of them."""
+        """Return whether foreign hooks are attached where hidden states pass, and may read all of the states."""
         owner = self._owners[0]
         return any(map(has_hooks, (self.base_model, owner, *owner.children())))
 
     def new_cache(self, reserve_tokens: int = 0, **options: Any) -> RemoteCache:
-        """An empty cache to pass as ``past_key_values``; its ``session`` has ``stats`` and can be resumed.
+        """Return an empty cache to pass as ``past_key_values``; its ``session`` has ``stats`` and can be resumed.
 
-        The arguments are those of ``RemoteSpan.open_session``: ``standby`` and ``on_event`` among them.
+        The arguments are those of ``RemoteSpan.open_session``, such as ``standby`` and ``on_event``.
         """
         num_virtual = self._remote_blocks[0].num_virtual
         return RemoteCache(self.blocks, reserve_tokens, num_virtual=num_virtual, **options)
 
     def close(self) -> None:
-        """Leaves the swarm; the model cannot compute afterwards."""
+        """Leave the swarm. The model cannot compute afterwards."""
         self._shared_loop.close()
         background.run(self.blocks.swarm.close())
 
@@ -117,9 +117,9 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         )
 
     def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
-        """The stock ``generate``; if it fails, whoever iterates over the streamer in another thread is let go.
+        """Run the stock ``generate``. If it fails, end an iterable streamer, so that a thread that reads it goes on.
 
-        Calls that several threads make at the same time are computed together, if each is of one row.
+        Calls that several threads make at the same time are computed together, if each call has one row.
         """
         if kwargs.get("cache_implementation") == "paged":
             self.generate_batch()
@@ -137,13 +137,13 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
             raise
 
     def generate_batch(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Raises RequestRejected: continuous batching is what servers do, with the sessions of all clients."""
+        """Raise RequestRejected, because servers do the continuous batching, over the sessions of all clients."""
         raise RequestRejected(
             "generate_batch and cache_implementation='paged' keep keys and values on this machine, where there are no "
             "blocks: call generate with a batch, or from several threads, whose generations servers compute together"
         )
 
-    # The stock methods, to which a head in int8 shows itself as the float head it replaced.
+    # Stock methods that read or write the head's weight. An int8 head is a float head while they run.
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         with float_head(self):
@@ -154,10 +154,10 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
             return super().resize_token_embeddings(*args, **kwargs)
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """What was trained: the adapter, or the prompts.
+        """Save the trained part of the model: the adapter, or the prompts.
 
         Raises:
-            RequestRejected: there are none, and a checkpoint without blocks would load with random ones.
+            RequestRejected: the model has neither. A checkpoint without blocks would load with random blocks.
         """
         self._require_something_to_save()
         with float_head(self):
@@ -166,7 +166,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         return result
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As ``save_pretrained``."""
+        """Upload what ``save_pretrained`` saves, and raise as it does."""
         self._require_something_to_save()
         return super().push_to_hub(*args, **kwargs)
 
@@ -177,9 +177,9 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        """Called by ``generate``: gives it a remote cache where it would make a local one.
+        """Give ``generate``, which calls this method, a remote cache where it would make a local one.
 
-        ``cache_implementation`` says where and in which shapes a local cache lies: the tokens are the same without.
+        ``cache_implementation`` only says where and in which shapes a local cache lies. It does not change the tokens.
         """
         limit, num_virtual = self.blocks.max_positions, self._remote_blocks[0].num_virtual
         if limit is not None and max_cache_length + num_virtual > limit:
@@ -191,8 +191,8 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         fresh = model_kwargs.get(argument) is None and generation_config.use_cache is not False
         if fresh:
             _require_exact(generation_config.cache_implementation)
-            generation_config.cache_implementation = None  # of this call's own copy
-            # By itself a session is faster: 6 % of a token's time on one machine.
+            generation_config.cache_implementation = None  # generation_config is this call's own copy
+            # A single session is faster without bundling: by 6 % of a token's time on one machine.
             is_bundled = batch_size == 1 and self._shared_loop.expects_others()
             options = {"is_bundled": is_bundled, "row_unit": generation_config.num_beams or 1}
             model_kwargs[argument] = self.new_cache(max_cache_length + num_virtual, **options)
@@ -223,7 +223,7 @@ def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
 
 
 def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[RemoteModelMixin]:
-    """The stock class with remote blocks in the place of its own."""
+    """Return a subclass of the stock class with remote blocks in the place of its own blocks."""
 
     names = list(inspect.signature(hf_class.forward).parameters)[1:]
 
@@ -239,7 +239,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             blocks = _as(block_class, RemoteBlocks)(family.returns_tuple)
             others = _as(block_class, BlockModule)
             blocks.modules_in_place += [others(blocks, index) for index in range(1, family.num_blocks)]
-            for module in blocks.modules_in_place:  # a family's own code may ask for a block's type
+            for module in blocks.modules_in_place:  # a family's own code may read a block's type
                 vars(module).update({name: value for name, value in vars(first).items() if isinstance(value, str)})
             setattr(owner, family.blocks, BlockList(blocks.modules_in_place))
             base.save_pretrained = base.push_to_hub = _refuse_to_save
@@ -249,16 +249,16 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
-        @torch.compiler.disable  # most of its time is the network's
-        @functools.wraps(hf_class.forward)  # transformers looks at its signature, with every token
+        @torch.compiler.disable  # most of its time goes to the network
+        @functools.wraps(hf_class.forward)  # transformers reads its signature at every token
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             kwargs |= without_router_logits(names, {**dict(zip(names, args, strict=False)), **kwargs}, self.config)
             num_wanted = None if self.is_watched else _num_wanted(self.config, kwargs)
             with self._remote_blocks[0].only_last(num_wanted):
                 return super().forward(*args, **kwargs)
 
-    Client.forward.__signature__ = inspect.signature(hf_class.forward)  # found at once
-    # Both names: transformers skips its weight conversions for classes that look like a user's own.
+    Client.forward.__signature__ = inspect.signature(hf_class.forward)  # so that inspect finds it at once
+    # Both names are set, because transformers skips its weight conversions for classes that look like a user's own.
     Client.__name__, Client.__qualname__ = hf_class.__name__, hf_class.__qualname__
     Client.__module__ = hf_class.__module__
     Client.hf_class = hf_class
@@ -266,7 +266,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
 
 
 def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, module: nn.Module) -> None:
-    """The stock weight initialisation, which in some families looks into blocks: there are none here."""
+    """Run the stock weight initialisation without blocks, because some families' code looks into them."""
     if isinstance(module, BlockModule):
         return
     with hosted_alone(base, family, ()):
@@ -274,7 +274,7 @@ def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, mod
 
 
 def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:
-    """How many of the last hidden states a forward with these arguments uses; None: all."""
+    """Return how many of the last hidden states a forward with these arguments uses; None means all."""
     num_kept = arguments.get("logits_to_keep")
     if wants("output_hidden_states", arguments, config):
         return None
@@ -282,14 +282,14 @@ def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | No
 
 
 def _as(block_class: type[nn.Module], module_class: type[B]) -> type[B]:
-    """A subclass that also is a ``block_class``: transformers records hidden states of modules by their class."""
+    """Return a subclass that also is a ``block_class``: transformers records hidden states of modules by class."""
     return type(module_class.__name__, (module_class, block_class), {})
 
 
 def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: NoDropout):
-    """Hands the remote blocks mask, positions and cache of each forward of their owner; puts prompts before its input.
+    """Return a hook that gives the blocks each forward's mask, positions and cache, and puts prompts before its input.
 
-    They are caught at the owner because what it hands to a block differs between families.
+    The hook sits on the blocks' owner, because the arguments that an owner passes to a block differ between families.
     """
     names = list(inspect.signature(owner.forward).parameters)
 
@@ -300,7 +300,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
         if blocks.training and torch.is_grad_enabled():
             no_dropout.warn(owner.config)
         cache = given.get(family.cache_argument)
-        # A cache that nobody has asked for, in a pass that may be one of training, takes no room on servers yet.
+        # In a pass that may be for training, a cache that the caller did not ask for takes no KV room on servers yet.
         asked = cache is not None or given.get("use_cache") is not None
         later = not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
         use_cache = _uses_cache(owner, given)
@@ -317,7 +317,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
                 )
             positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
-        # Blocks that training skips at random are those for which the stock code does not call the module.
+        # With layerdrop, the stock code skips a block by not calling its module, so blocks are computed one by one.
         every_block = wants("output_hidden_states", given, owner.config) or (
             owner.training and bool(getattr(owner, "layerdrop", 0))
         )
@@ -335,7 +335,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
 
 
 def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
-    """Whether the stock model returns a cache from a forward with these arguments, and makes one if none is given."""
+    """Return whether the stock model returns a cache for these arguments, and makes one if none is given."""
     if getattr(owner, "gradient_checkpointing", False) and owner.training:
         return False
     use_cache = given.get("use_cache")
@@ -343,5 +343,5 @@ def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
 
 
 def _are_packed(position_ids: torch.Tensor | None) -> bool:
-    """Whether some row has several sequences, as transformers tells without a mask."""
+    """Return whether some row holds several sequences, by the test that transformers applies without a mask."""
     return position_ids is not None and find_packed_sequence_indices(position_ids) is not None

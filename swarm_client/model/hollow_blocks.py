@@ -1,6 +1,6 @@
 """The modules inside remote blocks, without their weights: PEFT finds them by name and puts its layers there.
 
-They have the classes, names and shapes that they have on servers, and compute nothing.
+The modules have the same classes, names and shapes as on servers. They compute nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _METADATA = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module is: in which block, and its path there, empty for the block itself."""
+    """A module's place: its block, and its path in the block, which is empty for the block itself."""
 
     blocks: HollowBlocks
     block: int
@@ -51,17 +51,17 @@ class Place:
 
 
 class HollowBlocks:
-    """What is inside a model's remote blocks, and what PEFT has put there.
+    """The modules inside a model's remote blocks, and the layers that PEFT has put there.
 
     Attributes:
-        model: whose blocks they are.
-        layers: PEFT's layers, by their block and path.
+        model: the model that has the blocks.
+        layers: PEFT's layers, by block and path.
     """
 
     def __init__(
         self, model: PreTrainedModel, family: Family, config: PreTrainedConfig, in_place: Sequence[nn.Module]
     ) -> None:
-        """Fills the modules ``in_place``, which stand for the blocks; ``hf_loader`` must be held."""
+        """Fill the modules ``in_place``, which stand for the blocks. The caller must hold ``hf_loader``."""
         base = _on_meta(family.base_class, config)
         self.model = model
         self.layers: dict[tuple[int, str], Any] = {}
@@ -79,10 +79,10 @@ class HollowBlocks:
     # ---------------------------------------------------------------- PEFT's layers
 
     def put(self, place: Place, module: nn.Module) -> None:
-        """To be called before something takes the place of a module.
+        """Check and record ``module`` before it is set at ``place``.
 
         Raises:
-            RequestRejected: servers cannot compute it.
+            RequestRejected: servers cannot compute ``module``.
         """
         key = place.block, place.path
         original = self._originals.get(key)
@@ -95,7 +95,7 @@ class HollowBlocks:
             self.layers[key] = module
 
     def accept(self) -> None:
-        """PEFT has come to its end with no reason to refuse anything."""
+        """Keep the layers, once PEFT has added all of them without a refusal; make their ``merge`` raise."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._trained_before = None
@@ -104,18 +104,18 @@ class HollowBlocks:
                 vars(module)["merge"] = _refuse_merging
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises RequestRejected; while PEFT adds the model's first adapter, none of its layers is left."""
+        """Raise RequestRejected. Remove all of PEFT's layers first, if PEFT is adding the model's first adapter."""
         if self._configs() is None:
             self.undo()
         raise RequestRejected(reason)
 
     def _configs(self) -> dict[str, Any] | None:
-        """Of the adapters in the model, with its head or without; None if PEFT never came to its end."""
+        """Return the configs of the adapters in the model or its base model; None if PEFT never finished."""
         found = (getattr(model, "peft_config", None) for model in (self.model, self.model.base_model))
         return next((configs for configs in found if configs is not None), None)
 
     def undo(self) -> None:
-        """Takes PEFT's layers out of the model, wherever they are."""
+        """Remove PEFT's layers from the whole model, and restore which parameters are trained."""
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import AuxiliaryTrainingWrapper
 
@@ -130,10 +130,10 @@ class HollowBlocks:
         self._trained_before = None
 
     def low_rank(self) -> Iterator[LowRank]:
-        """Of the active adapter, if adapters are not disabled; the tensors are its parameters.
+        """Yield the layers of the active adapter, unless adapters are disabled; the tensors are its parameters.
 
         Raises:
-            ValueError: PEFT or a user has given a layer what servers cannot compute.
+            ValueError: a layer has something, from PEFT or from the user, that servers cannot compute.
         """
         configs = dict(self._configs() or {})
         for (block, path), layer in list(self.layers.items()):
@@ -142,7 +142,7 @@ class HollowBlocks:
             if len(names) > 1:
                 raise RequestRejected(f"adapters {names} cannot all be active: choose one")
             for name in names:
-                if name in configs:  # of one that joined an accepted one nothing is known before it is used
+                if name in configs:  # an adapter beside an accepted one is checked only when it is used
                     require_supported(configs.pop(name))
                 self._require_low_rank(layer, name, block, path)
                 a, b = layer.lora_A[name], layer.lora_B[name]
@@ -190,10 +190,10 @@ def _refuse_merging(*_args: Any, **_kwargs: Any) -> None:
 
 
 class Inside(nn.Module):
-    """A block, or a module in one: what takes the place of its children is looked at.
+    """A block, or a module inside a block. It checks every module that replaces one of its children.
 
     Attributes:
-        place: None until the modules of all blocks are there.
+        place: the module's place; None until the modules of all blocks exist.
     """
 
     place: Place | None = None
@@ -204,13 +204,13 @@ class Inside(nn.Module):
         super().__setattr__(name, value)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Iterate over what PEFT has put here; ``next`` of an iterator that is empty says why."""
+        """Iterate over the parameters that PEFT has put here; ``next`` of an empty iterator says why it is empty."""
         found = list(super().parameters(recurse))
         return iter(found) if found or self.place is None else map(_end_of_parameters, [self.place])
 
 
 class _NoParameters(RequestRejected, StopIteration):
-    """The end of the parameters of a module that has none. Loops end with it as with any ``StopIteration``."""
+    """The error at the end of a module without parameters. It ends loops, as any ``StopIteration`` does."""
 
 
 def _end_of_parameters(place: Place) -> NoReturn:
@@ -221,7 +221,7 @@ def _end_of_parameters(place: Place) -> NoReturn:
 
 
 class Hollow(Inside):
-    """A module in a block. A subclass that also is the module's own class is put in the place of that."""
+    """A module inside a block, without weights. ``_hollow_class`` combines this class with the module's own class."""
 
     place: Place
 
@@ -240,7 +240,7 @@ class Hollow(Inside):
     register_backward_hook = register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
 
     def __getattr__(self, name: str) -> Any:
-        if name == "parametrizations":  # PEFT asks for them when it looks for parameters instead of modules
+        if name == "parametrizations":  # PEFT reads this when it looks for parameters instead of modules
             self.place.blocks.refuse(
                 "target_modules reaches experts, or target_parameters is set: servers add to linear layers outside "
                 "experts only"
@@ -257,7 +257,7 @@ class Hollow(Inside):
 
 
 class WeightOnServers(torch.Tensor):
-    """A parameter of a block: its shape, and the device and dtype that PEFT's parameters beside it begin with."""
+    """A block's parameter without values. It has a shape, and the device and dtype for PEFT's own parameters."""
 
     place: Place
 
@@ -289,7 +289,7 @@ def _hollow_class(own: type[nn.Module]) -> type[Hollow]:
 
 
 def _hollow_out(module: nn.Module, place: Place) -> None:
-    """Takes its tensors away, so that nothing counts, moves or saves them."""
+    """Remove the tensors of ``module``, so that nothing counts, moves or saves them."""
     for name, parameter in list(module._parameters.items()):
         del module._parameters[name]
         vars(module)[name] = None if parameter is None else parameter.detach().as_subclass(WeightOnServers)
@@ -302,7 +302,7 @@ def _hollow_out(module: nn.Module, place: Place) -> None:
 
 
 def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model whose tensors have shapes but no values."""
+    """Return a model whose tensors have shapes but no values."""
     config = copy.deepcopy(config)
     config._attn_implementation_internal = "eager"
     with weight_init.no_init_weights(), torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What a stock model returns from inside its blocks, or does in them, and servers do not: it is refused, or said."""
+"""Refusals and warnings for outputs and dropout of a stock model's blocks that servers do not provide."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _logger = logging.getLogger(__name__)
 
 
 def wants(what: str, given: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """Whether a forward with the arguments ``given`` is to return ``what``."""
+    """Return whether a forward with the arguments ``given`` has to return the output named ``what``."""
     wanted = given.get(what)
     return bool(getattr(config, what, False) if wanted is None else wanted)
 
 
 def refuse_inner_outputs(given: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Raises RequestRejected if a forward of a base model with these arguments is to return what is inside blocks."""
+    """Raise RequestRejected if a base model's forward has to return values from inside blocks."""
     if wants("output_attentions", given, config):
         raise RequestRejected(
             "output_attentions=True asks for attention weights, which stay on the servers: leave it out (hidden "
@@ -43,7 +43,7 @@ def refuse_inner_outputs(given: dict[str, Any], config: PreTrainedConfig) -> Non
 
 
 def require_padding_mask(mask: Any) -> None:
-    """Raises RequestRejected for an attention mask of another kind than [batch, past + new], 0 for padding."""
+    """Raise RequestRejected for an attention mask other than a tensor [batch, past + new] with 0 for padding."""
     if mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
         return
     found = f"has shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
@@ -54,14 +54,14 @@ def require_padding_mask(mask: Any) -> None:
 
 
 def without_router_logits(names: Sequence[str], given: dict[str, Any], config: PreTrainedConfig) -> dict:
-    """Arguments that keep a stock ``forward`` from asking for router logits because its config says so.
+    """Return arguments that keep a stock ``forward`` from computing router logits because its config says so.
 
     Args:
-        names: of the arguments that ``forward``, of the model with its head, can take.
-        given: those of this call.
+        names: the names of all arguments of ``forward``, of the model with its head.
+        given: the arguments of this call.
 
     Raises:
-        RequestRejected: it would add the auxiliary loss of the routers to that of ``labels``.
+        RequestRejected: the stock model would add the routers' auxiliary loss to the loss of ``labels``.
     """
     is_given = given.get("output_router_logits") is not None
     if is_given or "output_router_logits" not in names or not getattr(config, "output_router_logits", False):
@@ -79,14 +79,14 @@ def without_router_logits(names: Sequence[str], given: dict[str, Any], config: P
 
 
 class NoDropout:
-    """Says once, of one model, which dropout its blocks would have in training: servers compute without."""
+    """A warning, given once per model, about the dropout of its blocks in training. Servers compute without dropout."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
         self._is_said = False
 
     def said(self, config: PreTrainedConfig) -> str:
-        """What is to be said; empty if there is nothing, or it was said before."""
+        """Return the warning; an empty string if there is none, or if it was returned before."""
         if self._is_said:
             return ""
         self._is_said = True
@@ -99,13 +99,13 @@ class NoDropout:
         )
 
     def warn(self, config: PreTrainedConfig) -> None:
-        """Called by forwards in training mode."""
+        """Log the warning. Forwards in training mode call this method."""
         if text := self.said(config):
             _logger.warning("%s. Pass them as 0 to from_pretrained to end this warning", text)
 
 
 def notes_on_training(model: RemoteModelMixin) -> list[str]:
-    """What is to be said before a distributed model is trained by a command; it leaves out what servers cannot do."""
+    """Return what a command reports before it trains ``model``, and turn off the router logits in its config."""
     notes = [text] if (text := model.no_dropout.said(model.config)) else []
     if getattr(model.config, "output_router_logits", False):
         model.config.output_router_logits = False
@@ -114,17 +114,18 @@ def notes_on_training(model: RemoteModelMixin) -> list[str]:
 
 
 def dropout_of_blocks(config: PreTrainedConfig, family: Family) -> dict[str, float]:
-    """Config fields, with their values, by which the blocks of the stock model drop out, or jitter, in training.
+    """Return the config fields, with their values, that cause dropout or jitter in the stock model's blocks.
 
-    Those above 0 that some module in a block keeps; in falcon without alibi, flash attention alone then uses one.
+    A field counts if it is above 0 and a module in a block keeps its value. Falcon without alibi uses one such field
+    only in flash attention.
     """
     marked, marks = copy.deepcopy(config), {}
     for number, (path, value) in enumerate(_random_fields(config)):
         holder = marked
         for name in path[:-1]:
             holder = getattr(holder, name)
-        mark = 0.5 + (number + 1) / 1024  # found again in whatever is made from this field
-        vars(holder)[path[-1]] = mark  # not setattr: some are typed int
+        mark = 0.5 + (number + 1) / 1024  # a unique value, which is found again in the modules that use this field
+        vars(holder)[path[-1]] = mark  # not setattr, because some fields are typed int
         marks[mark] = ".".join(path), value
     if not marks:
         return {}

@@ -68,64 +68,64 @@ class _Distributed:
         num_prompt_tokens: int = NUM_PROMPT_TOKENS,
         **config_overrides: Any,
     ) -> RemoteModelMixin:
-        """Loads embeddings, norms and head; the blocks are computed by the swarm.
+        """Load embeddings, norms and head. The swarm computes the blocks.
 
-        What concerns the swarm is given as a ``ClientConfig``, or by the keywords that are named like its fields, whose
-        defaults are there.
+        Settings of the swarm come from a ``ClientConfig``, or from the keywords with the names of its fields.
+        ``ClientConfig`` has their defaults.
 
         Args:
-            name_or_path: hub name, directory, GGUF file, or a short name that ``default_model.locate`` knows;
-                ``swarm://NAME`` for a model whose files members give if they are not on this machine, ``swarm://`` for
-                the only one of the swarm. With ``initial_peers``, members also give what the hub does not.
+            name_or_path: a hub name, directory, GGUF file, or a short name that ``default_model.locate`` knows.
+                ``swarm://NAME`` reads missing files from the swarm's members; ``swarm://`` means the swarm's only
+                model. Given ``initial_peers``, members also send the files when the hub cannot be reached.
             initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
             swarm: the swarm's name.
-            config: instead of the keywords that are named like its fields.
-            revision: branch, tag or commit of a hub model. Servers must serve the same; ``swarm://`` takes the one that
-                most of them serve.
-            dtype: of the client's part; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
+            config: a config to use instead of the keywords with the names of its fields.
+            revision: the branch, tag or commit of a hub model. Servers must serve the same revision; ``swarm://`` takes
+                the revision that most of them serve.
+            dtype: the dtype of the client's part; "auto" is float32 on the CPU and the checkpoint's dtype elsewhere.
             wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
                 before ``PeerBusy``.
-            step_timeout_s: how long to wait for one server's answer, as long as it says that it is there.
-            recovery_timeout_s: how long a generation or a training step waits until others have taken the place of
-                servers that failed, before ``RecoveryFailed``; 0 lets it fail at once.
-            standby: keep a copy of each generation's keys and values on other servers, so that next to nothing must be
-                computed again when one fails. It costs their room and the network between them.
-            on_event: called with what happens to generations and training, an event of ``swarm_client.core.events``:
+            step_timeout_s: how long to wait for one server's answer, while the server says that it is still there.
+            recovery_timeout_s: how long a generation or a training step waits for other servers to replace failed
+                ones, before ``RecoveryFailed``; 0 makes it fail at once.
+            standby: keep a replica of each generation's keys and values on other servers. Then almost nothing is
+                computed again when a server fails. The replica costs room on servers and traffic between them.
+            on_event: a function that gets each event of a generation or training (``swarm_client.core.events``):
                 ``Recovery``, ``Move``, ``Waiting``, ``Retry``, ``WrongAnswers`` or ``DoubtfulTokens``. It runs on the
-                network's thread and must not hold it up.
-            compression: of hidden states and their gradients on the wire: "raw", "bf16", "int8" or "int4" (4.5 bits).
-                "auto", the default, is raw where links are fast enough.
-            compression_error: relative error of the last hidden state, measured for this model, that "auto" may cause.
-            head_quant: of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which is
-                faster and smaller, and frozen. A classifier's head stays as it is.
-            draft: what guesses the next tokens, which one pass through the servers verifies: "lookup", or the name or
-                directory of a small model with the same tokenizer; "none"; or "auto", which guesses where passes are
-                slow. The text is the same. See ``model.speculation``.
+                network's thread and must not block the thread.
+            compression: the format of hidden states and their gradients on the wire: "raw", "bf16", "int8" or "int4"
+                (4.5 bits). "auto", the default, is raw where links are fast enough.
+            compression_error: the relative error of the last hidden state that "auto" may cause for this model.
+            head_quant: the format of the head that turns hidden states into logits: "none", or "int8" (on the CPU),
+                which is faster, smaller and frozen. A classifier's head stays as it is.
+            draft: the source of guesses for the next tokens. One pass through the servers verifies several guesses,
+                which do not change the text. It is "lookup", the name or directory of a small model with the same
+                tokenizer, "none", or "auto", which guesses where passes are slow. See ``model.speculation``.
             allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
-            blocked_servers: the same of servers that are not used.
-            adapter: name of an adapter that servers have loaded; only those that have are used.
-            check_share: how much of the servers' work in generations is spent on computing answers again, by others who
-                are compared with them; more for new servers, and 0 checks nothing. By default 0.025, and 0 in the swarm
-                registered on this machine.
-            timeouts: of single exchanges with servers.
-            swarm_key: of a private swarm, whose members alone are taken for servers. A membership has it already.
-            membership: file that makes this client a member of a private swarm; by default, what the environment
-                variable SWARM_MEMBERSHIP has in it.
-            identity: key file of the peer that the membership is for, if that came without one.
-            tuning_mode: "prompt" adds virtual tokens before those of every row, "deep_prompt" others before every block
-                too: so many ``num_prompt_tokens``, and nothing else, are trained. See ``model.prompts``.
+            blocked_servers: peer ids, or their ends, of servers that are not used.
+            adapter: the name of an adapter that servers have loaded; only servers that have loaded it are used.
+            check_share: the share of the servers' work in generations that is spent on checks: other servers compute
+                the same answers, and the client compares them. New servers are checked more; 0 checks nothing. The
+                default is 0.025, or 0 in the swarm registered on this machine.
+            timeouts: the timeouts of single exchanges with servers.
+            swarm_key: the key of a private swarm; only its members are used as servers. A membership contains the key.
+            membership: the file that makes this client a member of a private swarm; by default, the value of the
+                environment variable SWARM_MEMBERSHIP.
+            identity: the key file of the peer that the membership is for, if the membership came without the key.
+            tuning_mode: "prompt" adds trained virtual tokens before every row; "deep_prompt" also adds others before
+                every block. There are ``num_prompt_tokens``, and nothing else is trained. See ``model.prompts``.
             config_overrides: fields of the model's config, such as ``num_labels=3``.
 
         Returns:
-            The stock class (such as ``LlamaForCausalLM``) with ``model.blocks`` and ``model.close()`` added; it also is
-            a context manager.
+            The stock class (such as ``LlamaForCausalLM``) with ``model.blocks`` and ``model.close()`` added. The model
+            is also a context manager.
 
         Raises:
-            ValueError: a value is out of its range, or ``config`` comes with one of its fields beside it.
-            CheckpointError: the model cannot be read; UnsupportedModel: it cannot be split.
+            ValueError: a value is out of its range, or both ``config`` and one of its fields are given.
+            CheckpointError: the model cannot be read; UnsupportedModel: the model cannot be split.
             NoSwarm: no member of the swarm answers.
-            AccessDenied: the swarm is private, and this client is no member of it; raised by the first pass.
-            NoRoute: no server has ``adapter``, or is one of ``allowed_servers``, though there are others.
+            AccessDenied: the swarm is private, and this client is not a member; the first pass raises this error.
+            NoRoute: there are servers, but none has ``adapter``, or none is one of ``allowed_servers``.
         """
         config = _client_config(
             config,
@@ -171,19 +171,19 @@ class _Distributed:
 
 
 class DistributedModel(_Distributed):
-    """``AutoModelForCausalLM`` for a swarm."""
+    """The counterpart of ``AutoModelForCausalLM`` for a swarm."""
 
     _auto_class = AutoModelForCausalLM
 
 
 class DistributedModelForSequenceClassification(_Distributed):
-    """``AutoModelForSequenceClassification`` for a swarm."""
+    """The counterpart of ``AutoModelForSequenceClassification`` for a swarm."""
 
     _auto_class = AutoModelForSequenceClassification
 
 
 def _client_config(config: ClientConfig | None, **keywords: Any) -> ClientConfig:
-    """``config``, or the one that the keywords fill, of which those that are None were not given."""
+    """Return ``config``, or a config with the values of the keywords; a keyword that is None was not given."""
     given = {name: value for name, value in keywords.items() if value is not None}
     if config is None:
         return ClientConfig(**given)
@@ -205,11 +205,11 @@ def load_client(
     device: torch.device,
     config_overrides: dict[str, Any] | None = None,
 ) -> RemoteModelMixin:
-    """The client's half of a model, with unconnected remote blocks.
+    """Return the client's half of a model, with unconnected remote blocks.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape than the model.
-        UnsupportedModel: there is no such head for this model.
+        CheckpointError: a tensor is missing, or its shape differs from the model's.
+        UnsupportedModel: ``auto_class`` has no class for this type of model.
     """
     family, config = checkpoint.family, copy.deepcopy(checkpoint.config)
     for name, value in (config_overrides or {}).items():
@@ -227,7 +227,7 @@ def load_client(
     own_class = client_class(hf_class, family)
     one_block = slice_config(config, Span(0, 1))
     if hasattr(config, "layer_types"):
-        one_block.layer_types = config.layer_types  # rotary embeddings are made for every type of block among them
+        one_block.layer_types = config.layer_types  # the model makes a rotary embedding for every type of block
     with hf_loader(), reading_shown(checkpoint.client_tensors()) as tensors:
         loaded: Any = own_class.from_pretrained(
             None,
@@ -238,7 +238,7 @@ def load_client(
             ignore_mismatched_sizes=True,  # reported, and refused below
         )
     model: RemoteModelMixin
-    model, info = loaded  # a pair because of output_loading_info, of which transformers' annotations do not know
+    model, info = loaded  # a pair because of output_loading_info, which transformers' annotations ignore
     for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else NEW_HEADS):
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     model.fill_blocks(config)
@@ -249,5 +249,5 @@ def load_client(
     config._attn_implementation_internal = ATTENTION
     if checkpoint.generation_config is not None:
         model.generation_config = checkpoint.generation_config
-    model.name_or_path = str(checkpoint.location)  # adapters say what they were made for
+    model.name_or_path = str(checkpoint.location)  # a saved adapter names the model that it was made for
     return model.eval().to(device)

@@ -1,4 +1,4 @@
-"""One forward of a stock model through its remote blocks, each of which has a module in it."""
+"""One forward of a stock model through its remote blocks; a module in the model stands for each block."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelPass:
-    """Blocks are computed from one start to the next, when the module of the first of them is called.
+    """One forward pass. The blocks from one start to the next are computed when the module of that start is called.
 
     Attributes:
-        later: the session is opened on servers only when there is more for it.
-        packed: see ``RemoteSpan``; without a session only.
-        starts: blocks whose input is looked at or changed here; the first block is always among them.
-        num_wanted: how many of the last outputs are used, if a session computes them; None: all.
+        later: whether servers open the session only at its next step, if a next step follows.
+        packed: see ``RemoteSpan``; only used without a session.
+        starts: the blocks whose input is read or changed here; the first block is always among them.
+        num_wanted: how many of the last outputs are used, if a session computes them; None means all.
     """
 
     remote: RemoteSpan
@@ -39,12 +39,12 @@ class ModelPass:
     starts: Sequence[int]
     num_wanted: int | None
 
-    _snapshot: Snapshot | None = None  # of what is added to the blocks, in a pass without a session
+    _snapshot: Snapshot | None = None  # of the adapter and prompts, in a pass without a session
     _first: torch.Tensor | None = None  # input of the first block
-    _outputs: dict[int, torch.Tensor] | None = None  # of a session: by the start they are the next input of
+    _outputs: dict[int, torch.Tensor] | None = None  # a session's outputs, by the start that they enter next
 
     def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What the module of this block returns, [batch, new, hidden_size]."""
+        """Return the output of this block's module, [batch, new, hidden_size]."""
         if block not in self.starts:
             return hidden
         if self._snapshot is None and self._outputs is None:
@@ -55,7 +55,7 @@ class ModelPass:
         return blocks(hidden, self.attention_mask, self.position_ids, snapshot=self._snapshot, packed=self.packed)
 
     def finish(self) -> None:
-        """To be called when the model has come to its end."""
+        """Give a session that was not used in this pass its first positions. Call this after the model's forward."""
         if self.session is not None and self._snapshot is not None:
             assert self._first is not None
             inputs = BlockInput(self._first, self.attention_mask, self.position_ids)
@@ -79,13 +79,13 @@ class ModelPass:
         self._outputs = dict(zip(ends, outputs, strict=True))
 
     def _step(self, session: RemoteSession, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of all blocks before a start, and of the last block."""
+        """Run one step of the session; return the outputs of the blocks before each start, and of the last block."""
         inputs = BlockInput(hidden, self.attention_mask, self.position_ids)
         if len(self.starts) > 1:
             outputs = session.step_through(inputs)
             return tuple(outputs[self._end(start) - 1].to(hidden.device) for start in self.starts)
         wanted = session.step(inputs, self.num_wanted).to(hidden.device)
-        missing = hidden.shape[1] - wanted.shape[1]  # nobody looks at these
+        missing = hidden.shape[1] - wanted.shape[1]  # nobody reads these positions
         return (nn.functional.pad(wanted, (0, 0, missing, 0)) if missing else wanted,)
 
     def _computed(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -96,13 +96,13 @@ class ModelPass:
                 "they keep a cache: leave them as they are, or pass use_cache=False"
             )
         output = self._outputs[self._end(block)]
-        return output.clone() if len(self.starts) > 1 else output  # so that a change of it in place is noticed
+        return output.clone() if len(self.starts) > 1 else output  # so that an in-place change is noticed
 
 
 def starts_of(modules: Sequence[nn.Module], every_block: bool) -> list[int]:
-    """Of a pass through the modules of all blocks: where ``every_block`` or a hook of somebody else has it stop.
+    """Return the blocks at which a pass must stop, because of ``every_block`` or a foreign hook.
 
-    The number of blocks is among them if what comes out of the last one is looked at.
+    The list includes the number of blocks if something reads the output of the last block.
     """
     starts = {0}
     for block, module in enumerate(modules):
@@ -115,12 +115,12 @@ def starts_of(modules: Sequence[nn.Module], every_block: bool) -> list[int]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Of somebody else, on its input or output."""
+    """Return whether foreign hooks are on the module's input or output."""
     return are_foreign(module._forward_pre_hooks, module._forward_hooks)
 
 
 def are_foreign(*hooks: dict[int, Callable]) -> bool:
-    """Whether some are neither ours nor those by which transformers collects hidden states where they are asked for."""
+    """Return whether some hooks are neither ours nor those with which transformers collects hidden states."""
     ours = ("swarm_client.", "transformers.utils.output_capturing")
     return any(not getattr(hook, "__module__", "").startswith(ours) for some in hooks for hook in some.values())
 
@@ -130,7 +130,7 @@ def needs_grad(*tensors: torch.Tensor) -> bool:
 
 
 class _FromCache(torch.autograd.Function):
-    """What came out of blocks that have keys and values from before: nothing leads back to those."""
+    """The autograd function for outputs of a filled cache. It has no gradient, because the cache keeps no graph."""
 
     @staticmethod
     def forward(_ctx, compute: Callable[[], tuple[torch.Tensor, ...]], *_inputs: torch.Tensor):

@@ -1,4 +1,4 @@
-"""A bar while the client's own part of a model is read."""
+"""A progress bar for reading the client's own part of a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tqdm import tqdm
 from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.process.logs import shows_progress
 
-_DELAY_S = 0.5  # what is read sooner needs no bar
+_DELAY_S = 0.5  # a shorter read needs no bar
 
 
 @contextmanager
 def reading_shown(tensors: Mapping[str, StoredTensor]) -> Iterator[dict[str, StoredTensor]]:
-    """The same tensors; how much of them has been read is shown to who looks at stderr."""
+    """Yield the same tensors, and show on stderr how much of them has been read."""
     with tqdm(
         total=sum(tensor.size_bytes for tensor in tensors.values()),
         desc="loading embeddings and head",

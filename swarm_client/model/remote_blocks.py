@@ -1,4 +1,4 @@
-"""Remote blocks as a module: sliceable, callable on hidden states, differentiable."""
+"""Remote blocks as a module that can be sliced, called on hidden states, and differentiated."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from swarm_protocol.wire.block_input import BlockInput
 
 
 class RemoteSpan:
-    """Some blocks of a model, wherever they are.
+    """A span of a model's blocks, on whichever servers they are.
 
-    ``span(hidden)`` runs them; ``span[a:b]`` is a part of them, counted from the model's first block.
+    ``span(hidden)`` runs the blocks. ``span[a:b]`` is a part of the span, counted from the model's first block.
     """
 
     def __init__(self, swarm: Swarm, span: Span, max_positions: int | None, added: Callable[[], Added] = Added) -> None:
-        """``added`` says what the client adds to the model's blocks at present."""
+        """Set up a span; ``added`` returns what the client adds to the model's blocks at present."""
         self.swarm = swarm
         self.span = span
         self.max_positions = max_positions
@@ -44,7 +44,7 @@ class RemoteSpan:
         return len(self.span)
 
     def __getitem__(self, blocks: slice) -> RemoteSpan:
-        """``model.blocks[6:10]``; raises ValueError if these are not among the blocks."""
+        """Return a part such as ``model.blocks[6:10]``. Raise ValueError if it is outside this span."""
         if not isinstance(blocks, slice) or blocks.step not in (None, 1):
             raise ValueError(f"remote blocks are taken by a slice such as blocks[6:10], not {blocks!r}")
         start = self.span.start if blocks.start is None else blocks.start
@@ -56,7 +56,7 @@ class RemoteSpan:
 
     @property
     def added(self) -> Added:
-        """What the client adds to these blocks at present."""
+        """Return what the client adds to these blocks at present."""
         return self._added().over(self.span)
 
     def __call__(
@@ -68,17 +68,17 @@ class RemoteSpan:
         snapshot: Snapshot | None = None,
         packed: bool = True,
     ) -> torch.Tensor:
-        """Hidden states after the last block of the span, without a cache.
+        """Return the hidden states after the last block, [batch, tokens, hidden_size], computed without a cache.
 
         Gradients flow to ``hidden``, and to the adapter and prompts that the client adds to these blocks.
 
         Args:
             hidden: [batch, tokens, hidden_size], the input of the first block of the span.
-            attention_mask: [batch, tokens], 0 for padding; None if there is none.
+            attention_mask: [batch, tokens], 0 for padding; None without padding.
             position_ids: [batch or 1, tokens]; None for 0, 1, 2, …
-            snapshot: what is added to the blocks; by default what is at present.
-            packed: without a mask, a position that does not follow the one before it begins another sequence in the
-                same row, which does not see what is before it, as in stock models without a cache.
+            snapshot: what is added to the blocks; by default what the client adds at present.
+            packed: without a mask, a position that does not follow the previous one begins another sequence in the
+                same row. That sequence does not see earlier ones, as in stock models without a cache.
 
         Raises:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
@@ -103,16 +103,16 @@ class RemoteSpan:
         row_unit: int = 1,
         user: str = "",
     ) -> RemoteSession:
-        """A session over these blocks.
+        """Return a session over these blocks.
 
         Args:
-            reserve_tokens: positions per row that are asked for at its first step. With less than the session gets in
-                the end, it may be preempted by older ones for a while, when servers are full.
+            reserve_tokens: the positions per row to lease at the first step. If the session becomes longer, older
+                sessions may preempt it for a while when servers are full.
             standby: see ``DistributedModel.from_pretrained``, which gives the default.
-            on_event: likewise.
-            is_bundled: its steps travel in one message with those of other sessions that are ready at the same time.
-            row_unit: so many rows, such as the beams of one text, are reordered among themselves.
-            user: whom it is for, see ``swarm_client.batching.request.Request``.
+            on_event: see ``DistributedModel.from_pretrained``, which gives the default.
+            is_bundled: whether steps share a message with steps of other sessions that are ready at the same time.
+            row_unit: the number of rows, such as the beams of one text, that are reordered among themselves.
+            user: the user of the session; see ``swarm_client.batching.request.Request``.
         """
         return RemoteSession(
             self.swarm,
@@ -132,9 +132,9 @@ class RemoteSpan:
 
 
 class _RemoteForward(torch.autograd.Function):
-    """Frozen remote blocks: the backward pass sends the inputs again where servers have not kept what they need.
+    """The autograd function of frozen remote blocks. Its backward sends inputs again to servers that did not keep them.
 
-    The tensors of an adapter are inputs too, so that their gradients arrive where autograd wants them.
+    The tensors of an adapter are inputs too, so that autograd receives their gradients.
     """
 
     @staticmethod
@@ -160,25 +160,25 @@ class _RemoteForward(torch.autograd.Function):
 
 
 class BlockModule(Inside):
-    """Stands in a stock model where a block was: what hooks on it see and change is what they would of the block.
+    """A module in the place of a stock model's block. Hooks on the module see and change what they would on the block.
 
-    The model's own code calls it with keyword arguments that differ between families; what matters (mask, positions,
-    cache) is given to ``RemoteBlocks`` before. Inside it are the block's own modules, hollow.
+    The model's code calls the module with keyword arguments that differ between families. ``RemoteBlocks`` already has
+    those that matter (mask, positions, cache). The block's own modules are inside, without weights.
     """
 
     # Servers decide what they keep for the backward pass.
     gradient_checkpointing = property(lambda _self: False, lambda _self, _value: None)
 
     def __init__(self, blocks: RemoteBlocks, index: int) -> None:
-        nn.Module.__init__(self)  # not super(): a family's block class may stand between
-        self._blocks, self.index = [blocks], index  # in a list: no part of the module
+        nn.Module.__init__(self)  # not super(), because a family's block class may come next in the MRO
+        self._blocks, self.index = [blocks], index  # in a list, so that it is not a submodule
 
     def forward(self, hidden: torch.Tensor, *_args, **_kwargs):
         return self._blocks[0].through(self.index, hidden)
 
     @property
     def remote(self) -> RemoteSpan:
-        """All blocks of the model."""
+        """Return all blocks of the model."""
         return self._blocks[0]._remote[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -190,10 +190,10 @@ class BlockModule(Inside):
 
 
 class BlockList(nn.ModuleList):
-    """The modules that stand for blocks, in the place of the stock model's list; a slice of it computes them.
+    """The list of the modules that stand for blocks, in the place of the stock model's list. Its slices can be called.
 
     ``model.model.layers[6:10](hidden)`` is ``model.blocks[6:10](hidden)``. A slice of a slice counts from the first
-    block in that slice, as in a Python list.
+    block of the outer slice, as in a Python list.
     """
 
     def forward(
@@ -202,10 +202,10 @@ class BlockList(nn.ModuleList):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states after the last block of the list; see ``RemoteSpan``.
+        """Return the hidden states after the last block of the list; see ``RemoteSpan`` for arguments and shapes.
 
         Raises:
-            RequestRejected: the blocks do not follow one another, or there are none.
+            RequestRejected: the blocks are not consecutive, or there are none.
         """
         modules: list[Any] = list(self)
         indices = [module.index for module in modules]
@@ -216,20 +216,20 @@ class BlockList(nn.ModuleList):
 
 
 class RemoteBlocks(BlockModule):
-    """The module of the first block, which also knows what all of them need.
+    """The module of the first block, which also holds what all blocks share.
 
     Attributes:
-        prompts: parameters that the client adds to the blocks; None if there are none.
-        hollow: what is inside the blocks, where PEFT puts its layers; None until the model is loaded.
-        adapter_name: of what servers add themselves.
-        modules_in_place: of all blocks.
+        prompts: the prompts that the client adds to the blocks; None if there are none.
+        hollow: the modules inside the blocks, where PEFT puts its layers; None until the model is loaded.
+        adapter_name: the name of the adapter that servers add themselves; empty if there is none.
+        modules_in_place: the modules that stand for the blocks, one for each block.
     """
 
     def __init__(self, returns_tuple: bool) -> None:
         BlockModule.__init__(self, self, 0)
         self.modules_in_place: list[BlockModule] = [self]
         self._returns_tuple = returns_tuple
-        self._remote: list[RemoteSpan] = []  # in a list: not part of the module
+        self._remote: list[RemoteSpan] = []  # in a list, so that it is not part of the module
         self._context = threading.local()
         self._salt = secrets.token_bytes(32)
         self.prompts: Prompts | None = None
@@ -237,14 +237,14 @@ class RemoteBlocks(BlockModule):
         self.adapter_name = ""
 
     def added(self) -> Added:
-        """What is added to the blocks at present."""
+        """Return what is added to the blocks at present."""
         low_rank = () if self.hollow is None else tuple(self.hollow.low_rank())
         prompts = () if self.prompts is None else tuple(self.prompts.of_blocks())
         return Added(Adapter(self._salt, low_rank, prompts), self.adapter_name, self.training)
 
     @property
     def num_virtual(self) -> int:
-        """Positions before those of every row that the model's users see."""
+        """Return the number of virtual positions before the first position that users see, per row."""
         return 0 if self.prompts is None else self.prompts.num_tokens
 
     def connect(self, remote: RemoteSpan) -> None:
@@ -260,12 +260,12 @@ class RemoteBlocks(BlockModule):
         packed: bool = False,
         every_block: bool = False,
     ) -> None:
-        """What the forward that begins now in this thread needs to know.
+        """Prepare this thread for a forward of the model, which begins now.
 
         Args:
-            later: the session is opened on servers only when there is more for it.
+            later: whether servers open the session only at its next step, if a next step follows.
             packed: see ``RemoteSpan``.
-            every_block: hidden states after every block are looked at.
+            every_block: whether the hidden states after every block are read.
         """
         modules = self.modules_in_place
         starts = starts_of(modules, every_block)
@@ -277,17 +277,17 @@ class RemoteBlocks(BlockModule):
         )
 
     def end(self, output: Any) -> Any:
-        """That forward's output for the tokens that it was called with; ``output``: None if it failed."""
-        ended, self._context.value = getattr(self._context, "value", None), None  # else it would keep a session
+        """End the forward, and return its output without virtual tokens. ``output`` is None if the forward failed."""
+        ended, self._context.value = getattr(self._context, "value", None), None  # else the thread keeps a session
         if output is None:
             return None
         if ended is not None:
             ended.finish()
         return self.prompts.without(output) if self.prompts is not None and self._context.has_virtual else output
 
-    @torch.compiler.disable  # it cannot look into coroutines
+    @torch.compiler.disable  # the compiler cannot look into coroutines
     def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """What the module of this block returns."""
+        """Return the output of this block's module for ``hidden``, [batch, new, hidden_size]; some return a tuple."""
         model_pass = getattr(self._context, "value", None)
         if model_pass is None:
             raise RequestRejected(
@@ -299,7 +299,7 @@ class RemoteBlocks(BlockModule):
 
     @contextmanager
     def only_last(self, num_wanted: int | None) -> Iterator[None]:
-        """Meanwhile, in this thread, sessions return this many of the last positions, and zeros before them."""
+        """Make sessions in this thread return only the last ``num_wanted`` positions, with zeros before; None: all."""
         self._context.num_wanted = num_wanted
         try:
             yield

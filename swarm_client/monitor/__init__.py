@@ -1,1 +1,1 @@
-"""Looks at a swarm without using it: ``status`` and what it shows."""
+"""Observes a swarm without using it: ``status`` and the data that it shows."""

@@ -1,4 +1,4 @@
-"""One model of a swarm as a client sees it: who answers, how far they are, and the chain that it would take."""
+"""One model of a swarm as a client sees it: its servers, their round trips, and the chain that the client would use."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from swarm_protocol.dht.dht import Dht
 
 _AT_ONCE = 32  # servers that are asked together
-_ANSWER_S = 4.0  # after so long a server does not answer
+_ANSWER_S = 4.0  # a server that takes longer counts as silent
 _LATELY_S = 10.0
-_NEED_TOKENS = 64  # room that the client looks for: a short generation
+_NEED_TOKENS = 64  # the room that the client looks for: a short generation
 UNREACHABLE = "unreachable"
-MOST = 200  # servers that are spoken to: each costs a connection
+MOST = 200  # the most servers that are contacted: each costs a connection
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class ServerStatus:
     """One server.
 
     Attributes:
-        record: as the server itself gave it if it was asked lately, else as the DHT has it.
-        rtt_s: None if it has not been measured.
-        answers: False if it was asked and did not answer.
-        denial: what it answered if it does not let this client in.
-        relay_id: the peer through which it was reached; empty if it was reached directly.
+        record: the server's own record if it was asked recently, otherwise the DHT's.
+        rtt_s: the round trip; None if it has not been measured.
+        answers: False if the server was asked and did not answer.
+        denial: the error message with which the server refused this client; empty if it did not.
+        relay_id: the peer through which the server was reached; empty if it was reached directly.
     """
 
     record: ServerRecord
@@ -55,10 +55,10 @@ class ModelStatus:
     """One model of a swarm.
 
     Attributes:
-        servers: all of them, first blocks first.
-        revision: of the model; the client uses no servers of another. Empty: any.
-        chain: the one that it would take now; empty if there is none, and ``no_chain`` may say why.
-        tokens_per_s: to expect of the chain.
+        servers: all servers of the model, first blocks first.
+        revision: the model's revision; the client uses no servers of another one. Empty: any revision.
+        chain: the chain that the client would take now; empty if there is none. ``no_chain`` may say why.
+        tokens_per_s: the expected speed of the chain.
     """
 
     model: str
@@ -70,13 +70,13 @@ class ModelStatus:
     no_chain: str = ""
 
     def serves(self, server: ServerStatus) -> bool:
-        """Whether a client can use it now."""
+        """Return whether a client can use the server now."""
         record = server.record
         fits = record.revision == (self.revision or record.revision) and record.wire_version == WIRE_VERSION
         return server.answers and fits and record.state is ServerState.ONLINE and not server.denial
 
     def state_of(self, server: ServerStatus) -> str:
-        """That of the record, or why a client cannot use it: unreachable, denied, incompatible, other_revision."""
+        """Return the record's state, or why it is unusable: unreachable, denied, incompatible, other_revision."""
         if not server.answers:
             return UNREACHABLE
         if server.denial:
@@ -89,18 +89,18 @@ class ModelStatus:
 
     @property
     def replicas(self) -> list[int]:
-        """For every block, how many servers hold it that a client can use."""
+        """Return for every block how many servers that a client can use hold it."""
         return self._replicas([server for server in self.servers if self.serves(server)])
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        """Blocks that no server holds, whether it lets this client in or not."""
+        """Return the blocks that no server holds, including servers that refuse this client."""
         held = self._replicas([server for server in self.servers if server.denial or self.serves(server)])
         return missing_spans(held)
 
     @property
     def denied(self) -> tuple[Span, ...]:
-        """Blocks of which all servers deny this client access."""
+        """Return the blocks whose servers all deny this client access."""
         here, gone = self.replicas, {block for span in self.missing for block in span}
         return missing_spans([count or block in gone for block, count in enumerate(here)])
 
@@ -109,7 +109,7 @@ class ModelStatus:
 
 
 class ModelMonitor:
-    """What the DHT says of a model's servers, and what they say themselves. Runs on the background loop."""
+    """The monitor of one model: the DHT's records of its servers, and their answers. Runs on the background loop."""
 
     def __init__(self, config: ClientConfig, model: str, num_blocks: int, connect: Connect) -> None:
         self.num_blocks = num_blocks
@@ -118,14 +118,14 @@ class ModelMonitor:
         self._connect = connect
         self._seen = _Seen()
         self._swarm: Swarm | None = None
-        self._answers: dict[str, _Answer] = {}  # by peer id
+        self._answers: dict[str, _Answer] = {}  # keys: peer ids
         self._asking: dict[str, asyncio.Task[Any]] = {}
         self._limit = asyncio.Semaphore(_AT_ONCE)
         self._chain: Route = ()
         self._no_chain = ""
 
     def see(self, view: SwarmView) -> None:
-        """What was read last. That there is nobody is believed if nobody has answered lately: reading may fail."""
+        """Take the DHT's last view. An empty view counts only if no server has answered recently: reading may fail."""
         lately_s = now_s() - _LATELY_S
         if view.servers or not any(answer.record and answer.time_s > lately_s for answer in self._answers.values()):
             self._seen.now = view
@@ -133,19 +133,19 @@ class ModelMonitor:
         self._answers = {peer_id: answer for peer_id, answer in self._answers.items() if peer_id in there}
 
     def status(self) -> ModelStatus:
-        """As of now; ``ask`` makes it fresh."""
+        """Return the status as it is known now; ``ask`` makes it current."""
         servers = self._servers()
         status = ModelStatus(self._model, self.num_blocks, servers, _prevailing_revision(servers))
         chain = _as_now(self._chain, status)
-        if chain and self._swarm is not None:  # which has found the chain
+        if chain and self._swarm is not None:  # the swarm object that found the chain
             tokens_per_s = 1 / seconds(chain, self._swarm.costs())
             return dataclasses.replace(status, chain=chain, tokens_per_s=tokens_per_s)
         return dataclasses.replace(status, no_chain=self._no_chain)
 
     async def ask(self, most: int, timeout_s: float) -> None:
-        """Asks servers how they are, the chain's first and then those asked longest ago, and finds the chain again.
+        """Ask servers for their records, the chain's first, then the longest unasked; find the chain again.
 
-        Some may not have answered after ``timeout_s``; what they say later is in a later status.
+        Some may not answer within ``timeout_s``; their later answers are part of a later status.
         """
         revision = self.status().revision
         swarm = self._swarm
@@ -179,7 +179,7 @@ class ModelMonitor:
 
     def _latest(self, record: ServerRecord) -> ServerStatus:
         answer = self._answers.get(record.peer_id)
-        if answer is None or answer.asked.tls_fingerprint != record.tls_fingerprint:  # not since it was started
+        if answer is None or answer.asked.tls_fingerprint != record.tls_fingerprint:  # not asked since its start
             return ServerStatus(record)
         if answer.record is None:
             return ServerStatus(record, answers=bool(answer.denial), denial=answer.denial, relay_id=answer.relay_id)
@@ -189,7 +189,7 @@ class ModelMonitor:
 
     async def _use(self, revision: str) -> Swarm:
         old, self._chain = self._swarm, ()
-        dht = cast("Dht", self._seen)  # as far as a client asks it
+        dht = cast("Dht", self._seen)  # ``_Seen`` has all that a client uses of a Dht
         swarm = self._swarm = Swarm(
             self._config, self._model, revision, self.num_blocks, dht=dht, connect=self._connect
         )
@@ -198,7 +198,7 @@ class ModelMonitor:
         return swarm
 
     def _to_ask(self, most: int) -> list[ServerRecord]:
-        """A server that joins does not listen yet."""
+        """Return the servers to ask. A joining server is not asked, because it does not listen yet."""
         servers = [server for server in self._seen.now.servers if server.state is not ServerState.JOINING]
         new = [server for server in servers if server.peer_id not in self._answers]
         room = MOST - len(self._answers)
@@ -223,21 +223,21 @@ class ModelMonitor:
         self._answers[record.peer_id] = _Answer(record, answer, rtt_s, now_s(), denial, swarm.relay_of(record.peer_id))
 
     async def _find_chain(self, swarm: Swarm) -> tuple[Route, str]:
-        """The chain, or why there is none; blocks that are missing or denied say enough."""
+        """Return the chain, or the reason why there is none; the reason is empty if blocks are missing or denied."""
         status = self.status()
         if status.missing or status.denied:
             return (), ""
         silent = [peer_id for peer_id, answer in self._answers.items() if answer.record is None]
         try:
             chain = await swarm.chain(Span(0, self.num_blocks), _NEED_TOKENS, avoid=silent, timeout_s=0)
-        except SwarmError as error:  # no chain, or this model is no longer looked at
+        except SwarmError as error:  # no chain, or the model's monitor was closed
             return (), str(error)
         return chain, ""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a server said when it was asked: its record, why it does not let this client in, or nothing."""
+    """A server's answer when it was asked: its record, the reason of its refusal, or nothing."""
 
     asked: ServerRecord  # the DHT's record at that time
     record: ServerRecord | None
@@ -248,9 +248,9 @@ class _Answer:
 
 
 class _Seen:
-    """The DHT for a ``Swarm``: what was read last."""
+    """A stand-in for the DHT in a ``Swarm``, with the view that was read last."""
 
-    is_alive, is_alone = True, False  # who reads the DHT sees to it
+    is_alive, is_alone = True, False  # the reader of the DHT takes care of both
 
     def __init__(self) -> None:
         self.now = SwarmView()
@@ -263,14 +263,14 @@ class _Seen:
 
 
 def _prevailing_revision(servers: Sequence[ServerStatus]) -> str:
-    """The one of most servers that are online."""
+    """Return the revision of most servers that are online, or of most servers if none is online."""
     online = [s.record.revision for s in servers if s.answers and s.record.state is ServerState.ONLINE]
     counts = Counter(online or [server.record.revision for server in servers])
     return max(counts, key=lambda revision: (counts[revision], revision), default="")
 
 
 def _as_now(chain: Route, status: ModelStatus) -> Route:
-    """The chain with its servers as they are now; empty if one cannot do its part any more."""
+    """Return the chain with current records; empty if one server cannot do its part any more."""
     usable = {server.record.peer_id: server.record for server in status.servers if status.serves(server)}
     hops = [Hop(usable[hop.server.peer_id], hop.span) for hop in chain if hop.server.peer_id in usable]
     whole = len(hops) == len(chain) and all(hop.server.span.covers(hop.span) for hop in hops)

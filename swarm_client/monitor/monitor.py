@@ -1,4 +1,4 @@
-"""Looks at a swarm as one of its clients does, once or again and again."""
+"""Observes a swarm as one of its clients does, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from swarm_protocol.errors import NoSwarm
 
 _logger = logging.getLogger(__name__)
 _SOME = 32  # servers of each model that are asked in a round
-_EVERYBODY_S = 6.0  # that asking everybody may take
-_READ_S = 10.0  # that reading the DHT may take
-_LATE_S = 5.0  # after so long it is said that the DHT cannot be read
+_EVERYBODY_S = 6.0  # the time limit for asking all servers
+_READ_S = 10.0  # the time limit for reading the DHT
+_LATE_S = 5.0  # after this time, the DHT is reported as unreadable
 _REJOIN_S = 10.0  # between two attempts to find another way into the swarm
 
 
@@ -30,9 +30,9 @@ class SwarmSnapshot:
     """A swarm at one moment.
 
     Attributes:
-        models: those that have servers.
-        stale_s: how long ago the DHT was read, if it cannot be read at present.
-        num_strangers: servers that are there and are not members, if only members of a private swarm were asked for.
+        models: the models that have servers.
+        stale_s: how long ago the DHT was read, if it cannot be read now; otherwise None.
+        num_strangers: the number of servers that are no members, if only a private swarm's members were requested.
     """
 
     models: tuple[ModelStatus, ...]
@@ -41,7 +41,7 @@ class SwarmSnapshot:
 
 
 class Monitor:
-    """Sees all models of one swarm, or one of them. All methods run on the background loop."""
+    """A monitor of all models of one swarm, or of one model. All methods run on the background loop."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Monitor:
         join: Join | None = None,
         connect: Connect | None = None,
     ) -> None:
-        """``join`` and ``connect`` stand for the network."""
+        """Prepare without connecting. ``join`` and ``connect`` replace the network."""
         self._caller = caller = Caller(config)
         self._config = config
         self._model = model
@@ -62,15 +62,15 @@ class Monitor:
         self._reading: asyncio.Task[Any] | None = None
         self._asking: asyncio.Task[Any] | None = None
         self._readable = True
-        self._read_s = -inf  # when the DHT was last read
-        self._began_s = inf  # when the reading under way began
+        self._read_s = -inf  # the time of the last successful read
+        self._began_s = inf  # the start of the read under way
         self._joined_s = -inf
 
     async def look(self) -> SwarmSnapshot:
-        """Once, with all servers asked, or many of them if there are hundreds.
+        """Look once, and ask all servers, or many of them if there are hundreds.
 
         Raises:
-            NoSwarm: nobody answers, or nobody hosts the model.
+            NoSwarm: no member answers, or no server hosts the model.
         """
         if self._dht is None:
             self._dht, self._joined_s = await self._join(self._config), now_s()
@@ -85,7 +85,7 @@ class Monitor:
         return self._snapshot()
 
     async def look_again(self, wait_s: float) -> SwarmSnapshot:
-        """What is known after ``wait_s`` or sooner; meanwhile the DHT is read, and some servers are asked."""
+        """Read the DHT and ask some servers; return what is known after ``wait_s`` or sooner."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(self._read())
         if self._asking is None or self._asking.done():
@@ -96,7 +96,7 @@ class Monitor:
         return self._snapshot()
 
     async def peers(self) -> list[str]:
-        """Multiaddrs of some members that this client is connected to."""
+        """Return multiaddrs of some members that this client is connected to."""
         return [] if self._dht is None else await self._dht.peers()
 
     async def close(self) -> None:
@@ -133,7 +133,7 @@ class Monitor:
         self._began_s = inf
 
     async def _read_models(self) -> bool:
-        """Returns False, and all stays as it was, if there is nothing where something has been."""
+        """Read all models; return False and change nothing if no models are found although there were some."""
         dht = self._dht
         assert dht is not None  # the swarm was joined
         models = await dht.models()
@@ -150,12 +150,12 @@ class Monitor:
         return True
 
     def _all_silent(self) -> bool:
-        """What can be read may then be no more than what this node has stored before."""
+        """Return whether no server answers: the DHT may then show only what this node has stored before."""
         servers = [server for model in self._models.values() for server in model.status().servers]
         return bool(servers) and not any(server.answers for server in servers)
 
     async def _join_again(self) -> None:
-        """The servers through which this client was connected may all be gone, and others may have come."""
+        """Join again: all servers through which this client was connected may be gone, and others may have come."""
         if now_s() - self._joined_s < _REJOIN_S:
             return
         self._joined_s = now_s()

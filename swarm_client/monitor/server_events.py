@@ -1,4 +1,4 @@
-"""What has happened in a swarm between two looks at it. Decides from data alone."""
+"""Compares two snapshots of a swarm, and returns the events between them. Decides from data alone."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from swarm_protocol.dht.records import missing_spans
 
 
 class EventKind(StrEnum):
-    JOINED = "joined"  # a server is in the DHT that was not
-    LEFT = "left"  # it is not any more: it has withdrawn its record, or this has expired
-    MOVED = "moved"  # it hosts other blocks, or has begun to load them
-    RESTARTED = "restarted"  # the same peer, another process
-    UNREACHABLE = "unreachable"  # it was asked and did not answer
-    BACK = "back"  # it answers again
-    STATE = "state"  # it can be used, or cannot, for another reason than before
-    BLOCKS_LOST = "blocks_lost"  # no server holds them any more
-    BLOCKS_BACK = "blocks_back"  # some server does again
+    JOINED = "joined"  # a new server is in the DHT
+    LEFT = "left"  # a server has withdrawn its record, or the record has expired
+    MOVED = "moved"  # a server hosts other blocks, or has begun to load them
+    RESTARTED = "restarted"  # the same peer runs another process
+    UNREACHABLE = "unreachable"  # a server was asked and did not answer
+    BACK = "back"  # a server answers again
+    STATE = "state"  # a server's usability has changed for another reason
+    BLOCKS_LOST = "blocks_lost"  # no server holds the blocks any more
+    BLOCKS_BACK = "blocks_back"  # some server holds the blocks again
 
 
 @dataclass(frozen=True)
 class SwarmEvent:
-    """Attributes:
-    peer_id: of the server; empty if the event is of blocks.
-    blocks: of the server now, or those of the event: spans with commas between them.
-    state: of the server now, see ``ModelStatus.state_of``.
-    before: what is different now: the blocks of a server that has moved, the state of others.
+    """One event of a server or of blocks.
+
+    Attributes:
+        peer_id: the server's peer id; empty if the event is about blocks.
+        blocks: the server's blocks now, or the event's blocks: spans separated by commas.
+        state: the server's state now, see ``ModelStatus.state_of``.
+        before: the value that has changed: the old blocks of a moved server, or else the old state.
     """
 
     kind: EventKind
@@ -41,7 +43,7 @@ class SwarmEvent:
 
 
 def events_between(before: SwarmSnapshot, now: SwarmSnapshot) -> list[SwarmEvent]:
-    """In the order in which they may have happened: who left, what changed, who joined, what this means for blocks."""
+    """Return the events in a plausible order: servers that left, changed, and joined, then the blocks affected."""
     old = {status.model: status for status in before.models}
     new = {status.model: status for status in now.models}
     names = [*old, *(name for name in new if name not in old)]

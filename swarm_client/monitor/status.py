@@ -1,4 +1,4 @@
-"""Shows a swarm: its servers, their blocks, the chain a client would take, and the blocks that nobody serves."""
+"""Shows a swarm: its servers, their blocks, the chain a client would use, and the blocks that no server holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarm_protocol.wire.printable import printable
 
 
 async def read_status(config: ClientConfig, model: str | None = None) -> SwarmSnapshot:
-    """All models of a swarm that have servers, or the one asked for; raises NoSwarm if there is nobody to ask."""
+    """Return the state of all models that have servers, or of one; raise NoSwarm if no member can be asked."""
     monitor = Monitor(config, model)
     try:
         return await monitor.look()
@@ -30,13 +30,13 @@ async def read_status(config: ClientConfig, model: str | None = None) -> SwarmSn
 
 
 def show(console: Console, swarm: str, snapshot: SwarmSnapshot, height: int | None = None) -> None:
-    """Prints a map of blocks × servers for each model; lines to copy are not broken."""
+    """Print a map of blocks × servers for each model; lines to copy are not broken."""
     for part in picture(swarm, snapshot, console.width, height):
         console.print(part, soft_wrap=isinstance(part, Text))
 
 
 def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None = None) -> list[RenderableType]:
-    """Tables that are ``width`` wide at most, and text; with ``height``, as many servers as there are lines for."""
+    """Return tables at most ``width`` wide, and text; ``height`` limits the number of servers."""
     notices = []
     if not snapshot.models:
         notices.append(Text(f"swarm {swarm} has no servers"))
@@ -66,7 +66,7 @@ def _num_lines(texts: Sequence[Text], width: int) -> int:
 
 
 def _shares(wanted: Sequence[int], lines: int) -> list[int]:
-    """How many servers of each model there are lines for, beside a line for those with more."""
+    """Return how many servers of each model fit into the lines, with one line to mention the others."""
     shares = list(wanted)
     for done, model in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         fair = max(2, lines // (len(wanted) - done))
@@ -84,7 +84,7 @@ def _title(swarm: str, status: ModelStatus) -> Text:
 
 
 def _remark(swarm: str, status: ModelStatus) -> Text:
-    """The chain, or why there is none and what to do."""
+    """Return the chain as text, or the reason why there is none, with advice."""
     if status.denied:
         spans = ", ".join(map(str, status.denied))
         why = next(server.denial for server in status.servers if server.denial)
@@ -103,7 +103,7 @@ def _remark(swarm: str, status: ModelStatus) -> Text:
 
 
 def as_json(swarm: str, snapshot: SwarmSnapshot) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the snapshot as JSON data for programs."""
     return {"swarm": swarm, "stale_s": snapshot.stale_s, "models": [_model_json(status) for status in snapshot.models]}
 
 

@@ -17,14 +17,14 @@ from swarm_protocol.wire.printable import printable
 ON_CHAIN, HOSTED, SILENT, ELSEWHERE = "█▒░·"
 ON_CHAIN_STYLE = "bold green"
 _GAP = 2  # characters between columns
-_MAX_WIDTH = 80  # of the map; blocks of a longer model share characters
-_MIN_WIDTH, _GOOD_WIDTH = 16, 40  # for numbers the map is made narrower than for other columns
+_MAX_WIDTH = 80  # largest width of the map; blocks of a longer model share characters
+_MIN_WIDTH, _GOOD_WIDTH = 16, 40  # the map may become narrower to show numbers than for other columns
 _STATE_STYLES = {ServerState.ONLINE: "green", ServerState.JOINING: "yellow", ServerState.DRAINING: "yellow"}
 _UNKNOWN, _REPLICAS = "–", "replicas"
 
 
 def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
-    """At most ``rows`` servers, by their blocks; if that is not all of them, those of the chain come first."""
+    """Return a table of at most ``rows`` servers, by their blocks; if servers are cut, the chain's come first."""
     on_chain: dict[str, set[int]] = {}
     for hop in status.chain:
         on_chain.setdefault(hop.server.peer_id, set()).update(hop.span)
@@ -50,7 +50,7 @@ def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
 
 @dataclass(frozen=True)
 class _Column:
-    """``rank``: those of the highest leave first when the terminal is narrow; 0: never."""
+    """A column of the table. ``rank``: columns with the highest rank are left out first; 0: never."""
 
     heading: str
     cells: Sequence[str]
@@ -63,7 +63,7 @@ class _Column:
 
 
 def _fitting(status: ModelStatus, servers: Sequence[ServerStatus], width: int) -> tuple[list[_Column], int]:
-    """As many columns as there is room for beside the map, and the map's width."""
+    """Return the columns that fit beside the map, and the map's width."""
     records = [server.record for server in servers]
     columns = [
         _Column("server", [*(record.short_id for record in records), _REPLICAS]),
@@ -117,7 +117,7 @@ def _way(server: ServerStatus) -> str:
 def _rtt(server: ServerStatus) -> str:
     if server.rtt_s is None:
         return _UNKNOWN
-    return f"{server.rtt_s * 1e3:.0f} ms" if server.rtt_s >= 1e-3 else "<1 ms"  # as precise as the loop's clock
+    return f"{server.rtt_s * 1e3:.0f} ms" if server.rtt_s >= 1e-3 else "<1 ms"  # the loop's clock is no more precise
 
 
 def _blocks_of_column(column: int, columns: int, num_blocks: int) -> range:
@@ -143,6 +143,6 @@ def _replica_bar(replicas: Sequence[int], columns: int) -> Text:
 
 
 def _joined(characters: Sequence[tuple[str, str]]) -> Text:
-    """Each with its style; one span for all that have the same."""
+    """Return the characters as text, with one span for each run of the same style."""
     runs = groupby(characters, key=lambda character: character[1])
     return Text.assemble(*(("".join(symbol for symbol, _ in run), style) for style, run in runs))

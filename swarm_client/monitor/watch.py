@@ -21,10 +21,10 @@ Paint = Callable[[SwarmSnapshot], None]
 
 
 def watch(config: ClientConfig, model: str | None, interval_s: float, *, json_lines: bool = False) -> None:
-    """Shows the swarm until Ctrl-C, in place if stdout is a terminal, else (and as JSON) one picture after the other.
+    """Show the swarm until Ctrl-C: in place on a terminal, otherwise (and as JSON) one picture after the other.
 
     Raises:
-        NoSwarm: nobody answers, or nobody hosts the model.
+        NoSwarm: no member answers, or no server hosts the model.
     """
     monitor = Monitor(config, model)
     try:
@@ -42,7 +42,7 @@ def watch(config: ClientConfig, model: str | None, interval_s: float, *, json_li
 
 @contextlib.contextmanager
 def _painter(swarm: str, interval_s: float, json_lines: bool) -> Iterator[Paint]:
-    """What puts a picture on stdout."""
+    """Yield a function that writes a picture to stdout."""
     console = Console()
     if json_lines:
         yield lambda snapshot: print(json.dumps(as_json(swarm, snapshot)), flush=True)
@@ -62,7 +62,7 @@ def _painter(swarm: str, interval_s: float, json_lines: bool) -> Iterator[Paint]
         try:
             with live:
                 yield paint
-        finally:  # what the terminal showed before has come back; the last picture stays below it
+        finally:  # the terminal's earlier content is back; the last picture stays below it
             if last is not None:
                 show(console, swarm, last, console.height - 1)
 

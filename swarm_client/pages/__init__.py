@@ -1,1 +1,1 @@
-"""The pages that ``swarm serve`` has for browsers: files, and no build step."""
+"""The web pages of ``swarm serve``: static files without a build step."""

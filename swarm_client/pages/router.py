@@ -1,4 +1,4 @@
-"""Pages and their files over HTTP, which browsers let do no more than they need."""
+"""Serves the pages and their files over HTTP, with headers that restrict what the pages may do in browsers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 _DIRECTORY = Path(__file__).parent / "static"
-_TYPES = {  # the system's own table may have others
+_TYPES = {  # fixed here, because the system's own table may differ
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -28,7 +28,7 @@ _POLICY = {
     "frame-ancestors": "'none'",
 }
 _HEADERS = {
-    "Cache-Control": "no-cache",  # kept, and asked about each time: another version of the server has other files
+    "Cache-Control": "no-cache",  # cached, but revalidated each time: another version of the server has other files
     "Content-Security-Policy": "; ".join(f"{directive} {sources}" for directive, sources in _POLICY.items()),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -38,7 +38,7 @@ _HEADERS = {
 
 
 def add_pages(app: FastAPI) -> None:
-    """Serves them to everybody; what they show is asked of the API, with a key if there must be one."""
+    """Add the pages, which need no key. The API, from which the pages read their data, may require one."""
     files = _Files(directory=_DIRECTORY)
 
     @app.api_route("/", methods=["GET", "HEAD"])

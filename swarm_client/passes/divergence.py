@@ -1,4 +1,4 @@
-"""Distinguishes divergence from servers that fail: what is sent must be finite, and so must what comes back."""
+"""Distinguishes divergence from failing servers: tensors must be finite when they are sent and when they return."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ADVICE = "training has diverged; lower the learning rate"
 
 
 def require_finite(tensors: Iterable[torch.Tensor], what: str, trains: bool = True) -> None:
-    """Checks what is about to be sent; ``what``: its name in the plural.
+    """Check tensors before they are sent; ``what``: their name in the plural.
 
     Raises:
         TrainingDiverged: some tensor has NaN or infinity. RequestRejected: the same, but nothing is being trained.
@@ -24,7 +24,7 @@ def require_finite(tensors: Iterable[torch.Tensor], what: str, trains: bool = Tr
 
 
 def overflows_everywhere(first: NotFinite, second: NotFinite) -> TrainingDiverged:
-    """The error when a second computation of blocks, by another server if there is one, is not finite either."""
+    """Return the error for blocks whose second result, from another server if possible, is not finite either."""
     who = "two servers answer" if first.peer_id != second.peer_id else f"server …{first.peer_id[-6:]} answers twice"
     return TrainingDiverged(
         f"{who} values that are not finite (NaN or infinity) for blocks {second.span}, given finite ones: {_ADVICE}"

@@ -1,4 +1,4 @@
-"""Passes without a cache, forward and backward, in micro-batches over several chains."""
+"""Forward and backward passes without a cache, in micro-batches over several chains."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from swarm_protocol.wire.codec import split_rows, torch_dtype
 from swarm_protocol.wire.constants import MAX_BATCH_SIZE, MAX_POSITION_IDS
 
 T = TypeVar("T")
-Found = list[tuple[Span, list[torch.Tensor]]]  # gradients of the adapter's tensors in spans
-_MICRO_BATCH_TOKENS = 64  # at least, unless there are not so many
-_MAX_MICRO_BATCHES = 16  # under way at a time
+Found = list[tuple[Span, list[torch.Tensor]]]  # gradients of the adapter's tensors in each span
+_MICRO_BATCH_TOKENS = 64  # the least positions of a micro-batch, unless the batch has fewer
+_MAX_MICRO_BATCHES = 16  # micro-batches under way at a time
 _KEY_BYTES = 16
 
 
@@ -47,19 +47,19 @@ async def forward(
     dropout_seed: int = 0,
     first_grad: int | None = None,
 ) -> tuple[list[torch.Tensor], list[Way]]:
-    """The outputs of micro-batches, and the way of each for ``backward``.
+    """Return the outputs of micro-batches, each [rows, tokens, hidden_size], and each one's way for ``backward``.
 
-    Several are under way at once, through as many chains as get all of them done soonest.
+    Several micro-batches are under way at once, through the chains with which all of them are done soonest.
 
     Args:
-        adapter: is added to the blocks.
-        dropout_seed: from which the seeds of micro-batches are derived; 0: nothing is dropped.
-        first_grad: the block where the backward pass will end; None: there will be none, so no ways are returned.
+        adapter: the adapter that is added to the blocks.
+        dropout_seed: the seed from which the micro-batches' seeds are derived; 0: nothing is dropped.
+        first_grad: the block at which the backward pass will end; None: no backward pass, so no ways are returned.
 
     Raises:
-        NoRoute: nobody holds some block. RequestRejected: the servers refuse the input.
-        RecoveryFailed: servers failed, and nobody could take their place within ``recovery_timeout_s``.
-        TrainingDiverged: numbers overflow, here or on whichever server.
+        NoRoute: no server holds some block. RequestRejected: the servers refuse the input.
+        RecoveryFailed: servers failed, and no server could replace them within ``recovery_timeout_s``.
+        TrainingDiverged: numbers overflow, here or on any server.
     """
     batches = _micro_batches(inputs)
     swarm.links.see(inputs, span)
@@ -85,10 +85,10 @@ async def forward(
 
 
 async def _give_adapter(swarm: Swarm, chains: list[Route], adapter: Snapshot) -> None:
-    """Servers get it in the order in which rows come to them: the later ones while the first ones compute."""
+    """Send the adapter to servers in the order in which rows reach them, so that later ones get it during computing."""
     hops = {(hop.server.peer_id, hop.span): hop for chain in chains for hop in chain}
     for hop in sorted(hops.values(), key=lambda hop: hop.span.start):
-        with contextlib.suppress(SwarmError):  # rows that come to it find out
+        with contextlib.suppress(SwarmError):  # the rows that reach this server will meet the error
             server = await swarm.server(hop.server)
             await server.give_adapter(hop.span, adapter.part(hop.span))
 
@@ -102,7 +102,7 @@ async def _forward_rows(
     first_grad: int,
     retry_budget: RetryBudget,
 ) -> tuple[WireTensor, list[Visited]]:
-    """Goes on from where it is with another chain when a server fails.
+    """Run the rows through the chain; when a server fails, continue from the same block with another chain.
 
     Servers with blocks from ``first_grad`` on are asked to keep what the backward pass needs.
     """
@@ -126,10 +126,10 @@ async def _forward_rows(
 async def _forward_hop(
     swarm: Swarm, hop: Hop, hidden: WireTensor, context: Context, alarms: int, keep_key: bytes = b""
 ) -> tuple[WireTensor, bool]:
-    """The hop's outputs, and whether it keeps what it needs to go back.
+    """Return the hop's outputs, and whether the server keeps what the backward pass needs.
 
     Raises:
-        BadReply: they are wrong. Stalled: they have not come, see ``PassWatchdog``.
+        BadReply: the outputs are wrong. Stalled: they have not come in time, see ``PassWatchdog``.
     """
     server = await swarm.server(hop.server)
     watch = _watch(swarm, hop, hidden, 1.0, 0, alarms)
@@ -143,9 +143,9 @@ async def _forward_hop(
 async def _backward_hop(
     swarm: Swarm, part: Visited, grad: WireTensor, context: Context, alarms: int, summand: Summand | None = None
 ) -> tuple[WireTensor, list[torch.Tensor] | None]:
-    """Gradients of the hop's inputs and of the adapter in it, given that of its outputs; raises as ``_forward_hop``.
+    """Return the gradients of the hop's inputs and of the adapter in its blocks, from the outputs' gradients.
 
-    None instead of those of the adapter if the server has added them to the sum.
+    The adapter's part is None if the server has added it to the sum. Errors are those of ``_forward_hop``.
     """
     hop, hidden = part.hop, part.hidden
     grad = _readable(grad, hop)
@@ -162,7 +162,7 @@ async def _backward_hop(
 
 
 def _readable(tensor: WireTensor, hop: Hop) -> WireTensor:
-    """In a codec that the server knows: another may have taken the place of the one it was for."""
+    """Return the tensor in a codec that the server knows: it may have been encoded for another server."""
     known = known_to(hop.server)
     return tensor if CODEC_NAMES[tensor.header.codec] in known else tensor.recoded(CODECS["raw"])
 
@@ -172,9 +172,9 @@ def _decoded(grads: list[WireTensor]) -> list[torch.Tensor]:
 
 
 def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes: int, alarms: int) -> Watch:
-    """Of a pass that takes so many times what the forward pass takes.
+    """Return a watch for a pass that takes ``times`` as long as the forward pass.
 
-    ``more_bytes`` travel besides tensors like ``hidden``: there, in the backward pass also their gradients, and back.
+    ``more_bytes``: the bytes on top of two tensors like ``hidden``, or of three in the backward pass.
     """
     batch_size, num_tokens, _ = hidden.header.shape
 
@@ -194,7 +194,7 @@ def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes:
 
 @contextmanager
 def _blamed_on(hop: Hop) -> Iterator[None]:
-    """A wrong answer was said by this server: otherwise the next one would be blamed."""
+    """Attribute a wrong answer to this hop's server: otherwise the next server would be blamed."""
     try:
         yield
     except BadReply as error:
@@ -204,12 +204,12 @@ def _blamed_on(hop: Hop) -> Iterator[None]:
 async def backward(
     swarm: Swarm, span: Span, ways: list[Way], grad: torch.Tensor, adapter: Snapshot = NOTHING, need_input: bool = True
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of the inputs of micro-batches, and of the adapter's tensors over ``span``, given that of the outputs.
+    """Return the gradients of micro-batches' inputs, each [rows, tokens, hidden_size], and of the adapter's tensors.
 
-    ``need_input``: without, the pass back ends where the adapter begins, and there are none of the inputs.
+    ``need_input``: if False, the pass ends where the adapter begins, and no gradients of inputs are returned.
 
     Raises:
-        As ``forward``.
+        SwarmError: the errors of ``forward``.
     """
     require_finite([grad], "gradients")
     sums = adapter.sums(span)
@@ -235,9 +235,9 @@ async def backward(
     pieces = grad.split([way.num_rows for way in ways])
     jobs: list[Callable[[], Coroutine[Any, Any, tuple[torch.Tensor | None, Found]]]]
     jobs = [partial(one, *job) for job in zip(ways, pieces, strict=True)]
-    jobs += [partial(taken, sum_) for sum_ in remote.sums]  # which wait for those before
+    jobs += [partial(taken, sum_) for sum_ in remote.sums]  # these wait for the jobs before
     results = await _together(jobs)
-    for _, found in results:  # in the order of rows, whichever came first: sums are the same every time
+    for _, found in results:  # added in the order of rows, so that the sums are reproducible
         for part, grads in found:
             sums.add(part, grads)
     require_finite(sums.tensors, "gradients of what is trained")
@@ -252,14 +252,14 @@ async def _backward_rows(
     summand: Summand | None = None,
     chain: Route | None = None,
 ) -> tuple[WireTensor, Found | None]:
-    """Through the blocks of ``part``: on the same server, or on any others that hold them.
+    """Go back through the blocks of ``part``, on the same server or on others that hold them.
 
-    Returns the gradient of the inputs, and for each server those of the adapter's tensors in its blocks; None if they
-    are in the sum.
+    Return the gradient of the inputs, and each server's gradients of the adapter's tensors in its blocks. The gradients
+    of the adapter are None if they are in the sum.
 
     Args:
-        summand: the pass among those of the server's sum. If the server fails, it is none of them any more.
-        chain: another one, if the first server has failed.
+        summand: the pass's place in the server's sum. If the server fails, the pass is no longer part of the sum.
+        chain: another chain to start with, if the first server has failed.
     """
     retry_budget = RetryBudget(swarm, trains=True)
     while True:
@@ -268,7 +268,7 @@ async def _backward_rows(
                 parts = [part]
             else:
                 summand = None
-                again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id  # it was busy, say
+                again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id  # e.g. after it was busy
                 parts = [Visited(chain[0], _readable(part.hidden, chain[0]), part.kept_key if again else b"")]
                 for hop in chain[1:]:
                     last = parts[-1]
@@ -289,7 +289,7 @@ async def _backward_rows(
 
 
 async def _take_sum(swarm: Swarm, sum_: RemoteSum) -> Found:
-    """The sum; or, if its server does not have it (any more), the gradients of the passes that had been added to it."""
+    """Return the sum; if its server does not have it, repeat the passes in it and return their gradients."""
     added, hop = await sum_.complete(), sum_.hop
     if not added:
         return []
@@ -311,7 +311,7 @@ async def _take_sum(swarm: Swarm, sum_: RemoteSum) -> Found:
 
 
 def _seed(dropout_seed: int, number: int) -> int:
-    """Of one micro-batch: rows of different ones must not drop the same elements."""
+    """Return the seed of one micro-batch: rows of different micro-batches must not drop the same elements."""
     if not dropout_seed:
         return 0
     digest = hashlib.sha256(f"{dropout_seed} {number}".encode()).digest()
@@ -319,7 +319,7 @@ def _seed(dropout_seed: int, number: int) -> int:
 
 
 def _micro_batches(inputs: BlockInput) -> list[BlockInput]:
-    """The batch in pieces of whole rows: each fits into one request, and all servers have something to do."""
+    """Return the batch in pieces of whole rows that fit into one request each and keep all servers busy."""
     batch_size, num_tokens, _ = inputs.hidden.shape
     num_rows = max(math.ceil(_MICRO_BATCH_TOKENS / num_tokens), math.ceil(batch_size / _MAX_MICRO_BATCHES))
     num_rows = min(num_rows, MAX_BATCH_SIZE, max(1, MAX_POSITION_IDS // num_tokens))
@@ -333,7 +333,7 @@ def _micro_batches(inputs: BlockInput) -> list[BlockInput]:
 
 
 async def _together(jobs: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
-    """The results of all jobs, of which a limited number runs at a time; if one fails, the others are cancelled."""
+    """Return the results of all jobs. A limited number runs at a time; if one fails, the others are cancelled."""
     turns = asyncio.Semaphore(_MAX_MICRO_BATCHES)
 
     async def in_turn(job: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -1,7 +1,7 @@
-"""Sums of an adapter's gradients that servers make of several micro-batches, so that they travel once.
+"""Sums of an adapter's gradients that servers form over several micro-batches, so that they travel once.
 
-A server may forget a sum or die with it. So the client keeps what it takes to go back through those micro-batches
-again, until it has the sum.
+A server may forget a sum or die with it. The client therefore keeps what it needs to repeat these backward passes,
+until it has the sum.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class Added:
-    """A pass back whose gradients are in the sum, and all that it takes to repeat it.
+    """A backward pass whose gradients are in the sum, with all that is needed to repeat it.
 
     Attributes:
-        grad: of its outputs.
+        grad: the gradient of the outputs.
     """
 
     part: Visited
@@ -37,7 +37,7 @@ class Added:
 
 
 class RemoteSum:
-    """Of one server, over all micro-batches that go back through the same blocks there."""
+    """The sum on one server, over all micro-batches that go back through the same blocks there."""
 
     def __init__(self, hop: Hop, adapter: Part, num_passes: int) -> None:
         self.hop = hop
@@ -51,11 +51,11 @@ class RemoteSum:
         return Summand(self, number, pb.Summand(key=self._key, number=number))
 
     def request(self) -> pb.TakeSum:
-        """Without a contract."""
+        """Return the request for the sum, still without a contract."""
         return pb.TakeSum(key=self._key, numbers=sorted(self._added))
 
     def ended(self, number: int, added: Added | None) -> None:
-        """One of the passes has, ``added`` to the sum or not."""
+        """Record the end of one pass, with ``added`` if its gradients are in the sum."""
         if added is not None:
             self._added[number] = added
         self._num_missing -= 1
@@ -63,14 +63,14 @@ class RemoteSum:
             self._complete.set()
 
     async def complete(self) -> list[Added]:
-        """When all passes have ended, those that were added, in the order of rows."""
+        """Wait until all passes have ended; return those in the sum, in the order of rows."""
         await self._complete.wait()
         return [self._added[number] for number in sorted(self._added)]
 
 
 @dataclass(frozen=True)
 class Summand:
-    """The place of one pass back among those of a sum."""
+    """The place of one backward pass in a sum."""
 
     sum: RemoteSum
     number: int
@@ -81,19 +81,19 @@ class Summand:
 
 
 class RemoteSums:
-    """Of the pass back of a whole batch.
+    """The sums of one batch's backward pass.
 
     Attributes:
-        sums: of servers that more than one micro-batch goes back through.
+        sums: the sums on servers that more than one micro-batch goes back through.
     """
 
     def __init__(self, ways: Sequence[Way], adapter: Snapshot, first_block: int) -> None:
-        """``first_block``: where the pass back ends."""
+        """Plan the sums. ``first_block``: the block at which the backward pass ends."""
         together: dict[tuple[str, Span], list[Visited]] = defaultdict(list)
         for part in (part for way in ways for part in way.path if part.hop.span.end > first_block):
             together[part.hop.server.peer_id, part.hop.span].append(part)
         self.sums: list[RemoteSum] = []
-        self._summands: dict[int, Summand] = {}  # by the identity of what was visited
+        self._summands: dict[int, Summand] = {}  # keys: ids of the ``Visited`` objects
         for (_, span), parts in together.items():
             of_server = adapter.part(span)
             if of_server is not None and of_server.shapes and 1 < len(parts) <= MAX_SUMMANDS:
@@ -102,5 +102,5 @@ class RemoteSums:
                 self._summands.update((id(part), sum_.summand(number)) for number, part in enumerate(parts))
 
     def summand(self, part: Visited) -> Summand | None:
-        """None: the gradients come back with the pass, as the only ones of their server."""
+        """Return the place in a sum; None if the server sends this pass's gradients directly."""
         return self._summands.get(id(part))

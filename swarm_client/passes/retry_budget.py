@@ -1,4 +1,4 @@
-"""How long a pass without a session is tried again when servers fail."""
+"""The retry budget of a pass without a session: how long it is repeated when servers fail."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COMPUTED = "computed by any server"
 
 
 class RetryBudget:
-    """Runs out when nothing has worked for ``recovery_timeout_s`` since the first failure.
+    """The retry budget of one pass, which ends when nothing has worked for ``recovery_timeout_s`` since a failure.
 
-    In training, answers that are not finite are computed a second time, by another server if there is one, before it is
-    said who is to blame.
+    If an answer in training is not finite, it is first computed again, by another server if possible. Only then is the
+    server or the training blamed.
 
     Attributes:
-        alarms: servers that are known to work, and were taken for stalled.
+        alarms: the number of proven servers that counted as stalled.
     """
 
     def __init__(self, swarm: Swarm, trains: bool = False) -> None:
@@ -34,16 +34,16 @@ class RetryBudget:
         self._stall: Stall | None = None
 
     async def chain(self, span: Span) -> Route:
-        """The fastest chain at present; waits for missing blocks.
+        """Return the currently fastest chain; wait for missing blocks.
 
         Raises:
-            NoRoute: there is none, though no server has failed. RecoveryFailed: there is none any more.
+            NoRoute: there is no chain, though no server has failed. RecoveryFailed: failures have left no chain.
         """
         stall = self._stall
         if self._suspected is not None:
             try:
                 return await self._swarm.chain(span, avoid=(self._suspected.peer_id,), timeout_s=0.0, pushes=False)
-            except NoRoute:  # nobody else has them
+            except NoRoute:  # no other server has the blocks
                 return await self._swarm.chain(span, pushes=False)
         if stall is None:
             return await self._swarm.chain(span, pushes=False)
@@ -59,7 +59,7 @@ class RetryBudget:
             raise stall.error(span, _COMPUTED) from None
 
     def failed(self, error: PeerError) -> None:
-        """Raises RecoveryFailed if it is enough, TrainingDiverged if it is the client's own doing."""
+        """Record the failure. Raise RecoveryFailed if the budget is used up, TrainingDiverged if training diverges."""
         if self._trains and isinstance(error, NotFinite):
             if self._suspected is not None:
                 raise overflows_everywhere(self._suspected, error) from None
@@ -78,12 +78,12 @@ class RetryBudget:
         self._reporter.report(Retry(error.span, error.peer_id, str(error)))
 
     def renew(self, end: int = 0) -> None:
-        """Something has worked: all blocks before ``end``."""
+        """Renew the budget, because all blocks before ``end`` have been computed."""
         self._stall, suspected = None, self._suspected
         if suspected is None:
             return
         assert suspected.span is not None
-        if end >= suspected.span.end:  # others could do it
+        if end >= suspected.span.end:  # another server had finite results
             self._suspected = None
             self._swarm.failed(suspected)
             self._reporter.report(Retry(suspected.span, suspected.peer_id, str(suspected)))

@@ -1,4 +1,4 @@
-"""The ways that micro-batches took through servers, which the backward pass goes back."""
+"""The ways that micro-batches took through servers, for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from swarm_client.transport.wire_tensor import Context, WireTensor
 
 @dataclass(frozen=True)
 class Visited:
-    """A server that some rows went to.
+    """A server's visit by some rows.
 
     Attributes:
-        hidden: with which they entered its blocks.
-        kept_key: under which it keeps what the backward pass needs; empty if it does not.
+        hidden: the hidden states with which the rows entered the server's blocks.
+        kept_key: the key under which the server keeps what the backward pass needs; empty if it keeps nothing.
     """
 
     hop: Hop
@@ -24,7 +24,7 @@ class Visited:
 
 @dataclass(frozen=True)
 class Way:
-    """How one micro-batch went through the blocks, and what accompanied it."""
+    """The way of one micro-batch through the blocks, with the context that accompanied it."""
 
     context: Context
     path: list[Visited]

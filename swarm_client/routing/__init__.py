@@ -1,1 +1,1 @@
-"""Chooses servers. Pure: a view and costs in, a route out; import ``routing``."""
+"""The choice of servers. Pure: a view and costs in, a route out; import ``routing``."""

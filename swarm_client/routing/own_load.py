@@ -1,4 +1,4 @@
-"""What the sessions of one client have servers do: the swarm's records say so only half a minute later. Pure."""
+"""The load that a client's own sessions put on servers. The DHT's records show it only half a minute later. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from swarm_client.routing.routing import SESSION_PRICE, Costs, Route
 from swarm_protocol.dht.records import SwarmView
 
-_CHUNK = 64  # positions of a prompt that are computed at a time
+_CHUNK = 64  # prompt positions that are computed at a time
 
 
 @dataclass(frozen=True)
 class Load:
-    """One session.
+    """The load of one session.
 
     Attributes:
-        route: through the servers that it has, and those that are being asked for room for it.
-        num_waiting: positions, of all rows, that have been sent and are not answered yet.
+        route: the hops that the session has, and those that are being asked for room.
+        num_waiting: the number of positions, in all rows, that are sent and not answered yet.
     """
 
     route: Route
@@ -26,9 +26,9 @@ class Load:
 
 
 def with_own_load(costs: Costs, view: SwarmView, loads: Iterable[Load]) -> Costs:
-    """The costs of one more session beside those that are such loads.
+    """Return the costs of one more session beside these loads.
 
-    Sessions that decode together share the reading of weights, so each makes computing dearer only by
+    Sessions that decode together share the reading of weights, so each one raises the price of computing only by
     ``SESSION_PRICE``. Prompts are computed one after the other.
     """
     num_sessions: Counter[str] = Counter()

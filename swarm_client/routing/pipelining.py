@@ -1,9 +1,9 @@
-"""How the rows of a batch are divided among lanes, each a session on a chain of its own. Pure.
+"""The division of a batch's rows among lanes, each of which is a session on a chain of its own. Pure.
 
-With one session, one server computes while the others of its chain wait. Lanes follow one another, as the micro-batches
-of GPipe do (Huang et al., 2019), so that all servers compute at once and links carry some rows while servers compute
-others; and they take different replicas, if there are some. But each lane costs a server what a step takes whatever its
-rows are: reading the weights, above all.
+A single session keeps one server busy while the others of its chain wait. Lanes follow one another like the
+micro-batches of GPipe (Huang et al., 2019). All servers then compute at once, and links carry some rows while servers
+compute others. Lanes also use different replicas, if there are some. However, each lane costs a server the fixed
+part of a step, which is mostly the reading of the weights.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from swarm_client.routing.routing import Costs, Hop, Route, spread
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.span import Span
 
-_LEAST_ROWS = 16  # of a lane
+_LEAST_ROWS = 16  # the fewest rows of a lane
 _MOST_LANES = 8
-_WORTH = 0.9  # of the time of one lane: what is hardly sooner is not worth the messages
-_MESSAGE_S = 0.002  # what a message takes a server
-_MANY = 64  # positions with which servers measure what one of many takes
+_WORTH = 0.9  # more lanes must take less than this share of one lane's time, because they cost messages
+_MESSAGE_S = 0.002  # a server's time for one message
+_MANY = 64  # the batch size at which servers measure the time per position
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A server or a link, which takes ``fixed_s`` for a step, and ``row_s`` more for each of its rows."""
+    """A server or a link that takes ``fixed_s`` for a step, and ``row_s`` more for each of its rows."""
 
     fixed_s: float
     row_s: float
@@ -35,15 +35,15 @@ class Stage:
         return self.fixed_s + num_rows * self.row_s
 
 
-Stages = Mapping[str, Stage]  # of one lane, by the names of servers and links
+Stages = Mapping[str, Stage]  # the stages of one lane, by the names of servers and links
 StagesOf = Callable[[Route], Stages]
 
 
 def step_s(lanes: Sequence[Stages], sizes: Sequence[int]) -> float:
-    """What a step of so many rows in each lane takes.
+    """Return the seconds for a step with so many rows in each lane.
 
-    A lane has to go through its stages, and through the busiest of them behind all others that come there. That is
-    exact for equal lanes on one chain, and a guess for others.
+    A lane passes through all its stages, and at the busiest one it waits for all other lanes that use it. The result is
+    exact for equal lanes on one chain, and an estimate for other cases.
     """
     busy_s: dict[str, float] = defaultdict(float)
     for stages, size in zip(lanes, sizes, strict=True):
@@ -57,12 +57,12 @@ def step_s(lanes: Sequence[Stages], sizes: Sequence[int]) -> float:
 
 
 def most_lanes(num_rows: int, unit: int = 1) -> int:
-    """``unit``: so many rows stay together."""
+    """Return the most lanes for these rows. ``unit``: the number of rows that stay together."""
     return max(1, min(_MOST_LANES, num_rows // _LEAST_ROWS, num_rows // unit))
 
 
 def divided(num_rows: int, number: int, unit: int = 1) -> list[slice]:
-    """The rows of each lane, as equally many as can be."""
+    """Return the rows of each lane, divided as equally as possible."""
     units = num_rows // unit
     ends = [unit * (units * lane // number) for lane in range(number)] + [num_rows]
     return [slice(start, end) for start, end in pairwise(ends)]
@@ -71,12 +71,12 @@ def divided(num_rows: int, number: int, unit: int = 1) -> list[slice]:
 def chains_of_lanes(
     view: SwarmView, blocks: Span, num_rows: int, unit: int, costs: Costs, links: StagesOf
 ) -> list[Route]:
-    """A chain for each lane, with which a step is soonest through; one if that is best, or if nobody knows.
+    """Return the lanes' chains with which a step ends soonest: one chain if that is best, or if speeds are unknown.
 
-    ``view`` holds usable servers only; ``links``: between the servers of a chain, and the client.
+    ``view`` holds usable servers only; ``links`` returns the stages between the servers of a chain and the client.
 
     Raises:
-        NoRoute: naming the blocks that no server holds.
+        NoRoute: no server holds some blocks; the message names them.
     """
     found: list[tuple[float, list[Route]]] = []
     for number in range(1, most_lanes(num_rows, unit) + 1):

@@ -1,4 +1,4 @@
-"""Which servers compute which blocks. Pure: functions of what the swarm looks like."""
+"""The choice of the servers that compute a chain's blocks. Pure: functions of a view of the swarm."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from swarm_protocol.errors import NoRoute
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import WIRE_VERSION
 
-ASSUMED_TOKENS_PER_S = 1.0  # of a server that announced none
-NO_ROOM_S = 30.0  # cost of a server whose KV cache looks too full
-_STEEPNESS, _MAX_EXCESS = 16.0, 3.0  # of prices; [0.97 of the optimum with 100 micro-batches, 0.91 with 16]
-_MAX_LISTED = 30  # servers or adapters in a sentence
-NEWCOMER_FACTOR = 2.0  # by which a server that has not been seen to work is taken for slower than usual
-# Relative: by how much each further session of a server makes its steps longer. On CPUs that is 0.09 to 0.17. It is
-# more than KEEP_MARGIN, so that the second of two sessions takes the other one of two equal servers.
+ASSUMED_TOKENS_PER_S = 1.0  # the assumed speed of a server that announced none
+NO_ROOM_S = 30.0  # the cost of a server whose KV cache looks too full
+_STEEPNESS, _MAX_EXCESS = 16.0, 3.0  # curve of prices [0.97 of the optimum with 100 micro-batches, 0.91 with 16]
+_MAX_LISTED = 30  # the most servers or adapters that an error message lists
+NEWCOMER_FACTOR = 2.0  # how much slower than usual an unproven server is assumed to be
+# Relative increase of step times with each further session on a server. On CPUs that is 0.09 to 0.17. The value is
+# more than KEEP_MARGIN, so that the second of two sessions takes the other of two equal servers.
 SESSION_PRICE = 0.2
-KEEP_MARGIN = 0.15  # relative: so much faster another chain must be to be taken instead of the last one
+KEEP_MARGIN = 0.15  # relative: another chain must be faster by more than this to replace the last one
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ Route = tuple[Hop, ...]
 
 @dataclass(frozen=True)
 class Newcomers:
-    """Servers whose speed is a claim that nobody here has seen yet, and what is usual of the others.
+    """The servers whose announced speed is unproven, with the usual speed of the others.
 
-    They are taken for slower than usual by ``NEWCOMER_FACTOR``, or than they say if that is slower; so what they do
-    until they are seen is little, whatever they claim.
+    A newcomer's time is assumed to be the usual one or the announced one, whichever is slower, times
+    ``NEWCOMER_FACTOR``. Newcomers therefore get little work until they are proven, whatever they announce.
 
     Attributes:
-        decode_block_s, forward_block_s: that the others usually take for one block and position (the medians).
+        decode_block_s, forward_block_s: the median times of the others for one block and one position.
     """
 
     peer_ids: frozenset[str] = frozenset()
@@ -54,7 +54,7 @@ class Newcomers:
 
     @classmethod
     def among(cls, view: SwarmView, peer_ids: Collection[str]) -> Newcomers:
-        """Nobody, if all of the servers are new: then each is as good as its word."""
+        """Return the newcomers; none if all servers are new, because then each one's announced speed is used."""
         known = [server for server in view.servers if server.peer_id not in peer_ids]
         if not known or len(known) == len(view.servers):
             return cls()
@@ -68,17 +68,17 @@ class Newcomers:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a client knows of the time that things take, in seconds.
+    """A client's knowledge of how long things take, in seconds.
 
     Attributes:
         rtts_s: the client's round trips to servers, by peer id.
-        unknown_rtt_s: of servers that are not among them.
-        need_tokens: room for keys and values that a server should have.
-        pushes: servers send hidden states straight to one another; otherwise the client is between any two.
-        num_tokens: positions that pass at a time: one in decoding.
-        prices: by which the time of computing is multiplied, by peer id; 1 if there is none.
-        queues_s: of work that this client has given to servers and they have not done, by peer id.
-        newcomers: servers that are not as good as their word.
+        unknown_rtt_s: the assumed round trip to all other servers.
+        need_tokens: the KV room that a server should have.
+        pushes: servers send hidden states straight to one another; otherwise the client relays all of them.
+        num_tokens: the positions that pass at a time; one in decoding.
+        prices: factors on the computing time, by peer id; 1 if there is none.
+        queues_s: the time for work that this client has given to servers and they have not done, by peer id.
+        newcomers: servers whose announced speed is not trusted.
     """
 
     rtts_s: Mapping[str, float]
@@ -94,12 +94,12 @@ class Costs:
         return self.rtts_s.get(server.peer_id, self.unknown_rtt_s)
 
     def visit_s(self, server: ServerRecord) -> float:
-        """What one visit takes before anything is computed: the queue, and a penalty if there is no room."""
+        """Return the seconds of a visit before computing starts: the queue, and a penalty if there is no room."""
         queue_s = max(server.queue_delay_s, self.queues_s.get(server.peer_id, 0.0))
         return queue_s + (NO_ROOM_S if server.cache_tokens_left < self.need_tokens else 0.0)
 
     def block_s(self, server: ServerRecord) -> float:
-        """What computing one block takes."""
+        """Return the seconds that computing one block takes."""
         tokens_per_s = server.tokens_per_s
         if self.num_tokens > 1:
             tokens_per_s = server.forward_tokens_per_s or tokens_per_s
@@ -111,7 +111,7 @@ class Costs:
         return block_s * self.prices.get(server.peer_id, 1.0)
 
     def between_s(self, server: ServerRecord, onward: ServerRecord) -> float:
-        """One way from server to server: half of what they measured, but never more than by way of the client."""
+        """Return the one-way seconds between servers: half their round trip, at most the way through the client."""
         by_client_s = (self.rtt_s(server) + self.rtt_s(onward)) / 2
         if not self.pushes:
             return by_client_s
@@ -120,12 +120,12 @@ class Costs:
 
 
 def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Route = ()) -> Route:
-    """The hops that carry ``costs.num_tokens`` positions through ``blocks`` soonest.
+    """Return the hops that carry ``costs.num_tokens`` positions through ``blocks`` soonest.
 
-    ``keep`` is taken instead if it still exists and is hardly slower. ``view`` holds usable servers only.
+    ``keep`` is returned instead if it still exists and is hardly slower. ``view`` holds usable servers only.
 
     Raises:
-        NoRoute: naming the blocks that no server holds.
+        NoRoute: no server holds some blocks; the message names them.
     """
     best = _fastest(view, blocks, costs)
     kept = _as_in(view, keep)
@@ -135,7 +135,7 @@ def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Route = ())
 
 
 def seconds(chain: Route, costs: Costs) -> float:
-    """How long the chain takes: from the client to the first server, on from server to server, and back."""
+    """Return the seconds of a pass through the chain: client to first server, from server to server, and back."""
     total = (costs.rtt_s(chain[0].server) + costs.rtt_s(chain[-1].server)) / 2
     for hop in chain:
         total += costs.visit_s(hop.server) + len(hop.span) * costs.block_s(hop.server)
@@ -143,18 +143,18 @@ def seconds(chain: Route, costs: Costs) -> float:
 
 
 def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) -> list[Route]:
-    """A chain for each of several micro-batches, so that all are through soon: fast servers get more of them.
+    """Return a chain for each of several micro-batches so that all end soon: fast servers get more of them.
 
-    The first takes the fastest chain. Each further one takes the cheapest, where the price of a server's time rises
-    exponentially with what it has to do already; so the time until the busiest is done comes near the least there is
+    The first one takes the fastest chain. Each further one takes the cheapest chain, where the price of a server's time
+    rises exponentially with its load. The busiest server then finishes nearly as soon as possible
     (Aspnes et al., "On-line routing of virtual circuits with applications to load balancing", 1997). For servers of
     equal spans it is a round robin in proportion to their speed, as in SWARM (Ryabinin et al., 2023).
 
     Args:
-        sizes: positions (rows x tokens) of each micro-batch.
+        sizes: the positions (rows x tokens) of each micro-batch.
 
     Raises:
-        NoRoute: naming the blocks that no server holds.
+        NoRoute: no server holds some blocks; the message names them.
     """
     busy_s = {server.peer_id: server.queue_delay_s for server in view.servers}
     chains: list[Route] = []
@@ -174,7 +174,7 @@ def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) ->
 
 
 def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Route:
-    """Dynamic programming from the last block to the first, over servers times blocks."""
+    """Return the fastest chain, by dynamic programming from the last block to the first, over servers times blocks."""
     servers = sorted(view.servers, key=lambda server: server.peer_id)
     starts = np.array([server.span.start for server in servers], int)
     ends = np.array([server.span.end for server in servers], int)
@@ -182,17 +182,17 @@ def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Route:
     visit = np.array([costs.visit_s(server) for server in servers], float)
     per_block = np.array([costs.block_s(server) for server in servers], float)
     links = _links(servers, starts, ends, half_rtt) if costs.pushes else _NO_LINKS
-    through = half_rtt  # from here to the end if this server has computed the block before
-    onward: dict[int, np.ndarray] = {}  # who computes a block, by who has computed the one before
+    through = half_rtt  # time from here to the end if this server has computed the block before
+    onward: dict[int, np.ndarray] = {}  # the server of each block, by the server of the block before
     stay = np.arange(len(servers))
     for block in reversed(range(blocks.start, blocks.end)):
         holds = (starts <= block) & (block < ends)
         if not holds.any():
             raise no_route(view, blocks)
-        computed = np.where(holds, per_block + through, inf)  # this block on, its server's visit not counted
+        computed = np.where(holds, per_block + through, inf)  # time from this block on, without its server's visit
         entered = computed + visit
         first = int((entered + half_rtt).argmin())
-        leaving = entered[first] + half_rtt[first] + half_rtt  # by way of the client, or as far as that
+        leaving = entered[first] + half_rtt[first] + half_rtt  # the way through the client, or an equally long one
         to = np.full(len(servers), first)
         used = np.flatnonzero((links.lowest <= block) & (block < links.highest))
         since, linked = links.since[used], links.half_rtt[used] + entered[links.to[used]]
@@ -206,9 +206,9 @@ def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Route:
 
 @dataclass(frozen=True)
 class _Links:
-    """Pairs of servers whose one-way time is known and shorter than by way of the client.
+    """A table of server pairs whose one-way time is known and shorter than the way through the client.
 
-    A chain may change from the one to the other before the blocks ``lowest`` to ``highest - 1``.
+    A chain may switch from the first server to the second before the blocks ``lowest`` to ``highest - 1``.
     """
 
     since: np.ndarray
@@ -248,7 +248,7 @@ def _as_chain(servers: Sequence[ServerRecord], blocks: Span, first: int, onward:
 
 
 def _as_in(view: SwarmView, chain: Route) -> Route:
-    """The same chain of the servers as they are now; empty if one is gone or holds other blocks."""
+    """Return the same chain with the servers' current records; empty if one is gone or holds other blocks."""
     servers = {server.peer_id: server for server in view.servers}
     found = []
     for hop in chain:
@@ -264,18 +264,18 @@ def _is_over(chain: Route, blocks: Span) -> bool:
 
 
 def best_replica(view: SwarmView, span: Span, costs: Costs) -> ServerRecord | None:
-    """The server that carries one token through the whole of ``span`` soonest; None if no server holds all of it."""
+    """Return the server that carries one token through all of ``span`` soonest; None if no server holds all of it."""
     replicas = [server for server in view.servers if server.span.covers(span)]
     return min(replicas, key=lambda server: (seconds((Hop(server, span),), costs), server.peer_id), default=None)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which servers a client uses.
+    """A client's conditions on the servers that it uses.
 
     Attributes:
-        allowed, blocked: peer ids or their ends; if any are allowed, nobody else is.
-        adapter: that a server must have loaded at its start; empty: any server will do.
+        allowed, blocked: peer ids or their ends; if ``allowed`` is not empty, only these servers are used.
+        adapter: the adapter that a server must have loaded at its start; empty if any server will do.
     """
 
     revision: str
@@ -295,11 +295,11 @@ class Wanted:
 def usable(
     view: SwarmView, wanted: Wanted, banned: Mapping[str, str] | None = None, time_s: float = 0.0
 ) -> tuple[SwarmView, Sequence[str]]:
-    """The servers a client can use, and for each kind of server left out a phrase that says how many and why.
+    """Return the usable servers, and a phrase for each reason to leave servers out, with their number.
 
     Args:
-        banned: servers that failed, by peer id, and the end of a phrase that says how.
-        time_s: the time by which records expire.
+        banned: servers that failed, by peer id, with the end of a phrase that gives the reason.
+        time_s: the current time, for the expiry of records.
     """
     kept: list[ServerRecord] = []
     reasons: dict[str, int] = {}
@@ -314,7 +314,7 @@ def usable(
 
 
 def no_route(view: SwarmView, blocks: Span, left_out: Sequence[str] = ()) -> NoRoute:
-    """The error that names the blocks of ``blocks`` no server of the view holds."""
+    """Return the error that names those of ``blocks`` that no server of the view holds."""
     replicas = view.replicas(blocks.end)
     missing = missing_spans([1] * blocks.start + replicas[blocks.start :])
     names = ", ".join(str(span) for span in missing)
@@ -323,14 +323,14 @@ def no_route(view: SwarmView, blocks: Span, left_out: Sequence[str] = ()) -> NoR
 
 
 def unknown_names(view: SwarmView, wanted: Wanted) -> list[str]:
-    """Sentences about peers that were named though no server of the view is one of them.
+    """Return sentences about named peers that are not in the view.
 
     Raises:
-        NoRoute: there are servers, but none that was allowed, or none with the adapter; it lists what there is.
+        NoRoute: there are servers, but none is allowed or has the adapter; the message lists what there is.
     """
     kind = wanted.revision, wanted.num_blocks, WIRE_VERSION
     servers = [s for s in view.servers if (s.revision, s.num_blocks, s.wire_version) == kind]
-    if not servers:  # they may come
+    if not servers:  # servers may still come
         return []
     more = f" and {len(servers) - _MAX_LISTED} more" if len(servers) > _MAX_LISTED else ""
     there_are = "there are " + ", ".join(f"{s.short_id} (blocks {s.span})" for s in servers[:_MAX_LISTED]) + more

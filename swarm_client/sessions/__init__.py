@@ -1,1 +1,1 @@
-"""A generation with keys and values on servers, and its failover. Import ``session``."""
+"""One generation's session: its KV cache on servers and its failover. Import ``session``."""

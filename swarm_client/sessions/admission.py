@@ -1,4 +1,4 @@
-"""Waiting for room: when all servers are full, a session takes its place in their queues."""
+"""Waiting for admission: when all servers are full, a session takes its place in their queues."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from swarm_client.transport.hops import HopSession
 from swarm_protocol.errors import NoRoute, PeerBusy, PeerError
 from swarm_protocol.span import Span
 
-_SOON_S = 0.2  # what takes no longer is no waiting
-_LOOK_S = 1.0  # how often others than those in whose queue we are may be looked at
+_SOON_S = 0.2  # a shorter wait is not reported
+_LOOK_S = 1.0  # how often other chains than the queued one are tried
 _RETRY_S = 0.2
-_CLOCKS_S = 0.1  # by which a server's clock may be ahead of ours in a wait
+_CLOCKS_S = 0.1  # a server's clock may be this much ahead of the client's in a wait
 _ADVICE = ". Nothing is lost: it can be tried again, with the same past_key_values if there are any"
 
 
 class AdmissionWait:
-    """What one session does while there is no room for it. It holds none meanwhile but where its turn has come.
+    """One session's wait for KV room. The session holds no room during it, except on servers where its turn has come.
 
-    Servers are asked one after the other, in an order that is the same for all clients: nobody waits in a circle.
+    Servers are asked one after the other, in an order that is the same for all clients, so no circular wait can arise.
 
     Attributes:
-        may_wait: False: what there is no room for is refused at once.
+        may_wait: the session may wait for room; if False, a shortage is raised at once.
     """
 
     def __init__(self, swarm: Swarm, opener: Opener, reporter: Reporter) -> None:
@@ -34,33 +34,33 @@ class AdmissionWait:
         self._opener = opener
         self._reporter = reporter
         self.may_wait = True
-        self._deadline_s: float | None = None  # None: there is room, as far as is known
-        self._said = False  # that it waits
+        self._deadline_s: float | None = None  # None: as far as is known, there is room
+        self._said = False  # the wait was reported to the user
 
     def over(self) -> None:
-        """There was room, and the session has got on."""
+        """End the wait: there was room, and the session has made progress."""
         self._deadline_s, self._said = None, False
 
     async def begin(self, shortage: PeerBusy) -> None:
-        """The session is about to give up what it has, in order to wait for room.
+        """Check the time left before the session gives up the room that it has, in order to wait for more.
 
         Raises:
-            PeerBusy: it has waited for ``wait_timeout_s`` already.
+            PeerBusy: the session has waited for ``wait_timeout_s`` already.
         """
-        if self._deadline_s is not None:  # what room it had got was not enough
+        if self._deadline_s is not None:  # the room that the wait brought was not enough
             await asyncio.sleep(_RETRY_S)
         self._check_time(shortage)
 
     async def hops(self, span: Span, opening: Opening, shortage: PeerBusy) -> list[HopSession]:
-        """Hops over all of ``span`` once there is room.
+        """Wait for room for all of ``span``, then return the opened hops.
 
         Args:
-            shortage: why there is none.
+            shortage: the error that says why there is no room.
 
         Raises:
             PeerBusy: no server can ever have so much room, or none has had it for ``wait_timeout_s``.
-            NoRoute: nobody holds some block any more.
-            PeerError: a server failed meanwhile. It may be tried again.
+            NoRoute: some block is not served any more.
+            PeerError: a server failed during the wait. The call may be repeated.
         """
         never: dict[str, PeerBusy] = {}
         while True:
@@ -80,7 +80,7 @@ class AdmissionWait:
                     never[error.peer_id] = error
 
     def _check_time(self, shortage: PeerBusy) -> float:
-        """How many seconds are left."""
+        """Return how many seconds are left; raise ``shortage``, or a PeerBusy that extends it, if there are none."""
         if not self.may_wait:
             raise shortage
         timeout_s = self._swarm.config.wait_timeout_s
@@ -95,7 +95,7 @@ class AdmissionWait:
     async def _in_queue(
         self, chain: Route, span: Span, opening: Opening, wait_s: float, shortage: PeerBusy
     ) -> list[HopSession]:
-        """Waits in the queues of this chain's servers, unless there is room elsewhere before."""
+        """Wait in the queues of this chain's servers, unless another chain has room sooner."""
         asked: list[str] = []
         queued = asyncio.ensure_future(self._opener.open_in_turn(chain, opening, wait_s, asked))
         used = False
@@ -116,7 +116,7 @@ class AdmissionWait:
                 queued.add_done_callback(_abandon_result)
 
     async def _look(self, span: Span, opening: Opening, avoid: list[str]) -> list[HopSession]:
-        """Hops over servers that have room at once; none if there are none."""
+        """Return hops over servers that have room at once; empty if there are none."""
         try:
             return await self._opener.open_span(span, opening, None, avoid=avoid, timeout_s=0.0)
         except (NoRoute, PeerBusy):

@@ -1,4 +1,4 @@
-"""The positions that one step of a session adds, and what has become of them so far."""
+"""One call of a session: the positions that it adds, and the outputs that have arrived so far."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Call:
     """One call of ``RemoteSession.step``.
 
     Attributes:
-        inputs: [batch, new, hidden_size] and what belongs to them; of the outputs, the last ``num_wanted`` are wanted.
-        before: what the servers know; ``after``: with the rows changed by ``changes``, and the inputs.
-        steps: the inputs, cut for the chain.
-        outputs: by the step's number; None if none are wanted.
-        num_refusals: steps that servers have refused because of the server before.
-        is_optional: it is given up where a server has no room for it, rather than made with other servers, or later.
-        watched: the blocks whose outputs are wanted besides; ``block_outputs``: those, by block and the step's number.
+        inputs: hidden states [batch, new, hidden_size], mask and positions; the last ``num_wanted`` outputs are used.
+        before: the journal that the servers know; ``after`` adds the call's ``changes`` and inputs to it.
+        steps: the inputs, cut into steps for the chain.
+        outputs: the outputs by step number; None if the step's outputs are not wanted.
+        num_refusals: the number of steps that servers have refused because of the server before them.
+        is_optional: the call is given up where a server has no room, instead of waiting or using other servers.
+        watched: the blocks whose outputs are also wanted; ``block_outputs`` has them by block and step number.
     """
 
     inputs: BlockInput
@@ -50,7 +50,7 @@ class Call:
 
     @property
     def answered(self) -> int:
-        """Number of the last step whose outputs are here, as are those of all before."""
+        """Return the number of the last step up to which all outputs have arrived."""
         missing = (step.number for step in self.steps if step.number not in self.outputs)
         return next(missing, self.steps[-1].number + 1) - 1
 
@@ -77,10 +77,10 @@ class Call:
         self.block_outputs.clear()
 
     def output_of(self, block: int) -> torch.Tensor:
-        """[batch, new, hidden_size], once the call is complete."""
+        """Return the block's outputs, [batch, new, hidden_size], once the call is complete."""
         return torch.cat([self.block_outputs[block, step.number] for step in self.steps], 1)
 
     def output(self) -> torch.Tensor:
-        """[batch, num_wanted, hidden_size], once the call is complete."""
+        """Return the wanted outputs, [batch, num_wanted, hidden_size], once the call is complete."""
         outputs = (self.outputs[step.number] for step in self.steps)
         return torch.cat([output for output in outputs if output is not None], 1)

@@ -1,4 +1,4 @@
-"""A session's chain of servers: steps go in, answers come out, and hops that fail or leave are replaced."""
+"""A session's chain of servers: sends steps, collects outputs, and replaces hops that fail or leave."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
 
-_PAST_STEPS = 256  # that a replica may lag behind
+_PAST_STEPS = 256  # steps that a replica may lag behind
 
 
 class Chain:
-    """The hops of one session. Runs on the background loop; one call at a time.
+    """The chain of hops of one session. All methods run on the background loop, one call at a time.
 
     Attributes:
-        hops: first blocks first. Only the chain changes this list, which others read.
-        number: of the last step.
-        is_new: what came before the next call has not been sent to any server yet.
-        busy: held during a call.
+        hops: the hops, first blocks first. Only the chain changes this list; other objects read it.
+        number: the number of the last step.
+        is_new: the session has earlier positions that have not been sent to any server yet.
+        busy: the lock that is held during a call.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Chain:
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)
         self._listener = Listener(self.hops, swarm, inbox, self._replacer.answered, self._standby.handle)
-        self._call: Call | None = None  # that is under way
+        self._call: Call | None = None  # the call under way
         self._past: deque[Taken] = deque(maxlen=_PAST_STEPS)  # the steps before the call under way
         self._moving: asyncio.Task[None] | None = None
-        # Whether all that the first hop was sent has been computed: after a splice, an answer may have come without it.
+        # Settled: all steps sent to the first hop are computed. After a splice, outputs may arrive before that is true.
         self._is_settled = self._was_spliced = False
         self.busy = asyncio.Lock()
         swarm.sessions.add(self)
 
     @property
     def adapter(self) -> Snapshot:
-        """What is added to the blocks, from when the next hops are opened."""
+        """Return the adapter that is added to the blocks of hops that are opened from now on."""
         return self._opener.adapter
 
     @adapter.setter
@@ -84,12 +84,12 @@ class Chain:
 
     @property
     def route(self) -> Route:
-        """The servers that hold its keys and values now, first blocks first; none before the first step."""
+        """Return the servers that hold the KV cache now, first blocks first; empty before the first step."""
         return tuple(session.hop for session in self.hops)
 
     @property
     def load(self) -> Load:
-        """What it has servers do: nothing while it chooses among them, and all that they must know once it has."""
+        """Return the load that the session puts on servers; it is empty while the session still chooses a chain."""
         if self._opener.is_choosing:
             return Load((), 0)
         call, opening = self._call, self._opener.opening
@@ -103,55 +103,55 @@ class Chain:
 
     @property
     def codecs(self) -> tuple[pb.Codec, ...]:
-        """Of what goes from the client to the first of ``route``, on from each to the next, and back to the client."""
+        """Return the codecs from the client to the first hop of ``route``, between hops, and back to the client."""
         return (*map(self._opener.codec_to, self.hops[:1]), *(session.codec for session in self.hops))
 
     @property
     def num_replicas(self) -> int:
-        """Standby replicas that are ready to take over."""
+        """Return the number of standby replicas that are ready to take over."""
         return self._standby.num_ready
 
     @property
     def is_recovering(self) -> bool:
-        """Whether no answer has come since a server failed."""
+        """Return whether no answer has come since a server failed."""
         return self._replacer.is_recovering
 
     @property
     def records_past(self) -> bool:
-        """Whether sliding windows keep what later crops need."""
+        """Return whether sliding windows keep what later crops need."""
         return self._terms.records_past
 
     def record_past(self) -> None:
-        """Sliding windows of the hops that will be opened keep what later crops need."""
+        """Let the sliding windows of hops that are opened from now on keep what later crops need."""
         self._terms.records_past = True
 
     def continues(self, other: Chain) -> None:
-        """The session goes on from where that of ``other`` is."""
+        """Continue the session of ``other`` from its present position, with its adapter."""
         self.is_new, self.adapter = True, other.adapter
         self._terms.records_past = other._terms.records_past
 
     def prefer(self, route: Route) -> None:
-        """To be taken when the hops are opened first."""
+        """Take this route the next time that hops are opened."""
         self._opener.planned = route
 
     def ages_with(self, other: Chain) -> None:
-        """Servers are asked for room as if they had been asked when they were for ``other``."""
+        """Reuse the time at which ``other`` first asked for KV room, so that this chain keeps its place in queues."""
         self._terms.asked_s = other._terms.asked_s
 
     # ------------------------------------------------------------ one call
 
     async def step(self, call: Call, may_wait: bool = True) -> torch.Tensor:
-        """Outputs of the last positions of the call, [batch, num_wanted, hidden_size].
+        """Return the outputs of the last positions of the call, [batch, num_wanted, hidden_size].
 
-        ``may_wait``: for room; otherwise it fails at once where there is none.
+        ``may_wait``: wait for KV room; if it is False, the step fails at once where there is no room.
 
         Raises:
             RequestRejected: the input is wrong.
-            NoRoute, PeerBusy: no server has the blocks, or room for them, for ``wait_timeout_s``; PeerBusy also at once
-                if none can ever have so much room.
+            NoRoute, PeerBusy: no server has held the blocks, or had room for them, for ``wait_timeout_s``. PeerBusy
+                also comes at once if no server can ever have that much room.
             RecoveryFailed: servers failed, and the time to replace them is over.
-            SwarmError: why an optional call was given up. The servers are as they were if the first one of them had no
-                room.
+            SwarmError: the reason why an optional call was given up. If the first server had no room, all servers are
+                as they were before the call.
         """
         async with self.busy:
             if self._swarm.closed:
@@ -181,18 +181,18 @@ class Chain:
         return call.output()
 
     async def close(self) -> None:
-        """Lets the servers go once no call is under way."""
+        """Release the servers once no call is under way."""
         async with self.busy:
             self._terms.asked_s = None
             await self._forget()
 
     async def let_go(self) -> None:
-        """Lets the servers go; the next call is made with others, and everything is replayed to them."""
+        """Release the servers; the next call opens new hops and replays the whole session to them."""
         async with self.busy:
             await self._forget()
 
     async def _forget(self) -> None:
-        """Lets the servers go; the next call starts with others."""
+        """Release the servers without taking the lock; the next call opens new hops."""
         hops = list(self.hops)
         self.hops.clear()
         self._opener.planned = ()
@@ -219,17 +219,17 @@ class Chain:
             await self._forget()
 
     async def _open(self, call: Call) -> None:
-        """Opens hops for all blocks, and replays everything that came before the call."""
+        """Open hops for all blocks, and replay all positions from before the call."""
         if call.before.length and not self.is_new:
             self._replacer.begin_recovery(self._listener.progress_s)
-        call.before, call.changes = call.after.cropped(call.start), ()  # new hops get the rows as they are now
+        call.before, call.changes = call.after.cropped(call.start), ()  # new hops get the reordered and cropped rows
         self.hops[:] = await self._replacer.open_all(self._blocks, call.after, self.number)
         self.is_new = False
         self._cut(call)
         self._post(self._replacer.replay_all(call, self.hops))
 
     async def _complete(self, call: Call) -> bool:
-        """Waits for all outputs. False: the call must begin again, with other hops."""
+        """Wait for all outputs. Return False if the call must begin again with other hops."""
         while not call.complete:
             errors = self._listener.handle(await self._listener.next_event(call), call)
             if errors and not await self._recover(call, errors):
@@ -237,7 +237,7 @@ class Chain:
         return True
 
     async def _recover(self, call: Call, errors: Failures) -> bool:
-        """Replaces failed hops, and any that fail meanwhile. False: the call must begin again."""
+        """Replace failed hops, and hops that fail during the replacement. Return False if the call must begin again."""
         first_error = next(iter(errors.values()))
         if call.is_optional and isinstance(first_error, PeerBusy):
             raise first_error
@@ -259,12 +259,12 @@ class Chain:
                             return False
                         case _:
                             event = await self._replacer.carry_out(instruction, call) or event
-        except BaseException:  # an interruption among them
+        except BaseException:  # interruptions included
             self._replacer.abandon_new()
             raise
 
     def _cut(self, call: Call) -> None:
-        """Into steps that no hop finds too long."""
+        """Cut the call's inputs into steps that are short enough for every hop."""
         batch_size, num_tokens, _ = call.inputs.hidden.shape
         call.steps = split(
             call.inputs,
@@ -284,14 +284,14 @@ class Chain:
         self._terms.last_number = call.steps[-1].number
 
     def _post(self, steps: list[OutgoingStep], is_alone: bool = False) -> None:
-        """To the first hop."""
+        """Send the steps to the first hop."""
         for step in steps:
             self.hops[0].post(step.message, step.parts, is_alone)
 
     # ------------------------------------------------------------ servers that leave
 
     def _hop_leaves(self) -> None:
-        """Called when the server of some hop has said that it wants to leave."""
+        """Start to replicate and move the hop when its server has announced that it wants to leave."""
         self._standby.arrange()
         self._moving = asyncio.ensure_future(self._move_between_calls())
 
@@ -300,7 +300,7 @@ class Chain:
             await self._move()
 
     async def _move(self) -> None:
-        """Replaces hops whose servers leave by their replicas. No call may be under way."""
+        """Replace hops on leaving servers by their replicas. No call may be under way."""
         for index, hop in enumerate(list(self.hops)):
             replica = self._standby.of(hop) if hop.leaving else None
             if replica is None:
@@ -314,7 +314,7 @@ class Chain:
                     before = self.hops[index - 1]
                     codec = self._swarm.links.codec(before.hop.server, replica.hop.server)
                     await before.reroute(replica, [], codec)
-            except SwarmError:  # nobody knows where its outputs go
+            except SwarmError:  # the hop before may now send its outputs to either hop
                 await self._forget()
                 return
             self._standby.take(hop)

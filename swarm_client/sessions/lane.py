@@ -1,4 +1,4 @@
-"""Rows of a session on a chain of their own: what the servers know of them, and what they are to learn."""
+"""A lane: rows of a session on a chain of their own, with what the servers know of these rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarm_protocol.wire.block_input import BlockInput
 
 @dataclass(frozen=True)
 class Setting:
-    """What all lanes of a session have in common."""
+    """The settings that all lanes of a session share."""
 
     swarm: Swarm
     blocks: Span
@@ -35,10 +35,12 @@ class Setting:
 
 
 class Lane:
-    """``step`` is for the background loop; nothing else may be done meanwhile. Losing it frees the room on the servers.
+    """A group of a session's rows on one chain of servers. Losing the last reference frees the KV room on the servers.
+
+    ``step`` runs on the background loop; no other method may be called during it.
 
     Attributes:
-        chain: of servers.
+        chain: the lane's chain of servers.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -55,8 +57,8 @@ class Lane:
             setting.user,
         )
         self._checks = SessionChecks(setting.swarm, self._reporter)
-        self._journal: Journal | None = None  # what the servers know
-        self._changes: list[pb.Change] = []  # since then
+        self._journal: Journal | None = None  # the positions that the servers know
+        self._changes: list[pb.Change] = []  # the changes since then
         weakref.finalize(self, _close_soon, self.chain).atexit = False  # servers notice the end of the process
 
     @property
@@ -65,17 +67,17 @@ class Lane:
 
     @property
     def rows(self) -> Journal:
-        """All positions as they are now."""
+        """Return the journal of all positions, with the changes that the servers do not know yet."""
         assert self._journal is not None
         return _changed(self._journal, self._changes)
 
     async def step(
         self, inputs: BlockInput, num_wanted: int, watched: range, may_wait: bool, is_optional: bool = False
     ) -> Call:
-        """What has come out of the chain. The positions count from ``commit`` on.
+        """Return the call with its outputs. The positions count only after ``commit``.
 
-        ``may_wait``: for room; otherwise PeerBusy comes at once where there is none. ``is_optional``: see ``Call``. For
-        the rest, and what is raised, see ``RemoteSession.step``.
+        ``may_wait``: wait for KV room; otherwise PeerBusy comes at once where there is none. ``is_optional``: see
+        ``Call``. The other arguments and the errors are those of ``RemoteSession.step``.
         """
         batch_size, num_tokens, _ = inputs.hidden.shape
         before = self._journal or Journal.empty(batch_size)
@@ -100,27 +102,27 @@ class Lane:
             await self._leave_servers()
 
     async def _leave_servers(self) -> None:
-        """One of them is not believed any more."""
+        """Release all servers, because one of them is not trusted any more."""
         await self.chain.let_go()
         self._checks.begin_again()
 
     def commit(self, call: Call) -> None:
-        """The step is over, and its positions are there."""
+        """Accept the call's positions as part of the lane."""
         self._journal = call.after
         self._changes.clear()
 
     def change(self, change: pb.Change) -> None:
-        """Travels with the next step; there is nothing to change before the first."""
+        """Record a change that travels with the next step. An empty lane has nothing to change."""
         if self._journal is not None:
             self._changes = merged(self._changes, change)
 
     def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
-        """An empty lane has these positions; servers learn of them with the next step."""
+        """Give these positions to the empty lane; servers receive them with the next step."""
         self.chain.adapter, self.chain.is_new = adapter, True
         self._journal = Journal.empty(len(inputs.hidden)).appended(inputs)
 
     def copy(self, setting: Setting, rows: Sequence[int] | None = None) -> Lane:
-        """A lane of some rows, or of all, that goes on from here by itself: what came before is replayed to servers."""
+        """Return an independent lane with some or all rows; its servers receive all positions by replay."""
         other = Lane(setting)
         other.chain.continues(self.chain)
         if self._journal is not None:
@@ -131,7 +133,7 @@ class Lane:
         return other
 
     def reset(self) -> None:
-        """It is empty again. Its servers must have been let go."""
+        """Make the lane empty again. The caller must have released its servers."""
         self.chain.is_new = False
         self._checks = SessionChecks(self._setting.swarm, self._reporter)
         self._journal = None
@@ -139,7 +141,7 @@ class Lane:
 
 
 def joined(lanes: Sequence[Lane], setting: Setting) -> Lane:
-    """One lane with the rows of all of these, which have equally many positions. It is as old as they are."""
+    """Return one lane with the rows of all lanes, which have equal lengths and whose place in queues it keeps."""
     lane = Lane(setting)
     lane.chain.continues(lanes[0].chain)
     lane.chain.ages_with(lanes[0].chain)

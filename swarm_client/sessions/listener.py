@@ -1,4 +1,4 @@
-"""What the hops of a chain say to the client, and what their silence means."""
+"""Reads what the hops of a chain send to the client, and decides when their silence is a failure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, P
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_UNTAKEN
 
-_TIMES_WAITING = 4  # more batches than what waited before a step may end first: of those that came later
+_TIMES_WAITING = 4  # the allowance for later batches, as a multiple of the batches that waited before the step
 _SPARE_BATCHES = 16
-_STRANGER_FACTOR = 4.0  # by which a server may take longer that says it computes, and has not answered yet
-_ALMOST = 0.9  # of a time limit, by clocks that are not quite the same
-_MAX_REFUSALS = 3  # of one call's steps by servers that blame the one before
+_STRANGER_FACTOR = 4.0  # extra time for a server that reports work, but has not answered yet
+_ALMOST = 0.9  # the fraction of a time limit that counts as all of it, because clocks differ slightly
+_MAX_REFUSALS = 3  # the limit on one call's steps that are refused by servers because of the server before
 Failures = Mapping[HopSession, SwarmError]
 
 
 class Listener:
-    """Takes the answers of one chain's hops, and finds those that must be replaced.
+    """The receiver of answers from one chain's hops, which also finds hops that must be replaced.
 
     Attributes:
-        progress_s: when the call last got on.
-        refused: number of a step that the first hop has refused; None: of none.
+        progress_s: the time at which the call last made progress.
+        refused: the number of the step that the first hop has refused; None if there is none.
     """
 
     def __init__(
@@ -40,11 +40,12 @@ class Listener:
         on_answer: Callable[[], None],
         on_other: Callable[[HopEvent], None],
     ) -> None:
-        """
+        """Set up the listener.
+
         Args:
-            hops: of the chain, as they are at any time.
-            on_answer: called when outputs of a step have come.
-            on_other: gets the events of those that are not in the chain.
+            hops: the chain's live list of hops.
+            on_answer: called when the outputs of a step have arrived.
+            on_other: called with events of hops that are not in the chain.
         """
         self._hops = hops
         self._swarm = swarm
@@ -54,7 +55,7 @@ class Listener:
         self._probing: asyncio.Task[None] | None = None
         self._probed_s = 0.0
         self._watchdog = Watchdog(swarm.config)
-        self._relayed: set[tuple[int, int, int]] = set()  # hop, route and step, in this call
+        self._relayed: set[tuple[int, int, int]] = set()  # hop, route and step of each answer relayed in this call
         self.progress_s = 0.0
         self.refused: int | None = None
 
@@ -67,7 +68,7 @@ class Listener:
             self._probing.cancel()
 
     async def next_event(self, call: Call) -> HopEvent:
-        """Asks all hops how far they are when the call does not get on for a while, whatever they say meanwhile."""
+        """Wait for and return the next event. If the call makes no progress for a while, ask all hops for theirs."""
         after_s = self._swarm.config.timeouts.probe_after_s
         while True:
             event = None
@@ -82,9 +83,9 @@ class Listener:
                 return event
 
     async def _probe(self, call: Call, hops: list[HopSession]) -> None:
-        """Trouble for hops that do not answer, or that have what they need and do not get on.
+        """Put trouble into the inbox for hops that do not answer, or that have their input and make no progress.
 
-        What a hop says of its progress counts as far as it has been sent steps: nobody gets on for ever.
+        A hop's claimed progress counts only up to steps that it was sent, so that claims cannot go on without end.
         """
         asked_s = now_s()
         results = await asyncio.gather(*map(self._ask, hops), return_exceptions=True)
@@ -92,10 +93,10 @@ class Listener:
         numbers: list[int] = []
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, BaseException) and not isinstance(result, SwarmError):
-                return  # this client is closing
+                return  # the client is closing
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
-                return  # the first that has failed is the one to replace
+                return  # the first hop that has failed is the one to replace
             if result is None:
                 continue
             self._swarm.progress.probed(hop.hop.server.peer_id, result, now_s())
@@ -106,7 +107,7 @@ class Listener:
             if not result.num_waiting:
                 hop.due_batches = None
             elif hop.due_batches is None:
-                # Shorter prompts that come later may go first, each stream of them with as much work as this call has.
+                # Later, shorter prompts may go first, and each such stream may bring as much work as this call has.
                 num_left = sum(step.number > number for step in call.steps)
                 most = _TIMES_WAITING * result.num_waiting * max(1, num_left)
                 hop.due_batches = result.num_batches + most + _SPARE_BATCHES
@@ -114,17 +115,17 @@ class Listener:
             numbers.append(number)
         if hops and len(said) == len(hops):
             index = _late_hop([max(number, call.first_number - 1) for number in numbers], call.steps[-1].number)
-            # If all have finished, the last one has sent nothing.
+            # If all hops have finished, the last one has not sent its outputs.
             late, number = (hops[-1], call.answered) if index is None else (hops[index], numbers[index])
             self._check_time(call, late, number, said)
 
     async def _ask(self, hop: HopSession) -> pb.SessionProgress | None:
-        """How far the hop is; None if that is not known, but it has been heard meanwhile, or this client was late.
+        """Ask for the hop's progress. Return None if it is unknown, but the hop was heard or this client was late.
 
-        Not for longer than a step may take: it may answer others and not this session.
+        None is accepted only up to ``step_timeout_s``: a server may answer other sessions and ignore this one.
 
         Raises:
-            SwarmError: it has failed.
+            SwarmError: the hop has failed.
         """
         asked_s, timeout_s = now_s(), self._swarm.config.timeouts.probe_s
         try:
@@ -141,14 +142,14 @@ class Listener:
     def _check_time(
         self, call: Call, hop: HopSession, number: int, said: Mapping[HopSession, pb.SessionProgress]
     ) -> None:
-        """Trouble if the hop has had what it needs for too long, and somebody else can try."""
+        """Put trouble into the inbox if the hop has had its input for too long and another server can take over."""
         server = hop.hop.server
         num_alarms = self._swarm.alarms.num_others(server.peer_id, now_s())
         rtt_s = self._swarm.costs().rtts_s.get(server.peer_id, 0.0)
         index = self._hops.index(hop) if hop in self._hops else 0
         before = self._hops[index - 1] if index else None
         lines = [self._swarm.links.bytes_per_s(None if before is None else before.hop.server, server)]
-        if hop in self._hops[-1:]:  # what it sends may be under way as well
+        if hop in self._hops[-1:]:  # the hop's outputs may be on their way
             lines.append(self._swarm.links.bytes_per_s(server, None))
         allowed_s = max(self._watchdog.allowed_s(hop, number, call.steps, rtt_s, num_alarms, line) for line in lines)
         if not self._swarm.can_replace(hop.span, server.peer_id):
@@ -156,9 +157,9 @@ class Listener:
         if self._silent_s <= allowed_s:
             return
         if any(self._computes(each, progress, allowed_s) for each, progress in said.items()):
-            return  # those before do not compute either until it has taken what they have sent on
+            return  # earlier hops do not compute until this hop has taken their outputs
         late = hop
-        if before is not None:  # it says that it has sent on what this one waits for; which of them is to blame?
+        if before is not None:  # the hop before claims to have sent the input: decide which of the two is to blame
             is_less_known = self._has_worked(hop) and not self._has_worked(before)
             if is_less_known or before.doubted == call.first_number:
                 late = before
@@ -173,14 +174,14 @@ class Listener:
 
     @property
     def _silent_s(self) -> float:
-        """How long the call has not got on while this client could hear of it."""
+        """Return how long the call has made no progress, without the time in which this client itself was late."""
         return self._swarm.lateness.awake_s(self.progress_s)
 
     def _computes(self, hop: HopSession, said: pb.SessionProgress, allowed_s: float) -> bool:
-        """Whether the hop's server is slow, and not stalled: it gets on with what comes before the step that it has.
+        """Return whether the hop's server is slow but not stalled: it works on batches that come before the step.
 
-        By its own words. So they count only as long as it has ended no more batches than can have come before, and not
-        for ever: a server that has not answered yet is believed for less time.
+        The only evidence is the server's own report. A report counts only while the server has ended no more batches
+        than can have come before, and only for a limited time. This time is shorter for a server without an answer yet.
         """
         if hop.due_batches is None or said.num_batches > hop.due_batches:
             return False
@@ -195,10 +196,10 @@ class Listener:
         return self._swarm.has_worked(hop.hop.server.peer_id)
 
     def handle(self, event: HopEvent, call: Call) -> Failures:
-        """Hops that must be replaced, and why.
+        """Take an event. Return the hops that must be replaced, each with the reason.
 
         Raises:
-            SwarmError: what the user must know.
+            SwarmError: an error that the user must see.
         """
         index = next((i for i, hop in enumerate(self._hops) if hop.number == event.hop), None)
         if index is None:
@@ -217,7 +218,7 @@ class Listener:
     def _handle_trouble(self, event: Trouble, index: int, call: Call) -> Failures:
         hop, error = self._hops[index], event.error
         if isinstance(error, Stalled) and self.progress_s > error.since_s:
-            return {}  # it has got on at the last moment
+            return {}  # the hop has made progress at the last moment
         if event.step is None or event.step < FIRST_STEP:
             if isinstance(error, AccessDenied):
                 raise error
@@ -231,9 +232,9 @@ class Listener:
         if index == 0:
             raise error
         if hop.refused is not None and event.step > hop.refused:
-            return {}  # in the wake of the one that is refused already
+            return {}  # a consequence of the step that is refused already
         hop.refused = event.step
-        # The input came from the server before: that one is not right, or else this one.
+        # The input came from the server before: either that server is wrong, or this one.
         call.num_refusals += 1
         if call.num_refusals > _MAX_REFUSALS:
             raise error
@@ -253,7 +254,7 @@ class Listener:
         if theirs is None or (theirs.header.dtype, theirs.header.shape) != (ours.dtype, ours.shape):
             return _bad_reply(sender, f"server {sender.hop.server.short_id} answered another shape")
         relayed = sender.number, answer.route, answer.step
-        if relayed not in self._relayed:  # once: who says the same again and again does not get on
+        if relayed not in self._relayed:  # once: a server that repeats itself makes no progress
             self._relayed.add(relayed)
             self.progress_s = now_s()
         onward = step.with_hidden(theirs)
@@ -302,13 +303,14 @@ class Listener:
 
 
 def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
-    """Return the index of the hop that the others wait for; None if all have finished.
+    """Return the index of the hop that the other hops wait for; None if all have finished.
 
-    That is the first one that has not finished, unless it may do no more until the next hop has taken what it has sent.
+    The late hop is the first one that has not finished. An exception: a hop may have to pause until the next hop has
+    taken its outputs; then the next hop is late.
 
     Args:
-        numbers: of the last step that each hop has done; before the first: the one before that.
-        last_number: of the last step that there is.
+        numbers: the number of the last step that each hop has done, or of the step before the first one.
+        last_number: the number of the last step that exists.
     """
     late = next((i for i, number in enumerate(numbers) if number < last_number), None)
     while late is not None and late + 1 < len(numbers) and numbers[late] - numbers[late + 1] > MAX_UNTAKEN:
@@ -317,7 +319,7 @@ def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
 
 
 def _numbers(hop: HopSession, call: Call) -> Iterable[int]:
-    """Of the steps that a hop knows of."""
+    """Return the numbers of all steps that the hop knows of."""
     return chain(hop.replayed, (step.number for step in call.steps))
 
 

@@ -1,4 +1,4 @@
-"""Opens a session's hops: finds servers, asks them for room, and gives each the address for its outputs."""
+"""Opens a session's hops: finds servers, asks them for KV room, and links each hop to the next one."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
 from swarm_protocol.wire.session_keys import new_session_key
 
-_TRIAL_GRACE_S = 0.5  # for others, once enough servers that were tried out have answered
-_SPARE_TOKENS = 64  # positions per row that are asked for besides
+_TRIAL_GRACE_S = 0.5  # the extra wait for other servers, once enough tried servers have answered
+_SPARE_TOKENS = 64  # positions per row that are leased in addition
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What new hops are asked for.
+    """A request for KV room that is sent to the servers of new hops.
 
     Attributes:
-        reserve_tokens: positions per row to lease at once; ``spare_tokens`` besides.
-        asked_s: when the session was first asked for; None: now.
+        reserve_tokens: the positions per row to lease at once; ``spare_tokens`` are leased in addition.
+        asked_s: the time at which the session first asked for room; None stands for now.
         sent_number, changed_number, records_past, last_number: see ``Open`` in protos/swarm.proto.
     """
 
@@ -49,21 +49,21 @@ class Opening:
 
     @property
     def need_tokens(self) -> int:
-        """Room that a server should have."""
+        """Return the number of tokens that a server should have room for."""
         return self.batch_size * (self.reserve_tokens + self.spare_tokens)
 
 
 class Terms:
-    """What all hops of one session are asked for.
+    """The terms that all hops of one session are opened with.
 
     Attributes:
         records_past: sliding windows keep what later crops need.
-        asked_s: when room on servers was first wanted; None: not yet.
-        last_number: of the steps so far.
+        asked_s: the time at which the session first asked servers for room; None if it has not asked yet.
+        last_number: the number of the session's last step so far.
     """
 
     def __init__(self, max_positions: int | None, reserve_tokens: int) -> None:
-        """``max_positions`` of the model; ``reserve_tokens``: positions per row that the session is known to need."""
+        """Take the model's ``max_positions``, and the positions per row that the session is known to need."""
         self._max_positions = max_positions
         self._reserve_tokens = reserve_tokens
         self.records_past = False
@@ -73,15 +73,15 @@ class Terms:
     def opening(
         self, batch_size: int, num_tokens: int, sent_number: int = 0, changed_number: int = 0, *, ages: bool = True
     ) -> Opening:
-        """What to ask servers for, if there are ``num_tokens`` positions per row already.
+        """Return the request for hops that must hold ``num_tokens`` positions per row already.
 
-        ``ages``: the hops are as old as the session, so younger ones cannot preempt them.
+        ``ages``: the hops have the age of the session, so that younger sessions cannot preempt them.
         """
         if self.asked_s is None:
             self.asked_s = now_s()
         most = sys.maxsize if self._max_positions is None else self._max_positions
         reserve = min(max(self._reserve_tokens, num_tokens), most)
-        # A session whose length nobody has said should not be preempted at once.
+        # The length of this session is unknown; spare room keeps it from being preempted at once.
         spare = 0 if num_tokens <= self._reserve_tokens else min(max(_SPARE_TOKENS, num_tokens // 4), most - reserve)
         asked_s = self.asked_s if ages else None
         return Opening(
@@ -90,17 +90,17 @@ class Terms:
 
 
 class Opener:
-    """Opens hops whose answers all go to one inbox; ``adapter`` is added to their blocks.
+    """A session's opener of hops. All answers go to one inbox, and ``adapter`` is added to the hops' blocks.
 
     Attributes:
-        planned: a chain that is taken the next time instead of the fastest, if it is over these blocks and nobody is to
+        planned: the chain to open next instead of the fastest one, if it covers the same blocks and no server is to
             be avoided.
-        opening: a chain whose servers are being asked; empty if none are.
-        is_choosing: whether there will be one.
+        opening: the chain whose servers are being asked; empty if there is none.
+        is_choosing: a chain is being chosen.
     """
 
     def __init__(self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False, user: str = "") -> None:
-        """``is_bundled``: see ``ServerConnection.open``; ``user``: see ``Open`` in protos/swarm.proto."""
+        """Take the options of all hops. ``is_bundled``: see ``ServerConnection.open``; ``user``: see ``Open``."""
         self._swarm = swarm
         self._inbox = inbox
         self._is_bundled = is_bundled
@@ -122,11 +122,11 @@ class Opener:
         like: ServerRecord | None = None,
         on_wait: Callable[[str, float], None] | None = None,
     ) -> list[HopSession]:
-        """Hops over ``span`` whose last sends its outputs to ``after``, or to the client.
+        """Open and return hops over ``span``; the last one sends to ``after``, or to the client if that is None.
 
         Raises:
-            NoRoute: see ``Swarm.chain``, to which the other arguments go.
-            PeerError: the first hop that could not be opened; then none is.
+            NoRoute: see ``Swarm.chain``, which gets the other arguments.
+            PeerError: the error of the first hop that could not be opened; the other hops are then closed.
         """
         planned, self.planned = self.planned, ()
         self.is_choosing = True
@@ -155,7 +155,7 @@ class Opener:
         jobs = [asyncio.ensure_future(work) for work in self._opened(chain, opening, after)]
         try:
             results = await asyncio.gather(*jobs, return_exceptions=True)
-        except asyncio.CancelledError:  # interrupted
+        except asyncio.CancelledError:  # interrupted by the user
             results = await asyncio.gather(*jobs, return_exceptions=True)
             abandon(result for result in results if isinstance(result, HopSession))
             raise
@@ -167,16 +167,16 @@ class Opener:
         return _linked(hops, after)
 
     def codec_to(self, hop: HopSession) -> pb.Codec:
-        """In which the client sends to this hop: the same from the first step to the last, whatever is measured."""
+        """Return the codec in which the client sends to this hop; it never changes during the hop's life."""
         if hop.input_codec is None:
             hop.input_codec = self._swarm.links.codec(None, hop.hop.server)
         return hop.input_codec
 
     async def try_out(self, span: Span, avoid: Collection[str], hidden_size: int) -> bool:
-        """Has servers that hold some of the blocks and have not been seen to work compute a step each, all at once.
+        """Let unproven servers of these blocks compute one step each, all at once; return whether one has answered.
 
-        What they get is noise, in a session of its own. Who does not answer is left out like any server that fails, if
-        somebody else has answered; if nobody has, it may be the client's own network. Returns whether somebody has.
+        The input is noise, in a session of its own. If any server has answered, silent servers are left out like failed
+        servers. If no server has answered, the client's own network may be down, and no server is left out.
         """
         asked = self._swarm.to_try(span, avoid)
         inputs = BlockInput(torch.randn(1, 1, hidden_size), None, torch.zeros(1, 1, dtype=torch.int64))
@@ -196,7 +196,7 @@ class Opener:
         finally:
             for task in waiting:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # which also retrieves errors that nobody reads below
+            await asyncio.gather(*tasks, return_exceptions=True)  # this also retrieves errors that are not read below
         for task, server in tasks.items() if passed else ():
             error = None if task.cancelled() else task.exception()
             if task.cancelled():
@@ -206,7 +206,7 @@ class Opener:
         return bool(passed)
 
     async def _computes(self, server: ServerRecord, span: Span, inputs: BlockInput) -> None:
-        """Returns once the server has computed a step; raises SwarmError if it refuses."""
+        """Wait until the server has computed a step; raise SwarmError if the server refuses."""
         part = Span(max(span.start, server.span.start), min(span.end, server.span.end))
         inbox = Inbox()
         request = pb.Open(session_key=new_session_key(), batch_size=1, reserve_tokens=1)
@@ -228,17 +228,17 @@ class Opener:
         await hop.close()
 
     async def open_in_turn(self, chain: Route, opening: Opening, wait_s: float, asked: list[str]) -> list[HopSession]:
-        """Hops for all of this chain, each asked for once there is room for the one before.
+        """Open and return hops for all of this chain, one after the other, each once the one before has room.
 
-        They are asked for in the order of their peer ids, which is the same for everybody: whoever has room on one
-        server waits only for those that come later, and never in a circle.
+        All clients ask in the order of peer ids. A session with room on one server thus waits only for servers later in
+        that order. Sessions therefore never wait for each other in a circle.
 
         Args:
-            wait_s: how long servers may let us wait, all in all.
-            asked: those that have been asked are added, the last last.
+            wait_s: the longest time that the servers may keep the requests waiting, in total.
+            asked: a list that receives the peer id of each server when it is asked.
 
         Raises:
-            PeerError: the first hop that could not be opened; then none is.
+            PeerError: the error of the first hop that could not be opened; the other hops are then abandoned.
         """
         deadline_s = now_s() + wait_s
         work = self._opened(chain, opening, None, lambda: max(0.0, deadline_s - now_s()))
@@ -258,7 +258,7 @@ class Opener:
     def _opened(
         self, chain: Route, opening: Opening, after: HopSession | None, wait_s: Callable[[], float] = lambda: 0.0
     ) -> list[Coroutine[None, None, HopSession]]:
-        """Work that opens each of the chain's hops."""
+        """Return coroutines that open the chain's hops, one for each hop."""
         keys = [new_session_key() for _ in chain]
         nexts: list[pb.NextHop | None] = [
             next_hop(hop.server, key) for hop, key in zip(chain[1:], keys[1:], strict=True)
@@ -276,7 +276,7 @@ class Opener:
     async def open_copy(
         self, of: HopSession, opening: Opening, after: HopSession | None, server: ServerRecord
     ) -> HopSession:
-        """A session on ``server`` like that of ``of``, with nothing in it yet."""
+        """Open and return an empty session on ``server`` with the same span and terms as ``of``."""
         onward = None if after is None else after.as_next()
         if after is None:
             self._swarm.links.measure([server])
@@ -320,18 +320,18 @@ class Opener:
 
 
 def _linked(hops: list[HopSession], after: HopSession | None) -> list[HopSession]:
-    """The same hops, which know where their outputs go."""
+    """Return the same hops, after setting on each the number of the hop that receives its outputs."""
     for hop, to in zip(hops, [*hops[1:], after], strict=True):
         hop.next_number = None if to is None else to.number
     return hops
 
 
 def abandon(hops: Iterable[HopSession]) -> None:
-    """Ends streams to servers that are gone."""
+    """End the streams to servers that are gone."""
     for hop in hops:
         hop.abandon()
 
 
 async def close(hops: Iterable[HopSession]) -> None:
-    """Ends sessions politely, all at once."""
+    """Close the hops' sessions on their servers, all at once."""
     await asyncio.gather(*(hop.close() for hop in hops), return_exceptions=True)

@@ -28,11 +28,11 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
 _RETRY_S = 0.2
-_MAX_TRIALS = 4  # rounds, before servers are taken that were not tried out
+_MAX_TRIALS = 4  # rounds of trials before servers that were not tried are taken
 
 
 class HopReplacer:
-    """New hops for one chain: for all of it, or in the place of those that fail. Only the chain puts them in."""
+    """The source of new hops for one chain: for all blocks, or for hops that fail. Only the chain puts them in."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class HopReplacer:
         standby: StandbyReplicas,
         reporter: Reporter,
     ) -> None:
-        """``hops``: of the chain, as they are at any time."""
+        """Take ``hops``, the chain's live list of hops."""
         self._hops = hops
         self._swarm = swarm
         self._opener = opener
@@ -52,29 +52,29 @@ class HopReplacer:
         self._reporter = reporter
         self._stall: Stall | None = None
         self._room = AdmissionWait(swarm, opener, reporter)
-        self._new: list[HopSession] = []  # that are not in the chain yet
+        self._new: list[HopSession] = []  # hops that are not in the chain yet
         self._hidden_size = 0
-        self._stalled: set[str] = set()  # peer ids of those left out for the rest of the session
+        self._stalled: set[str] = set()  # peer ids of servers that are left out for the rest of the session
 
     @property
     def is_recovering(self) -> bool:
-        """Whether no answer has come since a failure."""
+        """Return whether no answer has come since a failure."""
         return self._stall is not None
 
     def begin_call(self, may_wait: bool) -> None:
-        """``may_wait``: for room; otherwise it fails at once where there is none."""
+        """Start a call. ``may_wait``: wait for KV room; otherwise the call fails at once where there is none."""
         self._stall = None
         self._room.over()
         self._room.may_wait = may_wait
 
     def begin_recovery(self, progress_s: float) -> None:
-        """Generation stands still since ``progress_s``, unless it did before."""
+        """Start a stall that began at ``progress_s``, unless one has started already."""
         if self._stall is None:
             timeout_s = self._swarm.config.recovery_timeout_s
             self._stall = Stall(progress_s, now_s() + timeout_s, timeout_s)
 
     def answered(self) -> None:
-        """The stall, if there was one, is over."""
+        """End the stall, if there is one, and report what was repaired."""
         self._room.over()
         stall, self._stall = self._stall, None
         if stall is None:
@@ -85,16 +85,16 @@ class HopReplacer:
         for hop in self._hops:
             self._swarm.served(hop.hop.server.peer_id)
 
-    # ------------------------------------------------------------ hops where there are none
+    # ------------------------------------------------------------ hops for a whole chain
 
     async def open_all(self, blocks: Span, rows: Journal, sent_number: int) -> list[HopSession]:
-        """Hops over all blocks, with room for ``rows``; what comes before is still to be replayed to them.
+        """Return new hops over all blocks, with room for ``rows``. The caller must replay the earlier positions.
 
         Raises:
             NoRoute, PeerBusy, RecoveryFailed: see ``_opened``.
         """
         hops = await self._opened(blocks, self._terms.opening(rows.batch_size, rows.length, sent_number), None, None)
-        assert hops is not None  # nothing had to be given up
+        assert hops is not None  # there were no hops that would have to be given up
         if self._stall is not None:
             replacements = tuple(hop.hop.server.peer_id for hop in hops)
             reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
@@ -102,7 +102,7 @@ class HopReplacer:
         return hops
 
     def replay_all(self, call: Call, hops: list[HopSession]) -> list[OutgoingStep]:
-        """The steps by which new hops learn everything, the call's last."""
+        """Return the steps that bring new hops up to date: the history, then the call's own steps."""
         steps = [*self._history(call.after, (0, call.start), hops), *call.steps]
         _remember(hops, steps)
         if self._stall is not None:
@@ -112,15 +112,15 @@ class HopReplacer:
     async def _opened(
         self, span: Span, opening: Opening, after: HopSession | None, instead: HopSession | None
     ) -> list[HopSession] | None:
-        """Hops over ``span``; takes other servers if some refuse or are gone.
+        """Return hops over ``span``; if some servers refuse or are gone, other servers are asked.
 
         Returns:
-            None: servers are full, and the session must give up what it has before it waits for them.
+            The hops, or None if servers are full, so that the session must give up its hops and wait for room.
 
         Raises:
-            NoRoute: at first, if there are no servers.
-            PeerBusy: there has been no room for ``wait_timeout_s``, or there never is.
-            RecoveryFailed: in a stall, if there is no time left.
+            NoRoute: no servers hold the blocks, and there is no stall.
+            PeerBusy: there has been no room for ``wait_timeout_s``, or there can never be.
+            RecoveryFailed: the time for a recovery is over.
         """
         full = {} if self._stall is None else self._stall.full
         while True:
@@ -137,7 +137,7 @@ class HopReplacer:
                 )
             except NoRoute as error:
                 if cautious and not self._swarm.is_covered(span, {*full, *cautious}):
-                    self._stalled.clear()  # there is nobody else
+                    self._stalled.clear()  # no other servers hold the blocks
                     continue
                 if full:
                     shortage = next(iter(full.values()))
@@ -161,10 +161,10 @@ class HopReplacer:
                 self._failed_to_open(error, span)
 
     async def _who_may_stall(self, span: Span) -> set[str]:
-        """Servers that should not be taken, since some have accepted steps in this session and computed nothing.
+        """Return the peer ids to avoid, because some servers in this session accepted steps and computed nothing.
 
-        Everybody is left out who has not been seen to work, if the others hold the blocks. For that, all candidates are
-        tried out together: one after the other, many such servers would cost a stall each.
+        All unproven servers are avoided if the others hold the blocks. If not, all candidates are tried out together
+        first: one after the other, many stalling servers would cost a stall each.
         """
         if not self._stalled or self._stall is None:
             return set()
@@ -177,7 +177,7 @@ class HopReplacer:
         return set(self._stalled) if self._swarm.is_covered(span, self._stalled) else set()
 
     async def _wait_for_room(self, span: Span, opening: Opening, shortage: PeerBusy) -> list[HopSession]:
-        """None if a server has failed: there may be others."""
+        """Return hops once there is room; empty if a server has failed, since other servers may remain."""
         start_s = now_s()
         try:
             return await self._room.hops(span, opening, shortage)
@@ -187,18 +187,18 @@ class HopReplacer:
             self._failed_to_open(error, span)
             return []
         finally:
-            if self._stall is not None:  # which is about servers that fail
+            if self._stall is not None:  # waiting for room does not use up the time for failed servers
                 self._stall.deadline_s += now_s() - start_s
 
     def _failed_to_open(self, error: PeerError, span: Span) -> None:
-        """Raises RecoveryFailed if there is no time left for others."""
+        """Record the failure. Raise RecoveryFailed if there is no time left for other servers."""
         self._swarm.failed(error)
         self._add_to_tried(error)
         if self._stall is not None:
             self._stall.check_time(span)
 
     def _report_waiting(self, reason: str, timeout_s: float) -> None:
-        """Once in a stall: servers that are gone are still in the DHT for a while, and tried again and again."""
+        """Report once per stall: servers that are gone stay in the DHT for a while, and are tried repeatedly."""
         assert self._stall is not None
         if not self._stall.waits:
             self._stall.waits = True
@@ -211,7 +211,7 @@ class HopReplacer:
     # ------------------------------------------------------------ hops that fail
 
     def begin_failover(self, call: Call, past: Iterable[Taken]) -> State:
-        """Where it starts, in a stall that has begun."""
+        """Return the first state of a failover. A stall must have begun."""
         self._hidden_size = call.inputs.hidden.shape[-1]
         batch_size, is_watched = call.before.batch_size, bool(call.watched)
         progress = Progress(tuple(call.taken), call.start, call.answered, tuple(past), batch_size, is_watched)
@@ -221,7 +221,7 @@ class HopReplacer:
         return messages.Failed({hop.number: error for hop, error in errors.items()}, self._is_late)
 
     async def carry_out(self, instruction: messages.Instruction, call: Call) -> messages.Event | None:
-        """Does what is to be done, and tells what came of it if that is to be known.
+        """Carry out the instruction, and return the event that it leads to, if there is one.
 
         Raises:
             RecoveryFailed, PeerBusy: see ``_opened``.
@@ -250,7 +250,7 @@ class HopReplacer:
         return None
 
     def splice(self, instruction: messages.Splice) -> list[HopSession]:
-        """The hops that are to be in the place of ``gap`` from now on; those that were there are let go."""
+        """Return the new hops for ``gap``, and abandon the hops that they replace."""
         replaced, (new, self._new) = self._hops[instruction.gap.start : instruction.gap.stop], (self._new, [])
         abandon(replaced)
         self._standby.drop(replaced)
@@ -267,7 +267,7 @@ class HopReplacer:
         return new
 
     def abandon_new(self) -> None:
-        """Nobody else knows of hops that are not in the chain yet."""
+        """End the streams of the new hops; only this object knows them."""
         new, self._new = self._new, []
         abandon(new)
 
@@ -317,7 +317,7 @@ class HopReplacer:
         self._new = [replica]
         try:
             standing = _standing(replica, await replica.progress(timeout_s=self._swarm.config.timeouts.probe_s))
-        except SwarmError:  # it is gone as well
+        except SwarmError:  # the replica is gone as well
             self.abandon_new()
             return messages.ReplicaAsked(None)
         return messages.ReplicaAsked(standing, replica.next_number, replica.max_step_tokens)
@@ -347,7 +347,7 @@ class HopReplacer:
         return messages.Opened()
 
     async def _connect(self, instruction: messages.Connect, call: Call) -> messages.Connected | messages.NotConnected:
-        """Lets the hop before the new ones, or the client, replay what they need."""
+        """Let the hop before the new ones, or the client, send the new hops all that they must replay."""
         new, replay = self._new, instruction.replay
         limit = min(hop.max_step_tokens for hop in new)
         if any(step.num_positions > limit and step.end - step.start > 1 for step in call.steps):
@@ -376,7 +376,7 @@ class HopReplacer:
     def _history(
         self, rows: Journal, history: tuple[int, int], hops: list[HopSession], number: int = 1
     ) -> list[OutgoingStep]:
-        """The steps, numbered from ``number``, by which hops learn these positions."""
+        """Return steps with these positions for new hops, numbered from ``number``."""
         start, end = history
         if end <= start:
             return []
@@ -391,7 +391,7 @@ def _steps(call: Call, numbers: Iterable[int]) -> list[OutgoingStep]:
 
 
 def _readable(steps: Iterable[OutgoingStep], hop: HopSession) -> Iterable[OutgoingStep]:
-    """In codecs that the server knows: the call's own were encoded for the one before."""
+    """Yield the steps in codecs that the server knows: the call's steps were encoded for another server."""
     known = known_to(hop.hop.server)
     for step in steps:
         hidden = WireTensor(step.message.hidden, step.parts)
@@ -400,14 +400,14 @@ def _readable(steps: Iterable[OutgoingStep], hop: HopSession) -> Iterable[Outgoi
 
 
 def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:
-    """What is replayed to new hops: servers that cannot reach one another let the client relay it, maybe much later."""
+    """Keep the replayed steps: if servers cannot reach one another, the client relays them, maybe much later."""
     replayed = {step.number: OutgoingStep(step.without_data(), ()) for step in steps}
     for hop in hops:
         hop.replayed = replayed
 
 
 def _link(hop: HopSession, first_number: int) -> messages.Link:
-    """``first_number``: of the call's steps."""
+    """Return the hop as a link. ``first_number``: the number of the call's first step."""
     server = hop.hop.server
     replayed = max((number for number in hop.replayed if number < first_number), default=0)
     return messages.Link(hop.number, hop.span, server.peer_id, server.short_id, replayed)

@@ -1,4 +1,4 @@
-"""One generation through chains of servers, which hold its keys and values."""
+"""One generation through chains of servers, which hold its KV cache."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from swarm_protocol.wire.constants import MAX_BATCH_SIZE
 
 
 class RemoteSession:
-    """Keys and values of one batch in a span of remote blocks.
+    """The KV cache of one batch in a span of remote blocks.
 
-    Servers are asked for room at the first step. When some fail, others take their place and the session is
-    replayed to them; the outputs are the same. Closing, or losing the last reference, frees the room.
+    The session asks servers for KV room at the first step. When servers fail, other servers take their place and the
+    session is replayed to them; the outputs stay the same. Closing, or losing the last reference, frees the room.
 
-    The rows of a large batch are divided among several lanes if they are through sooner: see ``routing.pipelining``.
+    The rows of a large batch are divided among several lanes if that is faster: see ``routing.pipelining``.
 
-    ``on_event`` is called with what happens to the session (see ``swarm_client.core.events``), on the thread of the
-    network, which it must not hold up.
+    ``on_event`` is called with what happens to the session (see ``swarm_client.core.events``). The call runs on the
+    network thread and must not block it.
 
     Attributes:
-        length: positions in the cache, for every row.
-        batch_size: rows; None before the first step.
+        length: the number of positions in the cache, for every row.
+        batch_size: the number of rows; None before the first step.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class RemoteSession:
         row_unit: int = 1,
         user: str = "",
     ) -> None:
-        """``adapter`` is asked once, when the session begins, what is added to the blocks.
+        """Create the session without servers. ``adapter`` is called once, at the first step, for the blocks' adapter.
 
-        ``is_bundled``: its steps travel in one message with those of other sessions that are ready at the same time.
-        ``row_unit``: so many rows, such as the beams of one text, are reordered among themselves.
+        ``is_bundled``: the steps travel in one message with steps of other sessions that are ready at the same time.
+        ``row_unit``: the size of a group of rows, such as the beams of one text, that are reordered among themselves.
         ``user``: see ``Request``.
 
-        Raises ValueError if that is less than one.
+        Raises ValueError if ``row_unit`` is less than one.
         """
         if row_unit < 1:
             raise ValueError(f"row_unit is {row_unit}: expected 1 or more rows that are reordered among themselves")
@@ -74,25 +74,25 @@ class RemoteSession:
         self._adapter = adapter
         self._row_unit = row_unit
         self._lanes = [Lane(self._setting)]
-        self._sizes: list[int] = []  # rows of each, from the first step on
-        self._stays_whole = False  # the rows are not divided
+        self._sizes: list[int] = []  # rows of each lane, from the first step on
+        self._stays_whole = False  # the rows are not divided into lanes
         self._is_optional = False
-        self._left: list[Lane] = []  # whose servers may forget them
+        self._left: list[Lane] = []  # lanes whose servers may forget them
         self._lock = threading.Lock()
-        self._turn = asyncio.Lock()  # of a step, to the end of what an interruption leaves to be done
+        self._turn = asyncio.Lock()  # held during a step, including the cleanup after an interruption
         self.length = 0
         self.batch_size: int | None = None
 
     @property
     def stats(self) -> SessionStats:
-        """Counters: what the session has done, and what has happened to it."""
+        """Return the counters of the session's work and of the events that it has met."""
         return self._setting.reporter.stats
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        """The servers that hold its keys and values now, first blocks first; none before the first step.
+        """Return the servers that hold the KV cache now, first blocks first; empty before the first step.
 
-        If rows are divided, and lanes go different ways, those of the first lane come first.
+        If the lanes use different chains, the servers of the first lane come first.
         """
         if len(self._lanes) == 1:
             return self._lanes[0].chain.route
@@ -101,20 +101,20 @@ class RemoteSession:
 
     @property
     def num_sharing(self) -> int:
-        """Sessions that its last server has computed for lately, this one among them; 0: it has not said. Each lane is
-        one."""
+        """Return the number of sessions that the last server has computed for recently, this one included.
+        Each lane counts as one session. 0: the server has not said."""
         hops = self._lanes[0].chain.hops
         return hops[-1].num_active if hops else 0
 
     def runs_on(self, swarm: Swarm) -> bool:
-        """Whether the session belongs to this connection."""
+        """Return whether the session belongs to this connection."""
         return self._setting.swarm is swarm
 
     def fork(self) -> RemoteSession:
-        """A session of its own that goes on from here, with the same adapter; this one is as it was.
+        """Return a new session that continues from here with the same adapter; this session stays as it is.
 
-        Its servers are chosen at its first step, and what came before is replayed to them; those that have it in
-        their prefix cache compute nothing again.
+        The new session chooses its servers at its first step, and replays all positions to them. Servers that have the
+        positions in their prefix cache do not compute them again.
         """
         setting = self._setting
         with self._lock:
@@ -145,23 +145,23 @@ class RemoteSession:
         )
 
     def step(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
-        """Hidden states after the last block, of the last ``num_wanted`` new positions or of all.
+        """Return the hidden states after the last block, of the last ``num_wanted`` new positions or of all.
 
         inputs.hidden: [batch, new, hidden_size] -> [batch, num_wanted, hidden_size]. Long inputs go through the chain
-        in chunks, one behind the other. A step that fails leaves the session where it stood before.
+        in chunks, as a pipeline. A step that fails leaves the session as it was before.
 
         Raises:
-            RequestRejected: more positions than the model has, or the servers refuse the input.
+            RequestRejected: there are more positions than the model has, or the servers refuse the input.
             NoRoute, PeerBusy: no server holds some block, or none has had room for ``wait_timeout_s``.
-            RecoveryFailed: servers failed, and nobody could take their place within ``recovery_timeout_s``.
+            RecoveryFailed: servers failed, and no server could replace them within ``recovery_timeout_s``.
         """
         with self._lock:
             return background.run(self.step_on_loop(inputs, num_wanted))
 
     def step_through(self, inputs: BlockInput) -> tuple[torch.Tensor, ...]:
-        """``step`` that returns the hidden states after every block, each [batch, new, hidden_size].
+        """Run ``step``, and return the hidden states after every block, each [batch, new, hidden_size].
 
-        If a server fails meanwhile, the session begins again on other servers: recovery takes longer than in ``step``.
+        If a server fails, the session starts over on other servers, so recovery takes longer than in ``step``.
         """
         blocks = self._setting.blocks
         watched = range(blocks.start, blocks.end - 1)
@@ -171,14 +171,14 @@ class RemoteSession:
         return (*of_blocks, torch.cat([call.output() for call in calls]))
 
     async def step_on_loop(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
-        """``step`` for code that runs on the background loop; one at a time."""
+        """Run ``step`` for code on the background loop; one call at a time."""
         outputs = [call.output() for call in await self._advance(inputs, num_wanted)]
-        if num_wanted is not None:  # some lanes may have been asked for more, to check it
+        if num_wanted is not None:  # a lane may have been asked for more outputs, to check them
             outputs = [output[:, -num_wanted:] for output in outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> list[Call]:
-        """What has come out of each lane."""
+        """Run one step of all lanes, and return each lane's call."""
         async with self._turn:
             if self._left:
                 left, self._left = self._left, []
@@ -203,10 +203,10 @@ class RemoteSession:
         return calls
 
     async def _divide(self, batch_size: int) -> None:
-        """The rows among lanes, unless some server has been asked for them already."""
+        """Divide the rows among lanes, unless the session's servers have been asked already."""
         lane = self._lanes[0]
         if self.batch_size is None:
-            del self._lanes[1:]  # of a first step that has failed
+            del self._lanes[1:]  # lanes of a first step that failed
             if not lane.chain.hops:
                 lane.chain.adapter = self._adapter()
         if len(self._lanes) > 1 or not (lane.is_empty or lane.chain.is_new):
@@ -227,15 +227,15 @@ class RemoteSession:
         try:
             return await setting.swarm.chains_of_lanes(setting.blocks, batch_size, self._row_unit, need_tokens)
         except SwarmError:
-            return [()]  # the lane's own way to servers waits, or says why there is none
+            return [()]  # the lane then finds servers itself: it waits for them, or raises the reason
 
     async def _computed(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
-        """By all lanes, or by none."""
+        """Compute the step on all lanes; if one lane finds no room, join them into one lane and compute there."""
         if len(self._lanes) > 1:
             try:
                 return await self._by_lanes(inputs, num_wanted, watched)
             except PeerBusy:
-                # Some would hold room while others wait for it, for ever if all sessions did so. One lane holds none.
+                # If some lanes held room while others waited for it, sessions could block each other for good.
                 self._become_one()
         return [await self._lanes[0].step(inputs, num_wanted, watched, True, self._is_optional)]
 
@@ -248,21 +248,21 @@ class RemoteSession:
             return await asyncio.gather(*jobs)
         except BaseException:
             going_back = asyncio.ensure_future(_go_back(jobs, lanes))
-            while not going_back.done():  # interrupted once more or not: the next step comes after it
+            while not going_back.done():  # a further interruption must not skip the cleanup
                 with suppress(asyncio.CancelledError):
                     await asyncio.shield(going_back)
             raise
 
     def _become_one(self) -> None:
-        """One lane with all rows, which are not divided any more until ``reset``."""
+        """Join all rows into one lane; they are not divided again until ``reset``."""
         lanes, self._stays_whole = self._lanes, True
         self._lanes, self._sizes = [joined(lanes, self._setting)], [sum(self._sizes)]
         self._left += lanes
 
     def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
-        """The session has these positions from now on and no others; servers learn of them with the next step.
+        """Replace all of the session's positions by these; servers receive them with the next step.
 
-        ``adapter`` is what was added to the blocks when their outputs were computed.
+        ``adapter`` is the adapter that was added to the blocks when these inputs were computed.
         """
         self.reset()
         self._lanes[0].begin_with(inputs, adapter)
@@ -270,9 +270,9 @@ class RemoteSession:
         self._sizes = [self.batch_size]
 
     def reorder(self, indices: torch.Tensor) -> None:
-        """New row i is old row ``indices[i]``; the batch may grow or shrink.
+        """Reorder the rows: new row i is old row ``indices[i]``. The batch may grow or shrink.
 
-        Lanes whose rows would change places become one, which is replayed to servers, and is not divided again.
+        If rows would move between lanes, all lanes become one, which is replayed to servers and not divided again.
         """
         if self.batch_size is None:
             return
@@ -289,15 +289,15 @@ class RemoteSession:
         self.batch_size = len(wanted)
 
     def crop(self, num_removed: int) -> None:
-        """Forgets the last ``num_removed`` positions (0 lets sliding windows drop what recording kept)."""
+        """Forget the last ``num_removed`` positions (0 lets sliding windows drop what recording kept)."""
         length = max(0, self.length - num_removed)
         self._change(pb.Change(crop=pb.Crop(length=length)))
         self.length = length
 
     @contextmanager
     def with_optional_rows(self) -> Iterator[None]:
-        """For steps whose rows are not worth waiting for: SwarmError at once where a server has no room for them, or
-        all servers must be replaced."""
+        """Make steps optional inside the context: SwarmError comes at once where a server has no room, or where all
+        servers must be replaced."""
         self._is_optional = True
         try:
             yield
@@ -306,17 +306,17 @@ class RemoteSession:
 
     @property
     def records_past(self) -> bool:
-        """Whether sliding windows keep what came after the last ``crop``."""
+        """Return whether sliding windows keep the positions since the last ``crop``."""
         return self._lanes[0].chain.records_past
 
     def record_past(self) -> None:
-        """Lets sliding-window blocks keep what a later ``crop`` needs."""
+        """Let sliding-window blocks keep what a later ``crop`` needs."""
         for lane in self._lanes:
             lane.chain.record_past()
         self._change(pb.Change(record_past=pb.RecordPast()))
 
     def reset(self) -> None:
-        """Forgets everything; the session can be used again."""
+        """Forget everything; the session can be used again."""
         self.close()
         del self._lanes[1:]
         self._lanes[0].reset()
@@ -324,12 +324,12 @@ class RemoteSession:
         self.length, self.batch_size = 0, None
 
     def close(self) -> None:
-        """Frees the room on the servers. The session goes on if it is used again: it is replayed."""
+        """Free the KV room on the servers. The session stays usable: its next step replays it to servers."""
         with self._lock:
             background.run(self.close_on_loop())
 
     async def close_on_loop(self) -> None:
-        """``close`` for code that runs on the background loop."""
+        """Run ``close`` for code on the background loop."""
         async with self._turn:
             left, self._left = self._left, []
             await _close([*self._lanes, *left])
@@ -344,7 +344,7 @@ async def _close(lanes: Sequence[Lane]) -> None:
 
 
 async def _go_back(jobs: Sequence[asyncio.Future[Call]], lanes: Sequence[Lane]) -> None:
-    """Some lanes may have had the step: all begin again before it, with other servers or the same."""
+    """Release the servers of all lanes: some may have done the step, so all go back to before it."""
     for job in jobs:
         job.cancel()
     await asyncio.gather(*jobs, return_exceptions=True)
@@ -352,7 +352,7 @@ async def _go_back(jobs: Sequence[asyncio.Future[Call]], lanes: Sequence[Lane]) 
 
 
 def _by_lane(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]] | None:
-    """Of each lane the rows that are wanted, by their numbers in it; None if they are not in the order of the lanes."""
+    """Return the wanted rows of each lane, as row numbers within the lane; None if they are not in lane order."""
     starts = [0, *accumulate(sizes)]
     lanes = [bisect_right(starts, index) - 1 for index in indices]
     if lanes != sorted(lanes):
@@ -364,7 +364,7 @@ def _by_lane(indices: Sequence[int], sizes: Sequence[int]) -> list[list[int]] | 
 
 
 def check_length(num_positions: int, max_positions: int | None) -> None:
-    """Raises RequestRejected if the model has fewer positions; ``None`` stands for a model without limit."""
+    """Raise RequestRejected if the model has fewer positions; ``None`` stands for a model without limit."""
     if max_positions is not None and num_positions > max_positions:
         raise RequestRejected(
             f"{num_positions} positions are more than the model's {max_positions}: "
@@ -373,6 +373,6 @@ def check_length(num_positions: int, max_positions: int | None) -> None:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raises RequestRejected if servers do not take so many rows."""
+    """Raise RequestRejected if servers do not accept so many rows."""
     if batch_size > MAX_BATCH_SIZE:
         raise RequestRejected(f"{batch_size} rows are more than a session may have: expected at most {MAX_BATCH_SIZE}")

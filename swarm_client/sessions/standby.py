@@ -1,4 +1,4 @@
-"""Standby replicas of a session's hops on other servers: some stand by, others take over from servers that leave."""
+"""Standby replicas of a session's hops on other servers, for failover and for servers that leave."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AGREE_POLL_S = 0.005
 
 
 class StandbyReplicas:
-    """At most one replica of each hop; opened and filled in the background."""
+    """The standby replicas of one chain, at most one for each hop, opened and filled in the background."""
 
     def __init__(
         self,
@@ -33,11 +33,12 @@ class StandbyReplicas:
         stand_by: bool,
         on_ready: Callable[[], Awaitable[None]],
     ) -> None:
-        """
+        """Set up the replicas without opening any.
+
         Args:
-            hops: of the chain, as they are at any time; only the chain changes them.
-            stand_by: every hop is to have a replica, not only those whose servers leave.
-            on_ready: called when there is a replica of a hop whose server leaves.
+            hops: the chain's live list of hops; only the chain changes it.
+            stand_by: every hop gets a replica; otherwise only hops whose servers leave get one.
+            on_ready: called when a hop on a leaving server has a replica.
         """
         self._hops = hops
         self._swarm = swarm
@@ -45,7 +46,7 @@ class StandbyReplicas:
         self._terms = terms
         self._stand_by = stand_by
         self._on_ready = on_ready
-        self._replicas: dict[int, HopSession] = {}  # by the number of the hop they replicate
+        self._replicas: dict[int, HopSession] = {}  # keys: numbers of the replicated hops
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -53,7 +54,7 @@ class StandbyReplicas:
         return len(self._replicas)
 
     def arrange(self) -> None:
-        """Starts to replicate hops that should have a replica and have none."""
+        """Start to replicate the hops that should have a replica and have none."""
         for hop in self._hops:
             wanted = self._stand_by or hop.leaving
             if wanted and hop.number not in self._replicas and hop.number not in self._tasks:
@@ -65,7 +66,7 @@ class StandbyReplicas:
         self._tasks.pop(number, None)
 
     def handle(self, event: HopEvent) -> None:
-        """Whatever a replica has to say, it is of no use any more."""
+        """Drop the replica that sent the event: after any event of its own, a replica cannot be used."""
         for number, replica in list(self._replicas.items()):
             if replica.number == event.hop:
                 del self._replicas[number]
@@ -75,11 +76,11 @@ class StandbyReplicas:
         return self._replicas.get(hop.number)
 
     def take(self, hop: HopSession) -> HopSession | None:
-        """The hop's replica, to take its place."""
+        """Remove and return the hop's replica, which will take the hop's place."""
         return self._replicas.pop(hop.number, None)
 
     def drop(self, hops: Iterable[HopSession]) -> None:
-        """Forgets the replicas of hops that are gone."""
+        """Forget the replicas of hops that are gone."""
         for hop in hops:
             task = self._tasks.get(hop.number)
             if task is not None:
@@ -89,7 +90,7 @@ class StandbyReplicas:
                 replica.abandon()
 
     def forget(self) -> list[HopSession]:
-        """All replicas, to be closed."""
+        """Cancel all replication, and return all replicas for the caller to close."""
         for task in self._tasks.values():
             if task is not asyncio.current_task():
                 task.cancel()
@@ -98,10 +99,10 @@ class StandbyReplicas:
         return replicas
 
     async def catch_up(self, hop: HopSession) -> int | None:
-        """Waits until the hop's replica has all that the hop has, and sends where it does. No call may be under way.
+        """Wait until the hop's replica has all of the hop's positions, and point it at the next hop. No call may run.
 
         Returns:
-            How many positions there are; None if the replica is of no use, and gone.
+            The number of positions; None if the replica was of no use and has been dropped.
         """
         replica, after = self._replicas[hop.number], self._after(hop)
         try:
@@ -152,16 +153,16 @@ class StandbyReplicas:
         return True
 
     def _after(self, hop: HopSession) -> HopSession | None:
-        """The hop that gets its outputs; None: the client does."""
+        """Return the hop that receives this hop's outputs; None if the client receives them."""
         index = self._hops.index(hop) + 1
         return self._hops[index] if index < len(self._hops) else None
 
 
 async def _agree(hop: HopSession, replica: HopSession) -> int:
-    """Waits until the replica has all that the hop has; returns how many positions that are.
+    """Wait until the replica has all of the hop's positions, and return their number.
 
     Raises:
-        PeerError: it does not come to that.
+        PeerError: the replica does not catch up in time.
     """
     expected = await hop.progress()
     deadline = now_s() + _AGREE_TIMEOUT_S

@@ -1,7 +1,7 @@
 """Verification: the model chooses each token exactly as without a draft, and guesses are compared with its choice.
 
-A token is sampled with the random numbers that it would be sampled with anyway. A draft does not change the text, not
-even for a seed: it changes how many tokens one pass gives. Guesses are drawn with the same random numbers, a coupling
+A token is sampled with the same random numbers as without a draft. A draft does not change the text, not even for a
+seed; it only changes how many tokens one pass gives. Guesses are drawn with the same random numbers. This is a coupling
 by Gumbel noise (Maddison et al., "A* Sampling", 2014): ``torch.multinomial`` takes the token with the largest p / e,
 where the e are exponential.
 """
@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 
 from swarm_client.speculation.draft import Guesses
 
-# What these do to a row follows from its scores and their own numbers: a draft's are treated alike, and rows together.
+# These use only a row's scores and their own settings. They also fit a draft's scores, and many rows at once.
 BY_ROW = (
     InfNanRemoveLogitsProcessor,
     MinPLogitsWarper,
@@ -33,30 +33,30 @@ BY_ROW = (
 )
 
 
-# A model's likeliest token is what greedy generation takes, each time, and not as often as a draft has learned that it
-# comes. With this factor the probabilities of the shipped draft say on average how often it is right: 0.53 beside 0.54.
+# Greedy generation always takes the model's likeliest token, while a draft has learned how often each token occurs.
+# This factor makes the shipped draft's probabilities match on average how often it is right: 0.53 against 0.54.
 _GREEDY_SHARPNESS = 1.4
 
 
 class GreedyRanking:
-    """For generations that take the likeliest token."""
+    """The ranking for generations that take the likeliest token."""
 
     def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
         return logits * _GREEDY_SHARPNESS
 
 
 class SampledRanking:
-    """For generations that sample: guesses are what would be sampled if the draft were the model."""
+    """The ranking for generations that sample: guesses are the tokens that the draft would sample as the model."""
 
     def __init__(self, processors: LogitsProcessorList, generator: torch.Generator | None) -> None:
-        """``generator`` is the one that samples, which this looks into but does not use; None: that cannot be."""
+        """Look ahead in ``generator``, which samples, without using its numbers; None if this is not possible."""
         self._processors = LogitsProcessorList([own for own in processors if type(own) in BY_ROW])
         self._generator = generator
         self._noise: list[torch.Tensor] = []
-        self._state: torch.Tensor | None = None  # of a generator that goes through the same numbers
+        self._state: torch.Tensor | None = None  # of the generator, after the numbers in ``_noise``
 
     def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        ids = torch.empty(len(logits), 0, dtype=torch.long)  # which these processors do not look at
+        ids = torch.empty(len(logits), 0, dtype=torch.long)  # these processors ignore it
         warped = self._processors(ids, logits.clone())  # type: ignore[arg-type]
         scores = warped.log_softmax(-1)
         if self._generator is None:
@@ -69,7 +69,7 @@ class SampledRanking:
         return scores - self._noise[depth].log()
 
     def _next(self, generator: torch.Generator, size: int) -> torch.Tensor:
-        """What it will draw for the token after those of ``_noise``."""
+        """Return the noise [1, size] that ``generator`` will draw for the token after those of ``_noise``."""
         assert self._state is not None
         kept = generator.get_state()
         generator.set_state(self._state)
@@ -81,9 +81,9 @@ class SampledRanking:
 
 @dataclass(frozen=True)
 class Verified:
-    """Attributes:
-    token_ids: chosen, one or more: those of the row that were right, and one more.
-    row: whose guesses they are.
+    """Verified guesses: ``token_ids`` are the chosen tokens, of which all but the last are right guesses of ``row``.
+
+    There is always at least one chosen token.
     """
 
     token_ids: list[int]
@@ -95,12 +95,12 @@ class Verified:
 
 
 def verify(guesses: Guesses, logits: torch.Tensor, choose: Callable[[torch.Tensor], tuple[int, bool]]) -> Verified:
-    """Which guesses are right.
+    """Return the longest run of right guesses, and the model's next token.
 
     Args:
         logits: [rows, length + 1, vocabulary] float32: after the last token of the text, and after each guess.
-        choose: takes the logits of one position, [vocabulary], to the token that follows, and whether that is the last.
-            Called once for each token that is returned, in the order of the text.
+        choose: a function from the logits of one position, [vocabulary], to the next token, and whether it is the last.
+            It is called once for each token that is returned, in the order of the text.
     """
     rows, chosen = list(range(len(logits))), []
     for depth in range(logits.shape[1]):

@@ -1,4 +1,4 @@
-"""What a draft is: it guesses the tokens that a model writes next, in one line or in several."""
+"""The interface of drafts, which guess the tokens that a model writes next, in one line or in several."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Protocol
 
 import torch
 
-# What another row is worth to a branch that has m - 1 of them, by the probability of the branch. The first brings its
-# token and what follows it; later ones bring what follows if it is not the likeliest, which is not much.
+# The worth of an m-th row to a branch, relative to the branch's probability. The first row adds a token and its
+# likeliest continuation. Later rows add other continuations, which are worth little.
 _FIRST_ROW, _LATER_ROW = 1.0, 0.2
 
 
 class Ranking(Protocol):
-    """By what guesses are ordered, so that they are what the model is most likely to choose."""
+    """The order of guesses, which puts first what the model is most likely to choose."""
 
     def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """[rows, vocabulary], like the draft's logits: the higher, the sooner a token is guessed.
+        """Return scores [rows, vocabulary] for the draft's logits: a token with a higher score is guessed first.
 
-        ``scores.softmax(-1)`` is about the probability that the guess is right. ``depth``: how many guesses come before
-        this one.
+        ``scores.softmax(-1)`` is about the probability that the guess is right. ``depth`` is the number of guesses
+        before this one.
         """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is to be guessed.
+    """The number of guesses to make.
 
     Attributes:
-        num_rows: lines of guesses that are verified together, at most.
-        length: guesses in a line, at most.
-        least: lines are not made longer if the probability that all guesses of one of them are right is lower.
+        num_rows: the most lines of guesses that are verified together.
+        length: the most guesses in a line.
+        least: lines stop growing if the probability that one of them is completely right falls below this.
     """
 
     num_rows: int
@@ -42,10 +42,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Guesses:
-    """Lines of guesses, of which the first is the likeliest.
+    """The lines of guesses for one pass; the first line is the likeliest.
 
     Attributes:
-        token_ids: [rows, length] int64; there are none if it is empty.
+        token_ids: [rows, length] int64; empty if there are no guesses.
     """
 
     token_ids: torch.Tensor
@@ -64,14 +64,14 @@ class Guesses:
 
 
 class Draft(ABC):
-    """Guesses for one model, in any number of generations at once.
+    """A source of guesses for one model, for any number of generations at once.
 
     Attributes:
-        name: as users know it.
-        num_hidden: of how many of the last positions of a prompt it wants hidden states; 0: of none, token ids are all
-            that it is given.
-        acceptance: how often a guess is right, as long as that has not been measured.
-        most_rows: lines that it can guess at once.
+        name: the name that users know.
+        num_hidden: how many of a prompt's last positions the draft wants hidden states of; 0 means that it only gets
+            token ids.
+        acceptance: the assumed share of right guesses, until it is measured.
+        most_rows: the most lines that the draft can guess at once.
     """
 
     name: str
@@ -81,41 +81,41 @@ class Draft(ABC):
 
     @abstractmethod
     def begin(self) -> DraftSession:
-        """For a new generation. From any thread."""
+        """Return a session for a new generation. Any thread may call this method."""
 
 
 class DraftSession(ABC):
-    """The guesses of one generation, used by one thread at a time."""
+    """The draft's state in one generation. One thread at a time may use an instance."""
 
     @abstractmethod
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """The text goes on with these tokens, whatever was guessed: first the whole prompt, later what was written.
+        """Continue the text with these tokens: first the whole prompt, later the tokens that the model has chosen.
 
-        What is confirmed is never taken back. What was guessed since the last call is forgotten.
+        Confirmed tokens are never taken back. Guesses since the last call are dropped.
 
-        hidden: [tokens, hidden_size] float32 if the draft wants hidden states: before each token the one that the model
-            has predicted it from, which is what its head gets (after the last norm). Zeros where it is not known, as at
-            the first token of a text.
+        hidden: [tokens, hidden_size] float32 if the draft wants hidden states. Each token has the state from which the
+            model predicted the token, as the head gets that state (after the last norm). Zeros mean that the state is
+            unknown, such as at the first token of a text.
         """
 
     @abstractmethod
     def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
-        """What comes after all that is confirmed. May be called again, which forgets what was guessed before."""
+        """Return guesses that follow the confirmed text. A second call drops the guesses of the first."""
 
 
 class SteppedSession(DraftSession):
-    """Of a draft that computes logits token by token, for several lines at once."""
+    """A session of a draft that computes logits token by token, for several lines at once."""
 
     @abstractmethod
     def start(self, num_rows: int) -> torch.Tensor | None:
-        """Logits of the token after all that is confirmed, [vocabulary] float32; so many lines begin here.
+        """Begin ``num_rows`` lines; return the logits of the token after the confirmed text, [vocabulary] float32.
 
-        None: the draft cannot go on, since its context is full.
+        Return None if the draft cannot go on because its context is full.
         """
 
     @abstractmethod
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Each line goes on with one token, [rows] int64. Logits of the one after it: [rows, vocabulary] float32."""
+        """Add one token to each line, [rows] int64; return the logits of the next, [rows, vocabulary] float32."""
 
     def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
         logits = self.start(plan.num_rows) if plan.length > 0 else None
@@ -140,14 +140,14 @@ class SteppedSession(DraftSession):
 
 @dataclass(frozen=True)
 class _Branch:
-    """Guesses that some rows have in common, and the probability that all of them are right."""
+    """The guesses that some rows share, with the probability that all of these guesses are right."""
 
     token_ids: tuple[int, ...]
     probability: float
     rows: range
 
     def children(self, scores: torch.Tensor) -> list[_Branch]:
-        """The rows, shared out among the likeliest next tokens; scores: [vocabulary]."""
+        """Return the branches of the likeliest next tokens, which share the rows; ``scores`` are [vocabulary]."""
         best = scores.softmax(-1).topk(min(len(self.rows), len(scores)))
         probabilities: list[float] = best.values.tolist()
         counts = [0] * len(probabilities)

@@ -1,4 +1,4 @@
-"""Stock ``generate`` with guesses: the loop over tokens in which one pass through the servers gives several."""
+"""Stock ``generate`` with guesses: its loop over tokens, in which one pass through the servers gives several tokens."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from swarm_client.speculation.speculation import Guessing, Speculation
 from swarm_protocol.checkpoints.family import cache_argument_of
 from swarm_protocol.errors import PeerBusy, SwarmError
 
-MOST_SHARING = 2  # sessions of a server, or none has guesses verified
+MOST_SHARING = 2  # sessions of a server; with more, no guesses are verified
 _FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # from the text
-_BY_POSITION = {"attention_mask", "position_ids", "token_type_ids"}  # [1, positions]: known for further tokens as well
+_BY_POSITION = {"attention_mask", "position_ids", "token_type_ids"}  # [1, positions]; can be extended to more tokens
 _IN_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def ranking_of(config: GenerationConfig, processors: LogitsProcessorList, generator: torch.Generator | None) -> Ranking:
-    """Of guesses for a generation that samples with ``generator``; None: with one that cannot be looked into."""
+    """Return the ranking of guesses. ``generator`` is the one that samples; None if its numbers cannot be predicted."""
     return SampledRanking(processors, generator) if config.do_sample else GreedyRanking()
 
 
 def may_speculate(
     input_ids: torch.Tensor, config: GenerationConfig, synced_gpus: bool, model_kwargs: dict[str, Any]
 ) -> bool:
-    """Whether this generation is of one row of tokens without padding, and only its tokens are asked for."""
+    """Return whether this generation has one row without padding, and returns nothing but its tokens."""
     mask = model_kwargs.get("attention_mask")
     is_plain = mask is None or (mask.shape == input_ids.shape and bool(mask.all()))
     others = (value for name, value in model_kwargs.items() if name not in _FOLLOWS | _BY_POSITION)
@@ -53,7 +53,7 @@ def may_speculate(
 
 
 def _says_nothing_else(model_kwargs: dict[str, Any], cache_argument: str) -> bool:
-    """Whether all that a model is given besides a text's tokens follows from them: positions that are counted."""
+    """Return whether all arguments besides the text follow from the text, such as positions that count from 0."""
     given = {name for name, value in model_kwargs.items() if value is not None}
     positions = model_kwargs.get("position_ids")
     counts = positions is None or torch.equal(positions.cpu(), torch.arange(positions.shape[-1])[None])
@@ -61,13 +61,13 @@ def _says_nothing_else(model_kwargs: dict[str, Any], cache_argument: str) -> boo
 
 
 def has_room(session: RemoteSession) -> bool:
-    """Whether its servers have so little else to do that others are not slower for the guesses they verify."""
+    """Return whether the session's servers are so idle that verifying guesses does not slow other sessions down."""
     return session.num_sharing <= MOST_SHARING
 
 
 @dataclass(frozen=True)
 class Ends:
-    """How a text ends: with one of these tokens, or after so many more."""
+    """The end of a text: one of the ``stop_ids``, or ``most_tokens`` more tokens."""
 
     stop_ids: frozenset[int]
     most_tokens: int
@@ -75,7 +75,7 @@ class Ends:
 
 @dataclass
 class Text:
-    """What has been written, and how the next token is chosen: as ``_sample`` of transformers does."""
+    """The text so far. It chooses the next token as ``_sample`` of transformers does."""
 
     ids: torch.Tensor  # [1, length]
     processors: LogitsProcessorList
@@ -85,7 +85,7 @@ class Text:
     is_over: bool = False
 
     def choose(self, logits: torch.Tensor) -> tuple[int, bool]:
-        """See ``verify``."""
+        """Choose the next token from logits [vocabulary], append it, and return it as ``verify`` expects."""
         copied = logits[None].to(copy=True, dtype=torch.float32, device=self.ids.device)
         scores = self.processors(self.ids, copied)  # type: ignore[arg-type]
         if self.do_sample:
@@ -99,7 +99,7 @@ class Text:
         return int(token), self.is_over
 
     def ends(self) -> Ends | None:
-        """None: in other ways as well."""
+        """Return how the text ends; None if it may end in other ways, or is not on the CPU."""
         lengths = [each.max_length for each in self.criteria if type(each) is MaxLengthCriteria]
         stops = [each.eos_token_id.tolist() for each in self.criteria if type(each) is EosTokenCriteria]
         if not lengths or len(lengths) + len(stops) < len(self.criteria) or self.ids.device.type != "cpu":
@@ -108,29 +108,29 @@ class Text:
 
 
 class Company(Protocol):
-    """The other generations of a model that are under way."""
+    """The other active generations of a model."""
 
     def is_alone(self) -> bool:
-        """Whether there is none."""
+        """Return whether there are no others."""
 
     def computes_for(self, model: Any, config: GenerationConfig) -> bool:
-        """Whether they are computed as a generation of the calling thread would be."""
+        """Return whether the others are computed in the same way as a generation of the calling thread."""
 
     def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
-        """The whole text, [1, length]: the rest of it is computed together with theirs."""
+        """Compute the rest of the text together with the others; return the whole text, [1, length]."""
 
 
 class SpeculativeGeneration:
-    """One call of ``generate``."""
+    """One call of ``generate`` with guesses."""
 
     def __init__(self, model: Any, text: Text, session: RemoteSession, guessing: Guessing) -> None:
         self._model, self._text, self._session, self._guessing = model, text, session, guessing
         self._past = Past(session)
         self._most_rows = MOST_POSITIONS
-        self._row = 0  # of the session, which the text goes on from
+        self._row = 0  # of the session, from which the text continues
 
     def run(self, config: GenerationConfig, model_kwargs: dict[str, Any], company: Company) -> torch.Tensor:
-        """The whole text, [1, length]."""
+        """Return the whole text, [1, length]."""
         self._run_alone(config, model_kwargs, company)
         ends = None if self._text.is_over else self._text.ends()
         if ends is None:
@@ -138,14 +138,14 @@ class SpeculativeGeneration:
         return company.take_over(self._model, self._text, ends, self._session, self._guessing)
 
     def _run_alone(self, config: GenerationConfig, model_kwargs: dict[str, Any], company: Company) -> None:
-        """Until the text is over, or others have come with which it can be computed."""
+        """Generate until the text is over, or until other generations can share its computation."""
         text, num_hidden = self._text, self._guessing.num_hidden
         with HeadInput(self._model, num_hidden > 0) as head_input:
             if num_hidden:
                 model_kwargs["logits_to_keep"] = num_hidden
             is_plain = _says_nothing_else(model_kwargs, self._model._family.cache_argument)
             outputs = self._model._prefill(text.ids, config, model_kwargs, is_first_iteration=True)
-            hidden = head_input.of_row(0)  # before processors, which may call the model
+            hidden = head_input.of_row(0)  # read before processors run, which may call the model
             text.choose(outputs.logits[0, -1])
             if text.is_over:
                 return
@@ -166,13 +166,13 @@ class SpeculativeGeneration:
                     model_kwargs = self._model._update_model_kwargs_for_generation(
                         outputs, model_kwargs, num_new_tokens=len(found.token_ids)
                     )
-            finally:  # as it would be without guesses, also if something was raised
+            finally:  # leave the session as without guesses, also after an error
                 self._guessing.end()
                 if self._session.batch_size not in (None, 1):
                     self._session.reorder(torch.tensor([self._row]))
 
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
-        """Through the servers; without guesses for other rows if there is no room for those."""
+        """Run one pass through the servers; if it fails with several rows, run it with the first row alone."""
         rows = max(1, guesses.num_rows)
         if guesses.length:
             self._past.keep()
@@ -204,11 +204,11 @@ class SpeculativeGeneration:
         try:
             return self._model(**inputs, return_dict=True)
         except BaseException:
-            self._session.crop(max(0, self._session.length - length - 1))  # guesses that nobody has looked at
+            self._session.crop(max(0, self._session.length - length - 1))  # guesses that were not verified
             raise
 
     def _verified(self, guesses: Guesses, logits: torch.Tensor) -> Verified:
-        """The session keeps what was right, also if a streamer or a processor raises something in the middle."""
+        """Verify the guesses. The session keeps the right ones, also if a streamer or a processor raises an error."""
         text = self._text
         length = text.ids.shape[1]
         try:
@@ -239,8 +239,8 @@ def speculative_sample(
     company: Company,
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | None:
-    """What ``_sample`` of transformers returns with these arguments; None if there are no guesses for them."""
-    # Of another device's generator nobody here knows what it will draw.
+    """Return what ``_sample`` of transformers returns for these arguments; None if there are no guesses for them."""
+    # The numbers of another device's generator cannot be predicted here.
     generator = torch.default_generator if input_ids.device.type == "cpu" else None
     guessing = speculation.begin(input_ids[0].tolist(), ranking_of(config, processors, generator))
     if guessing is None:
@@ -257,7 +257,7 @@ def speculative_sample(
 
 
 def _longer(values: torch.Tensor | None, length: int, num_rows: int, *, counts: bool) -> torch.Tensor | None:
-    """What is known of each position, [1, positions], of as many rows and positions: the last value again, or more."""
+    """Extend values per position, [1, positions], to [num_rows, length]; repeat the last value, or count on."""
     if values is None:
         return None
     new = values[:, -1:].expand(1, length - values.shape[1])

@@ -1,4 +1,4 @@
-"""The hidden states that a model predicts tokens from, which some drafts want to see."""
+"""The hidden states from which a model predicts tokens. Some drafts need them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class HeadInput:
-    """What the model's head was given in this thread last. A context manager."""
+    """The last input of the model's head in this thread. An instance is a context manager."""
 
     def __init__(self, model: Any, is_wanted: bool) -> None:
         self._head = model.get_output_embeddings() if is_wanted else None
@@ -17,7 +17,7 @@ class HeadInput:
         self._last: torch.Tensor | None = None
 
     def of_row(self, row: int) -> torch.Tensor | None:
-        """[positions, hidden_size] float32; None if it is not wanted."""
+        """Return the input of one row, [positions, hidden_size] float32; None if it is not wanted."""
         return None if self._last is None else self._last[row].float()
 
     def __enter__(self) -> HeadInput:

@@ -1,4 +1,4 @@
-"""What of stock ``generate`` is another with guesses."""
+"""The methods of stock ``generate`` that change with guesses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swarm_client.speculation.speculation import Speculation
 
 
 class SpeculationMixin:
-    """Methods that ``generate`` calls.
+    """The methods of a model that ``generate`` calls.
 
     Attributes:
-        speculation: the model's draft, and what it has been good for; may be replaced between generations.
+        speculation: the model's draft and its statistics; it may be replaced between generations.
     """
 
     speculation: Speculation
@@ -25,11 +25,11 @@ class SpeculationMixin:
 
     @property
     def is_watched(self) -> bool:
-        """See ``RemoteModelMixin``."""
+        """Return whether foreign hooks may read hidden states; see ``RemoteModelMixin``."""
         raise NotImplementedError
 
     def _session_of(self, cache: Any) -> RemoteSession:
-        """That a cache stands for."""
+        """Return the session that a cache stands for."""
         raise NotImplementedError
 
     def _sample(
@@ -42,7 +42,7 @@ class SpeculationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Called by ``generate``: chooses tokens one by one, several in a pass where guesses for them are right."""
+        """Choose the tokens for ``generate`` one by one; one pass gives several where guesses are right."""
         cache = model_kwargs.get(self._family.cache_argument)
         if (
             self.speculation.draft is not None
@@ -70,8 +70,8 @@ class SpeculationMixin:
         )
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by ``generate`` with an ``assistant_model``, which by default does not stop where it is unsure: to ask
-        servers once more costs more than wrong guesses."""
+        """Return the candidate generator for an ``assistant_model``. The assistant guesses even where it is unsure, if
+        no threshold was set, because one more pass through servers costs more than wrong guesses."""
         generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
         assistant = getattr(generator, "assistant_model", None)
         if assistant is not None and assistant.generation_config.assistant_confidence_threshold is None:

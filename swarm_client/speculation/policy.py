@@ -1,4 +1,4 @@
-"""How many guesses pay, decided by what has been measured: acceptance, and what passes and guesses cost. Pure."""
+"""The pure policy for the number of guesses, by the measured acceptance and the measured cost of passes and guesses."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-MOST_POSITIONS = 32  # rows × new positions of a pass: with more, servers take it for a prompt
+MOST_POSITIONS = 32  # rows × new positions of a pass; servers treat a larger pass as a prompt
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15)
-_LEAST_GAIN = 1.08  # of tokens per second, or there is no speculation
-_FIRST_PASSES = 2  # without guesses, from which a pass is known
+_LEAST_GAIN = 1.08  # in tokens per second; with a smaller gain there is no speculation
+_FIRST_PASSES = 2  # passes without guesses that measure the cost of a pass
 _NUM_REMEMBERED = 6  # passes of each size
-_MAX_AGE = 64  # passes since
-_OUTLIER = 3.0  # times the median: a pass that waited for something else
-_SLOPE_GUESS = 0.004  # of a pass's time: what another position costs until that is known,
-_SLOPE_WEIGHT = 8.0  # which counts like two passes, of which one has four guesses
+_MAX_AGE = 64  # passes after which a measurement is too old
+_OUTLIER = 3.0  # times the median; a longer pass has waited for something else
+_SLOPE_GUESS = 0.004  # share of a pass's time that another position costs, until it is measured;
+_SLOPE_WEIGHT = 8.0  # this prior counts like two passes, one of them with four guesses
 _PRIOR_WEIGHT = 6.0  # guesses
-_FORGET = 0.99  # with each pass
-_CATCH = {1: 0.0, 2: 0.12, 3: 0.18, 4: 0.22, 6: 0.27, 8: 0.3}  # of wrong guesses, that another row has right, at first
+_FORGET = 0.99  # the factor of old counts at each pass
+_CATCH = {1: 0.0, 2: 0.12, 3: 0.18, 4: 0.22, 6: 0.27, 8: 0.3}  # by rows: the prior share of misses that others catch
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens of a pass that verifies a line of guesses: Leviathan et al., 2023, equation (1)."""
+    """Return the expected tokens of a pass that verifies a line of guesses (Leviathan et al., 2023, equation 1)."""
     if acceptance >= 1:
         return length + 1
     return (1 - acceptance ** (length + 1)) / (1 - acceptance)
@@ -29,7 +29,7 @@ def expected_tokens(acceptance: float, length: int) -> float:
 
 @dataclass(frozen=True)
 class Size:
-    """Rows of guesses, and guesses in each; ``least`` as in ``Plan``."""
+    """The size of a pass: the rows of guesses, and the guesses in each row; for ``least`` see ``Plan``."""
 
     num_rows: int = 0
     length: int = 0
@@ -44,12 +44,12 @@ PLAIN = Size()
 
 
 class PassCosts:
-    """Seconds of a pass by its positions: of one, and a line through longer ones; a few of each size are remembered."""
+    """The seconds of passes by their positions: one, or a line through several; from a few passes of each size."""
 
     def __init__(self) -> None:
-        self._passes: dict[int, deque[tuple[int, float]]] = {}  # by positions: number of the pass, seconds
+        self._passes: dict[int, deque[tuple[int, float]]] = {}  # by positions: the number of the pass, seconds
         self._num = 0
-        self._slope_share = _SLOPE_GUESS  # of a pass's time, that another position costs as far as is believed
+        self._slope_share = _SLOPE_GUESS  # the assumed share of a pass's time that another position costs
 
     @property
     def are_known(self) -> bool:
@@ -61,14 +61,14 @@ class PassCosts:
         if num_positions > 1 and self.are_known:
             one, _, slope = self.fit()
             self._slope_share = slope / (one + slope)
-        else:  # what has been found out is believed for a hundred passes or so
+        else:  # a measured slope fades within about a hundred passes
             self._slope_share += (1 - _FORGET) * (_SLOPE_GUESS - self._slope_share)
 
     def fit(self) -> tuple[float, float, float]:
-        """Seconds of a pass of one position, what any more positions add at once, and what each of them adds.
+        """Return the seconds of a one-position pass, of the step to several positions, and of each added position.
 
-        Servers have a shorter way for one position, so that the first one more is dearer than the others. What disturbs
-        a pass makes it longer and never shorter: the shortest ones tell.
+        Servers have a faster path for one position, so the second position costs more than later ones. A disturbance
+        makes a pass longer and never shorter, so the shortest passes are used.
         """
         recent = [
             (positions, seconds)
@@ -84,27 +84,27 @@ class PassCosts:
             return min(plain), 0.0, slope
         half = len(several) // 2
         while 0 < half < len(several) and several[half - 1][0] == several[half][0]:
-            half += 1  # a size is on one side
+            half += 1  # all passes of one size stay on one side
         few, many = several[:half], several[half:]
         if few and many:
             less, more = (statistics.fmean(n for n, _ in side) for side in (few, many))
             weight = (more - less) ** 2 * min(len(few), len(many))
             found = max(0.0, (min(s for _, s in many) - min(s for _, s in few)) / (more - less))
             slope = (_SLOPE_WEIGHT * slope + weight * found) / (_SLOPE_WEIGHT + weight)
-        line = max(min(s - slope * (n - 1) for n, s in several), 0.1 * middle)  # of one position, were it like several
+        line = max(min(s - slope * (n - 1) for n, s in several), 0.1 * middle)  # one position by the line of several
         one = min(plain) if plain else line
         return one, max(0.0, line - one), slope
 
 
 class Acceptance:
-    """How often a guess is right if those before it are, by the number of rows; forgets slowly."""
+    """The share of right guesses among those after right ones, by the number of rows. Old counts fade slowly."""
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
-        self._counts: dict[int, tuple[float, float]] = {}  # right, all
+        self._counts: dict[int, tuple[float, float]] = {}  # right guesses, all guesses
 
     def add(self, num_rows: int, num_right: int, num_guesses: int) -> None:
-        """Of a pass's longest line; what comes behind a wrong guess says nothing."""
+        """Count a pass's best line. Guesses after a wrong one do not count, because they say nothing."""
         tried = num_right + (num_right < num_guesses)
         right, all_ = self._counts.get(num_rows, (0.0, 0.0))
         self._counts[num_rows] = right + num_right, all_ + tried
@@ -113,7 +113,7 @@ class Acceptance:
         self._counts = {rows: (right * _FORGET, all_ * _FORGET) for rows, (right, all_) in self._counts.items()}
 
     def of(self, num_rows: int) -> float:
-        """With more rows, what one has shown is what is believed at first, and some of the rest besides."""
+        """Return the acceptance with ``num_rows``. The prior of several rows is that of one, plus what they catch."""
         right, all_ = self._counts.get(1, (0.0, 0.0))
         one = (self._prior * _PRIOR_WEIGHT + right) / (_PRIOR_WEIGHT + all_)
         if num_rows == 1:
@@ -124,20 +124,21 @@ class Acceptance:
 
 
 class Policy:
-    """Chooses the size of the next pass of one generation.
+    """The policy that chooses the size of the next pass of one generation.
 
-    Of several sizes the one with the most tokens per second, expected tokens divided by what the pass takes:
-    E / (R + s + c · positions + d · guesses).
+    The policy takes the size with the most tokens per second. This rate is the expected tokens divided by the time of
+    the pass: E / (R + s + c · positions + d · guesses).
     """
 
     def __init__(
         self, acceptance: float, most_rows: int = 8, least_pass_s: float = 0.0, costs: PassCosts | None = None
     ) -> None:
-        """
+        """Begin with priors.
+
         Args:
-            acceptance: how often a guess is right, as long as that has not been measured.
-            least_pass_s: if a plain pass takes less, there is no speculation.
-            costs: of passes of another generation, from which this one goes on.
+            acceptance: the assumed share of right guesses, until it is measured.
+            least_pass_s: there is no speculation if a plain pass takes less time.
+            costs: the costs of another generation's passes, which this generation continues; None for new ones.
         """
         self._rows = [rows for rows in _CATCH if rows <= most_rows]
         self._least_pass_s = least_pass_s
@@ -146,7 +147,7 @@ class Policy:
         self._guesses_s: deque[tuple[int, float]] = deque(maxlen=_NUM_REMEMBERED)  # number of the pass, seconds a guess
 
     def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> Size:
-        """``most_guesses``: in a line, which must not be longer."""
+        """Return the size of the next pass; a line may have ``most_guesses`` at most."""
         if not self.costs.are_known or most_guesses < 1:
             return PLAIN
         pass_s, several_s, position_s = self.costs.fit()
@@ -154,7 +155,7 @@ class Policy:
             return PLAIN
         recent = [seconds for number, seconds in self._guesses_s if self._num_passes - number <= _MAX_AGE]
         guess_s = statistics.median(recent) if recent else 0.0
-        if self._guesses_s and not recent:  # they were too slow: one is tried again
+        if self._guesses_s and not recent:  # guessing was too slow: one guess is tried again
             most_guesses = 1
         best, best_rate = PLAIN, _LEAST_GAIN / pass_s
         for rows in self._rows:
@@ -169,9 +170,9 @@ class Policy:
         return best
 
     def passed(self, size: Size, seconds: float, num_right: int, guess_s: float | None) -> None:
-        """A pass is over, ``seconds`` after the guesses for it, which took ``guess_s``, were there.
+        """Record a pass that took ``seconds`` after its guesses were ready; the guesses took ``guess_s``.
 
-        None: the draft had more to do than to guess.
+        ``guess_s`` is None if the draft did more than guess.
         """
         self._num_passes += 1
         self.costs.add(size.num_positions, seconds)

@@ -1,4 +1,4 @@
-"""The guesses for one model, and how many there are of them in each generation."""
+"""The guesses for one model, and their number in each generation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, R
 from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, PassCosts, Policy, Size
 
 _logger = logging.getLogger(__name__)
-LEAST_PASS_S = 0.04  # of a model whose user has not asked for a draft: what is faster than 25 tokens/s is left alone
+LEAST_PASS_S = 0.04  # if the user asked for no draft, models faster than 25 tokens/s run without guesses
 
 
 @dataclass
 class SpeculationStats:
-    """Of one generation, or of all of a model.
+    """The statistics of one generation, or of all generations of a model.
 
     Attributes:
-        passes: through the servers after the prompt; ``tokens``: that they gave.
-        guesses: in the rows that were verified, and how many of them were ``right``.
+        passes: the passes through the servers after the prompt, and the ``tokens`` that these gave.
+        guesses: the guesses in the rows that were verified, and how many of them were ``right``.
     """
 
     passes: int = 0
@@ -40,26 +40,26 @@ class SpeculationStats:
 
 
 class Speculation:
-    """What a model has to do with drafts.
+    """A model's draft, with what its generations have measured.
 
     Attributes:
-        draft: guesses; ``off`` says why it does not, empty: it does.
-        stats: of all generations.
+        draft: the draft that guesses; ``off`` says why it does not guess, and is empty if it does.
+        stats: the statistics of all generations.
     """
 
     def __init__(self, draft: Draft | None, *, is_asked_for: bool = True, off: str = "") -> None:
-        """``is_asked_for``: by the user, or it is tried where passes are slow only."""
+        """Set the draft. Unless the user asked for it (``is_asked_for``), it guesses only where passes are slow."""
         self.draft, self.off = draft, off
         self.stats = SpeculationStats()
         self._least_pass_s = 0.0 if is_asked_for else LEAST_PASS_S
-        self._acceptance: float | None = None  # in the last generation
-        self._costs: PassCosts | None = None  # likewise
+        self._acceptance: float | None = None  # of the last generation
+        self._costs: PassCosts | None = None  # of the last generation
         self._lock = threading.Lock()
 
     def begin(self, prompt: list[int], ranking: Ranking, size: Size | None = None) -> Guessing | None:
-        """For a generation; None if there are no guesses for it.
+        """Begin the guesses of one generation; return None if there are none.
 
-        size: of every pass, instead of what pays best.
+        ``size`` is the size of every pass, instead of the fastest.
         """
         if self.draft is None or self.off:
             return None
@@ -70,13 +70,13 @@ class Speculation:
         return Guessing(self, self.draft, prompt, ranking, policy, size)
 
     def learn(self, policy: Policy) -> None:
-        """What a generation that has ended has found out: the next one begins with it."""
+        """Keep the measurements of a generation that has ended, for the next generation."""
         with self._lock:
             self._acceptance, self._costs = policy.acceptance.of(1), copy.deepcopy(policy.costs)
 
 
 class Guessing:
-    """The guesses for one generation. Used by one thread at a time."""
+    """The guesses for one generation. One thread at a time may use an instance."""
 
     def __init__(
         self,
@@ -90,19 +90,19 @@ class Guessing:
         self.num_hidden = draft.num_hidden
         self.stats = SpeculationStats()
         self._owner, self._ranking, self._policy, self._fixed = owner, ranking, policy, fixed
-        self._session: DraftSession | None = draft.begin()  # None: it has failed
+        self._session: DraftSession | None = draft.begin()  # None: the draft has failed
         self._prompt: list[int] | None = prompt
         self._size, self._sent_s = PLAIN, 0.0
-        self._guess_s: float | None = None  # that the last guesses took, if nothing else did
-        self._num_unread = 0  # tokens that were confirmed since the draft was asked
+        self._guess_s: float | None = None  # the time of the last guesses alone; None if the draft also read much
+        self._num_unread = 0  # tokens that were confirmed since the draft guessed
         self._guesses = Guesses.none()
 
     def next(self, most_guesses: int, *, most_rows: int, is_alone: bool = True) -> Guesses:
-        """What is to be verified in the next pass, which begins now.
+        """Return the guesses for the next pass, which begins now.
 
         Args:
-            most_guesses: in a line.
-            is_alone: servers have nothing else to do, as far as is known.
+            most_guesses: the most guesses in a line.
+            is_alone: whether servers have nothing else to do, as far as is known.
         """
         start_s = time.perf_counter()
         size = self._policy.choose(most_guesses, most_rows) if self._fixed is None else self._fixed
@@ -117,15 +117,15 @@ class Guessing:
         return self._guesses
 
     def only_first_row(self) -> Guesses:
-        """There is no room for other rows: of what came last, the likeliest line is verified, beginning now."""
+        """Return only the likeliest line of the last guesses, as there is no room for more; its pass begins now."""
         self._guesses = Guesses(self._guesses.token_ids[:1])
         self._sent_s = time.perf_counter()
         return self._guesses
 
     def verified(self, verified: Verified, hidden: torch.Tensor | None) -> None:
-        """Of the guesses that came last. The pass took until now.
+        """Take the result for the last guesses. Their pass ends now.
 
-        hidden: [tokens, hidden_size], from which each of the tokens was predicted; None if the draft does not want it.
+        hidden: [tokens, hidden_size], from which each token was predicted; None if the draft does not want it.
         """
         guesses = self._guesses
         seconds = time.perf_counter() - self._sent_s
@@ -135,11 +135,11 @@ class Guessing:
         self._confirm(verified.token_ids, hidden)
 
     def written(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
-        """These came without guesses, and beside so much else that it says nothing of what a pass takes."""
+        """Take tokens without guesses, from a shared pass whose time says nothing about the cost of a pass."""
         self._confirm(token_ids, hidden)
 
     def begin(self, first_token: int, hidden: torch.Tensor | None) -> None:
-        """The prompt is through, and a first token chosen.
+        """Confirm the prompt, which has been computed, and the first token.
 
         hidden: [positions, hidden_size], of the last positions of the prompt.
         """
@@ -155,7 +155,7 @@ class Guessing:
         if self._session is not None:
             try:
                 return self._session.guess(plan, self._ranking)
-            except Exception as error:  # whatever a model's own code raises, or too little memory
+            except Exception as error:  # any error of a model's own code, or too little memory
                 self._give_up(error)
         return Guesses.none()
 
@@ -168,7 +168,7 @@ class Guessing:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """The text goes on without guesses."""
+        """Continue the text without guesses."""
         self._session = None
         _logger.warning("the draft has failed, and guesses no more of this text: %s", error, exc_info=error)
 

@@ -1,1 +1,1 @@
-"""What a client knows of the swarm: servers, how far and how healthy they are, and connections to them."""
+"""A client's knowledge of the swarm: servers, their round trips and health, and connections to them."""

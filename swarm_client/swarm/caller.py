@@ -1,4 +1,4 @@
-"""Who a client is: one identity, by which the DHT and servers know it as long as it lives."""
+"""A client's identity, by which the DHT and servers know the client during its whole life."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from swarm_protocol.tunnel.members import Membership
 
 
 class Caller:
-    """Joins the DHT and connects to servers. Its key is made, or read, when it is first needed."""
+    """A client's identity for the DHT and for servers. The key is made, or read from a file, at first use."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
-        self._dht: Dht | None = None  # the last that it has joined: tunnels go through its libp2p daemon
+        self._dht: Dht | None = None  # the last DHT node that has joined: tunnels go through its libp2p daemon
 
     @cached_property
     def access(self) -> ClientAccess:
-        """Raises ValueError, see ``ClientAccess.of``."""
+        """Return the client's access to the swarm. Raise ValueError as ``ClientAccess.of`` does."""
         return ClientAccess.of(self._config)
 
     @cached_property
     def identity(self) -> Identity:
-        """In the DHT. Several processes may have one membership, but no two nodes of the DHT one key."""
+        """Return the identity in the DHT. Processes may share a membership, but no two DHT nodes may share a key."""
         return Identity.generate() if self.access.token else self.access.identity
 
     @cached_property
@@ -48,22 +48,22 @@ class Caller:
         return Dialer(self.credentials, streams, Membership(self.access.identity, self.access.token))
 
     async def connect(self, record: ServerRecord, config: ClientConfig) -> ServerConnection:
-        """See ``ServerConnection.connect``."""
+        """Connect to a server: see ``ServerConnection.connect``."""
         return await ServerConnection.connect(record, config, self.dialer)
 
     async def join(self, config: ClientConfig) -> Dht:
-        """See ``join_swarm``."""
+        """Join the DHT: see ``join_swarm``."""
         self._dht = await join_swarm(config, self.identity, self.access.control)
         return self._dht
 
     async def close(self) -> None:
-        """Ends the tunnels."""
-        if "dialer" in self.__dict__:  # nobody else has asked for it: there are none
+        """End the tunnels."""
+        if "dialer" in self.__dict__:  # without a dialer, there are no tunnels
             await self.dialer.close()
 
 
 async def join_swarm(config: ClientConfig, identity: Identity, access: AccessControl | None) -> Dht:
-    """A DHT node that only asks.
+    """Return a DHT node that only makes requests.
 
     Raises:
         NoSwarm: no member of the swarm answers, or none is known.
@@ -99,6 +99,6 @@ async def join_swarm(config: ClientConfig, identity: Identity, access: AccessCon
 
 
 def _others(swarm: str) -> str:
-    """Which other swarms there are, as the end of a sentence."""
+    """Return the names of other registered swarms as the end of a sentence; empty if there are none."""
     names = [name for name in registered_swarms() if name != swarm]
     return f" (there {'is' if len(names) == 1 else 'are'} {', '.join(map(repr, names))})" if names else ""

@@ -1,4 +1,4 @@
-"""How a client reads who serves what, and joins its swarm again when nobody answers whom it knew."""
+"""Reads from the DHT which servers hold which blocks, and joins the swarm again when all known members are gone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Discovery:
-    """A client's DHT node, replaced by another when it is of no use any more: all the nodes it knew are gone, or its
-    libp2p daemon is. All methods run on the background loop."""
+    """A client's DHT node, which is replaced when all nodes that it knew are gone, or when its libp2p daemon has ended.
+    All methods run on the background loop."""
 
     def __init__(self, config: ClientConfig, join: Join, dht: Dht | None = None) -> None:
-        """``join`` finds the swarm through initial peers, or through the servers registered on this machine."""
+        """Keep ``join``, which finds the swarm through initial peers, or through servers registered on this machine."""
         self._config = config
         self._join = join
         self._dht = dht
@@ -35,23 +35,23 @@ class Discovery:
         self._closing: set[asyncio.Task[Any]] = set()
 
     async def join(self) -> None:
-        """Raises NoSwarm if nobody answers."""
+        """Join the swarm. Raise NoSwarm if no member answers."""
         if self._dht is None:
             self._dht = await self._join(self._config)
 
     async def view(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
-        """What the DHT says; None if it cannot be read."""
+        """Return the servers that the DHT lists; None if the DHT cannot be read."""
         if not self._joined.is_alive:
             _logger.warning("the libp2p daemon of this client has ended; joining the swarm again")
             await self._rejoin()
         view = await self._read(model, num_blocks, part)
-        # What can be read without others is only what this node has stored before.
+        # A node that knows no other nodes reads only what it has stored itself.
         if (view is None or self._joined.is_alone) and await self._rejoin():
             view = await self._read(model, num_blocks, part)
         return view
 
     async def accusations(self, model: str) -> list[tuple[str, pb.Accusations]]:
-        """Return what nobody has checked, with the peer ids of the publishers; nothing if the DHT cannot be read."""
+        """Return unverified accusations, each with its publisher's peer id; empty if the DHT cannot be read."""
         try:
             reading = self._joined.accusations(model).read()
             return await asyncio.wait_for(reading, self._config.timeouts.read_s)
@@ -62,7 +62,7 @@ class Discovery:
     async def close(self) -> None:
         self._closed = True
         if self._joining is not None:
-            self._joining.cancel()  # it may wait for long for servers that are frozen
+            self._joining.cancel()  # joining can wait long for servers that are frozen
             await asyncio.wait([self._joining])
         await self._joined.shutdown()
         await asyncio.gather(*self._closing)
@@ -80,7 +80,7 @@ class Discovery:
             return None
 
     async def _rejoin(self) -> bool:
-        """Whether the node was replaced by now."""
+        """Return whether the node has been replaced."""
         if self._joining is None or self._joining.done():
             if now_s() - self._tried_s < self._config.timeouts.rejoin_after_s or self._closed:
                 return False

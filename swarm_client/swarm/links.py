@@ -1,4 +1,4 @@
-"""What a client knows of the links of its chains, and in which codec hidden states go over them."""
+"""A client's measurements of the links of its chains, and the choice of a codec for hidden states on each link."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 
 _logger = logging.getLogger(__name__)
-_SAMPLE_POSITIONS = 16  # of a prompt, through which the error of codecs is measured
-_LEAST_SAMPLE = 8  # that the prompt must have: the first ones are unlike all others
-_LEAST_POSITIONS = 4  # of the sample, where sending them takes long
-_ERRORS_S = 10.0  # for which sending the sample may keep a prompt waiting
-_MEASURE_TIMEOUT_S = 20.0  # besides
-_SLOW_S = 0.05  # a link that is longer at a prompt is a stage of the pipeline
-_AGAIN_AFTER_S = 300.0  # a link's rate is measured anew
-_RETRY_AFTER_S = 30.0  # if it could not be
+_SAMPLE_POSITIONS = 16  # prompt positions in the sample that measures codec errors
+_LEAST_SAMPLE = 8  # a shorter sample is not taken: the first positions are unlike all others
+_LEAST_POSITIONS = 4  # the smallest part of the sample that is sent over slow links
+_ERRORS_S = 10.0  # the longest time for which sending the sample may delay a prompt
+_MEASURE_TIMEOUT_S = 20.0  # the time limit of a measurement, without the expected transfer time
+_SLOW_S = 0.05  # a link on which a prompt takes longer is a stage of the pipeline
+_AGAIN_AFTER_S = 300.0  # the age at which a link's rate is measured again
+_RETRY_AFTER_S = 30.0  # the wait after a failed measurement
 
 Connection = Callable[[ServerRecord], Awaitable[ServerConnection]]
 
@@ -51,35 +51,34 @@ Connection = Callable[[ServerRecord], Awaitable[ServerConnection]]
 class Links:
     """The links of one client.
 
-    The rates of links to servers on other machines are measured. One that is not known yet, as that of a server in the
-    place of another, is taken for the lowest that is. With ``auto``, if a link is slow, so is once per model the
-    relative error of the last hidden state with each codec on all links of the chain: a prompt's first positions are
-    computed with and without.
+    The rates of links to servers on other machines are measured. An unknown rate, such as that of a new server, is
+    assumed to be the lowest known one. If a link is slow and compression is ``auto``, the errors of codecs are measured
+    once per model: a prompt's first positions are computed with and without each codec on all links of the chain.
 
     Attributes:
-        errors: those, by codec; empty before.
-        finish: what the model does with the last hidden state before its head (the norm), in which errors are measured.
+        errors: the relative error of the last hidden state, by codec; empty until it is measured.
+        finish: the model's function between the last hidden state and the head (the norm), applied before measuring.
     """
 
     def __init__(self, config: ClientConfig, connection: Connection, num_blocks: int) -> None:
-        """``num_blocks``: of the model."""
+        """Start without measurements. ``num_blocks``: the number of blocks of the model."""
         self._compression, self._bound = config.compression, config.compression_error
         self._connection = connection
         self._all_blocks = Span(0, num_blocks)
-        self._bytes_per_s: dict[str, float] = {}  # by peer id
-        self._due_s: dict[str, float] = {}  # when it is to be measured
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # that measure it
+        self._bytes_per_s: dict[str, float] = {}  # keys: peer ids
+        self._due_s: dict[str, float] = {}  # the time of the next measurement
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # running measurements
         self._sample: torch.Tensor | None = None  # [1, positions, width]
         self._width, self._item_bytes = 0, 4
         self._chosen: dict[tuple[str, str], pb.Codec] = {}
-        self._rating = asyncio.Lock()  # a measurement must not take the bytes of another for a slow line
+        self._rating = asyncio.Lock()  # parallel measurements would slow each other down
         self._measuring = asyncio.Lock()
-        self._errors_due_s = -inf  # they could not be measured lately
+        self._errors_due_s = -inf  # set into the future when a measurement has failed
         self.errors: dict[str, float] = {}
         self.finish: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 
     def see(self, inputs: BlockInput, blocks: Span) -> None:
-        """What will go into these blocks; if they are all, a prompt may become the sample."""
+        """Note the inputs of these blocks. If the blocks are all of the model, a prompt may become the sample."""
         hidden = inputs.hidden
         if hidden.shape[-1] != self._width or hidden.element_size() != self._item_bytes:
             self._width, self._item_bytes, self._sample = hidden.shape[-1], hidden.element_size(), None
@@ -92,7 +91,7 @@ class Links:
             self._sample = sample
 
     async def prepare(self, routes: Iterable[Route], pushes: bool = True) -> None:
-        """Measures what is not known of these chains. ``pushes``: only first and last servers speak to the client."""
+        """Measure what is unknown about these chains. ``pushes``: middle servers exchange no data with the client."""
         if not self._width:
             return
         ends = {
@@ -100,14 +99,14 @@ class Links:
         }
         self.measure(ends.values())
         unknown = [self._tasks[peer_id] for peer_id in ends if peer_id in self._tasks.keys() - self._bytes_per_s.keys()]
-        if unknown:  # whoever has begun; nobody waits for what is measured anew
-            await asyncio.wait(unknown, timeout=_MEASURE_TIMEOUT_S)  # they are measured one after the other
+        if unknown:  # whichever caller began; second measurements are not waited for
+            await asyncio.wait(unknown, timeout=_MEASURE_TIMEOUT_S)  # measurements run one after the other
         self._chosen.clear()
         for route in routes:
             await self._measure_errors_if_needed(route)
 
     def measure(self, servers: Iterable[ServerRecord]) -> None:
-        """Begins to measure the links to those that will speak to the client, if it is time."""
+        """Start to measure the links to servers that will exchange data with the client, if the time has come."""
         for server in servers:
             peer_id = server.peer_id
             if self._width and peer_id not in self._tasks and self._is_due(server):
@@ -115,38 +114,38 @@ class Links:
                 task.add_done_callback(lambda _, peer_id=peer_id: self._tasks.pop(peer_id))  # type: ignore[misc]
 
     def codec(self, one: ServerRecord | None, other: ServerRecord | None) -> pb.Codec:
-        """Of what goes from one to the other; None: this client."""
+        """Return the codec for data from ``one`` to ``other``; None stands for this client."""
         key = ("" if one is None else one.peer_id, "" if other is None else other.peer_id)
         if key not in self._chosen:
             self._chosen[key] = CODECS[self._choose(one, other)]
         return self._chosen[key]
 
     def codec_of_pass(self, route: Route) -> pb.Codec:
-        """Of hidden states that go from the client to each of these servers and back."""
+        """Return the codec of hidden states that go from the client to each of these servers and back."""
         names = [self._choose(None, hop.server) for hop in route]
         return CODECS[forced(max(names, key=LADDER.index), known_to(*(hop.server for hop in route)))]
 
     def codecs_of(self, route: Route) -> list[pb.Codec]:
-        """From the client to the first server, on from each to the next, and back to the client."""
+        """Return the codecs from the client to the first server, between servers, and back to the client."""
         servers = [None, *(hop.server for hop in route), None]
         return [self.codec(one, other) for one, other in pairwise(servers)]
 
     def bytes_per_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float | None:
-        """From one to the other; None is this client. None if nobody knows; infinite if both are on one machine."""
+        """Return the rate from one peer to another (None: this client); infinite on one machine; None if unknown."""
         servers = [server for server in (one, other) if server is not None]
         rate = self._link(servers).bytes_per_s
         return rate if rate < inf or all(map(is_on_this_machine, servers)) else None
 
     def num_slow(self, hops: Sequence[Hop], num_positions: int) -> int:
-        """Links, from the client to the last server, that take a while to carry so many positions."""
+        """Return how many links, from the client to the last server, take long to carry so many positions."""
         if num_positions == 1 or not self._width:
             return 0
         servers = [None, *(hop.server for hop in hops)]
         return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in pairwise(servers))
 
     def stages(self, route: Route) -> dict[str, Stage]:
-        """Of the rows of a step: from the client to the first server, on from each to the next, and back. Lanes that
-        begin, or end, at different servers share the client's line."""
+        """Return the pipeline stages of a step's rows: client to first server, between servers, and back. The names of
+        the first and last stage are the same for all routes, because all lanes share the client's line."""
         peers = [hop.server.peer_id for hop in route]
         names = ["to the swarm", *(f"{one} to {other}" for one, other in pairwise(peers)), "from the swarm"]
         servers = [None, *(hop.server for hop in route), None]
@@ -154,7 +153,7 @@ class Links:
         return {name: Stage(0.0, self._send_s(one, other)) for name, (one, other) in zip(names, ways, strict=True)}
 
     def _send_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float:
-        """What one position takes; 0 if nobody knows."""
+        """Return the seconds that sending one position takes; 0 if the rate is unknown."""
         name = CODEC_NAMES[self.codec(one, other)]
         servers = [server for server in (one, other) if server is not None]
         return encoded_bytes(name, 1, self._width, self._item_bytes) / self._link(servers).bytes_per_s
@@ -169,7 +168,7 @@ class Links:
 
     def _link(self, servers: list[ServerRecord]) -> Link:
         if len(servers) == 1:
-            slowest = min(self._bytes_per_s.values(), default=inf)  # the client's own line, more often than not
+            slowest = min(self._bytes_per_s.values(), default=inf)  # usually the slowest line is the client's own
             return client_link(servers[0], self._bytes_per_s.get(servers[0].peer_id, slowest))
         one, other = servers
         return server_link(one, other, self._width)
@@ -216,7 +215,7 @@ class Links:
             _logger.info("relative error of the last hidden state: %s", self.errors)
 
     async def _measure_errors(self, route: Route, names: Sequence[str]) -> None:
-        """Of those that can be measured in time."""
+        """Measure the errors of the codecs whose outputs arrive in time."""
         position_s = self._through_s(route, ["raw", *names])
         assert self._sample is not None
         num_positions = self._sample.shape[1]
@@ -233,7 +232,7 @@ class Links:
         for name, task in tasks.items():
             try:
                 outputs[name] = task.result()
-            except (SwarmError, asyncio.InvalidStateError) as error:  # it failed, or is late
+            except (SwarmError, asyncio.InvalidStateError) as error:  # the pass failed, or is late
                 _logger.info("the error of codecs could not be measured with %s: %s", name, error)
                 self._errors_due_s = now_s() + (_RETRY_AFTER_S if task.done() else _AGAIN_AFTER_S)
         exact = outputs.pop("raw", None)
@@ -242,13 +241,13 @@ class Links:
                 self.errors[name] = float((other - exact).norm() / exact.norm().clamp(min=1e-30))
 
     def _through_s(self, route: Route, names: Sequence[str]) -> float:
-        """What sending a position through the chain, and back from each server, takes with all of these codecs."""
+        """Return the seconds that one position takes through the chain, and back from each server, in all codecs."""
         size_bytes = sum(encoded_bytes(name, 1, self._width, self._item_bytes) for name in names)
         rates = [self.bytes_per_s(None, hop.server) or SLOW_BYTES_PER_S for hop in route]
         return sum(2 * size_bytes / rate for rate in rates)
 
     async def _through(self, route: Route, name: str, sample: torch.Tensor) -> torch.Tensor:
-        """The last hidden states of the sample if every link has this codec."""
+        """Return the last hidden states [1, positions, width] of the sample, with this codec on every link."""
         codec = CODECS[name]
         context = Context.of(BlockInput(sample))
         hidden = WireTensor.of(sample, codec)
@@ -260,7 +259,7 @@ class Links:
 
 
 def _sample_of(inputs: BlockInput) -> torch.Tensor:
-    """The first positions of the row with most of them that are no padding, [1, positions, width]."""
+    """Return the first unpadded positions of the row that has most of them, [1, positions, width]."""
     hidden, mask, row = inputs.hidden.detach(), inputs.attention_mask, 0
     attended = torch.ones(hidden.shape[1], dtype=torch.bool)
     if mask is not None:

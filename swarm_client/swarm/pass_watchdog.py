@@ -1,7 +1,8 @@
-"""How long a pass without a session may take until its server is taken for stalled.
+"""How long a pass without a session may take until its server counts as stalled.
 
-As in ``watchdog``, that is many times what it should take. But passes are large, and many of them wait in a server's
-queue at a time: what counts is all that this client has under way there, and how long ago any of it came back.
+The limit is many times the expected duration, as in ``watchdog``. Passes are large, however, and many wait in a
+server's queue at a time. The limit therefore counts all of this client's passes there, and the time since one came
+back.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from swarm_client.routing.routing import Costs, Hop
 from swarm_client.swarm.watchdog import SLOW_BYTES_PER_S, Stalled
 
 T = TypeVar("T")
-BACKWARD = 3.0  # times what a forward pass takes: it is computed again, and then two products for each of its own
+BACKWARD = 3.0  # cost in forward passes: the blocks are computed again, then two products for each of theirs
 _TIMES_EXPECTED = 10.0
-_MAX_QUEUE_S = 3.0  # that a server's word is taken for
-_LEAST_S = 1e-3  # of computing; what a pass costs besides is more than that
-_FADING = 0.95  # of how slow a server was, with each further pass
+_MAX_QUEUE_S = 3.0  # the longest queue that a server is believed to have
+_LEAST_S = 1e-3  # the least expected computing time: a pass has larger fixed costs
+_FADING = 0.95  # the decay of a server's slowness with each further pass
 _MAX_DOUBLINGS = 4
-_POLL_S = 1.0  # between two looks: other passes end, and other servers come
+_POLL_S = 1.0  # the interval between checks: other passes end, and new servers come
 
 
 @dataclass(eq=False)
@@ -32,10 +33,10 @@ class PassUnderWay:
     """One request to a server.
 
     Attributes:
-        expected_s: by what the server says of its speed, without its queue.
-        size_bytes: of what is sent and of what comes back.
-        sent_before: bytes of all passes that had come back when it was sent.
-        since_s: when that was.
+        expected_s: the expected duration by the server's announced speed, without its queue.
+        size_bytes: the bytes that are sent and that come back.
+        sent_before: the bytes of all passes that had come back when this one was sent.
+        since_s: the time at which this one was sent.
     """
 
     hop: Hop
@@ -50,20 +51,20 @@ class PassUnderWay:
 
 
 class PassWatchdog:
-    """Knows the passes that one client has under way, and how slow servers were. Used on the background loop."""
+    """A record of one client's passes under way, and of how slow servers were. Used on the background loop."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
         self._under_way: set[PassUnderWay] = set()
-        self._sent_bytes = 0  # of all passes so far
-        self._progress_s: dict[str, float] = {}  # when a pass came back last, by peer id
-        self._slowness: dict[str, float] = {}  # times what was expected, the most lately
+        self._sent_bytes = 0  # total bytes of all passes
+        self._progress_s: dict[str, float] = {}  # the time of the last result, by peer id
+        self._slowness: dict[str, float] = {}  # the largest recent duration relative to the expected one
 
     def allowed_s(self, work: PassUnderWay, alarms: int) -> float:
-        """Without any answer of the server.
+        """Return how long the server may go without an answer.
 
-        ``alarms``: how many servers that are known to work were taken for stalled in this pass. It may be that all are
-        slow at present, and each time doubles what is allowed.
+        ``alarms``: the number of proven servers that counted as stalled in this pass. All servers may be slow now, so
+        each alarm doubles the limit.
         """
         here = sum(other.expected_s for other in self._under_way if other.peer_id == work.peer_id)
         slowness = self._slowness.get(work.peer_id)
@@ -83,13 +84,13 @@ class PassWatchdog:
         alarms: int,
         can_replace: Callable[[], bool],
     ) -> T:
-        """The result of a pass, unless its server stalls and somebody else can compute it.
+        """Return the result of a pass, unless its server stalls and another server can compute it.
 
         Args:
-            times: what it takes, in forward passes of so many positions.
+            times: the cost of the pass, in forward passes of so many positions.
 
         Raises:
-            Stalled: it was cancelled. Besides, whatever the job raises.
+            Stalled: the server stalled, and the pass was cancelled. Errors of the job are raised unchanged.
         """
         computing_s = Costs({}, num_tokens=num_positions).block_s(hop.server) * len(hop.span) * times
         back = self._sent_bytes - sum(other.size_bytes for other in self._under_way)
@@ -116,7 +117,7 @@ class PassWatchdog:
         return Stalled(reason, server.peer_id, work.hop.span)
 
     def _last_s(self, work: PassUnderWay) -> float:
-        """When the server began to have nothing to do but this, as far as is known."""
+        """Return the time since which the server has had only this pass to do, as far as is known."""
         return max(work.since_s, self._progress_s.get(work.peer_id, -inf))
 
     def _answered(self, work: PassUnderWay) -> None:

@@ -1,4 +1,4 @@
-"""What a client has found out about servers by speaking to them: how far they are, and which have failed."""
+"""A client's measurements of servers: their round-trip times, and which of them have failed."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import Any
 
 from swarm_protocol.dht.records import ServerRecord
 
-NEWCOMER_S = 600.0  # so long a server that comes while a client is there is new to it, unless it is seen to work
-_AT_ONCE = 16  # servers that are asked together
-_ENOUGH_S = 1.0  # that a round of questions may take; who answers later is known later
+NEWCOMER_S = 600.0  # how long a server that appears during the client's life is new to it, unless it is proven
+_AT_ONCE = 16  # the number of servers that are asked together
+_ENOUGH_S = 1.0  # the longest time for a round of pings; later answers are still used
 _FAR_S = 10.0
-_WEIGHT = 0.3  # of one round trip in the average
+_WEIGHT = 0.3  # the weight of one round trip in the average
 _BAN_S, _MAX_BAN_S = 5.0, 60.0
 FAILED, SILENT, WRONG = "that failed a moment ago", "that did not answer", "that answered wrongly"
 DENIED = "that do not accept this client"
-_JUST_NOW_S = 1.0  # so long a server that failed is left alone even if there is no other
+_JUST_NOW_S = 1.0  # how long a failed server is left out even if there is no other
 
 
 class RttTracker:
-    """The client's round-trip times, averaged; unknown ones are measured."""
+    """The averaged round-trip times from the client to servers. Unknown ones are measured on demand."""
 
     def __init__(self, ping: Callable[[ServerRecord], Awaitable[float | None]]) -> None:
-        """``ping``: one round trip in seconds; None if there was no answer."""
+        """Keep ``ping``, which returns one round trip in seconds, or None if there was no answer."""
         self._ping = ping
         self._rtts_s: dict[str, float] = {}
         self._asking: dict[str, asyncio.Task[Any]] = {}
 
     @property
     def known(self) -> Mapping[str, float]:
-        """In seconds, by peer id."""
+        """Return the known round-trip times in seconds, by peer id."""
         return MappingProxyType(self._rtts_s)
 
     def guess_s(self, hopeful: bool) -> float:
-        """What to take an unknown one for: the nearest there could be, or so far that others are taken first."""
+        """Return the guess for unknown servers: 0 if ``hopeful``, else so long that known servers are taken first."""
         return 0.0 if hopeful else _FAR_S
 
     async def measure(self, first: Sequence[ServerRecord], others: Sequence[ServerRecord]) -> set[str]:
-        """Asks the first and some of the others, if they are not known; returns which of the first are silent."""
+        """Ping the unknown servers of ``first`` and some of ``others``. Return which of ``first`` do not answer."""
         unknown = [server for server in others if server.peer_id not in self._rtts_s]
-        some = unknown[:: max(1, len(unknown) // _AT_ONCE)]  # of all blocks
+        some = unknown[:: max(1, len(unknown) // _AT_ONCE)]  # spread over all blocks
         asked = {server.peer_id: server for server in (*first, *some) if server.peer_id not in self._rtts_s}
         tasks = [self._ask(server) for server in islice(asked.values(), max(_AT_ONCE, len(first)))]
         if tasks:
@@ -52,7 +52,7 @@ class RttTracker:
         return {server.peer_id for server in first if server.peer_id not in self._rtts_s}
 
     async def measure_again(self, server: ServerRecord) -> float | None:
-        """The average with one more round trip; None if there was no answer."""
+        """Ping the server once more. Return the average; None if no round trip is known."""
         await asyncio.wait([self._ask(server)])
         return self._rtts_s.get(server.peer_id)
 
@@ -60,7 +60,7 @@ class RttTracker:
         self._rtts_s.pop(peer_id, None)
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Cancel all pings."""
         for task in list(self._asking.values()):
             task.cancel()
 
@@ -81,77 +81,77 @@ class RttTracker:
 class _Backoff:
     since_s: float
     duration_s: float
-    expires_at: float | None  # of the record of a server that does not answer
+    expires_at: float | None  # expiry of the server's record, if it does not answer
 
 
 class Acquaintance:
-    """Which servers a client has seen work, and which it has not known for long."""
+    """A client's trust in servers: which of them it has seen work, and since when it knows them."""
 
     def __init__(self) -> None:
-        self._since_s: dict[str, float] = {}  # when it first saw them
+        self._since_s: dict[str, float] = {}  # the time at which the client first saw each server
         self._worked: set[str] = set()
         self._is_first = True
         self._wary_until_s = -inf
 
     @property
     def worked(self) -> Set[str]:
-        """Those that have given answers since they last failed."""
+        """Return the peer ids of servers that have given answers since they last failed."""
         return self._worked
 
     def see(self, servers: Iterable[ServerRecord], now_s: float) -> None:
-        """The servers that there are now. Those of the first view were there before this client."""
+        """Note the servers that exist now. Servers of the first view were there before this client."""
         start_s = -inf if self._is_first else now_s
         there = {server.peer_id: self._since_s.get(server.peer_id, start_s) for server in servers}
         self._is_first = self._is_first and not there
-        # Who is gone for a moment does not begin anew, and identities that never come again are not kept for ever.
+        # A proven server that is gone for a moment keeps its time. Other identities are forgotten, to bound the memory.
         gone = {p: s for p, s in self._since_s.items() if p not in there and p in self._worked}
         self._since_s = there | gone
 
     def look_elsewhere(self) -> None:
-        """The next view has servers that this client did not look for before."""
+        """Expect servers in the next view that are new to this client only because it looks at other blocks."""
         self._is_first = True
 
     def add(self, peer_id: str) -> None:
-        """It has computed what was asked."""
+        """Trust the server: it has computed what was asked."""
         self._worked.add(peer_id)
 
     def remove(self, peer_id: str) -> None:
-        """It has failed."""
+        """Stop trusting the server: it has failed."""
         self._worked.discard(peer_id)
 
     def be_wary(self, now_s: float) -> None:
-        """How long somebody has been there says nothing for a while."""
+        """Ignore for a while how long servers have been there: treat all unproven servers as newcomers."""
         self._wary_until_s = now_s + NEWCOMER_S
 
     def newcomers(self, now_s: float) -> set[str]:
-        """Who came lately and has not been seen to work."""
+        """Return the servers that came recently and have not been seen to work."""
         since_s = -inf if now_s < self._wary_until_s else now_s - NEWCOMER_S
         return {p for p, came_s in self._since_s.items() if p not in self._worked and came_s >= since_s}
 
 
 class PeerBackoff:
-    """Servers that failed are left out for a while, longer each time.
+    """The backoff of failed servers: each one is left out for a while, longer each time.
 
-    Who did not answer may be dead, and also stays out until it has published another record.
+    A server that did not answer may be dead, so it also stays out until it has published another record.
     """
 
     def __init__(self) -> None:
         self._backoff: dict[str, _Backoff] = {}
-        self._banned_until_s: dict[str, float] = {}  # whatever else there is
+        self._banned_until_s: dict[str, float] = {}  # peer ids that are left out even if there are no other servers
 
     def add(self, peer_id: str, now_s: float, expires_at: float | None) -> None:
-        """``expires_at``: of its record, if it does not answer."""
+        """Start or extend the server's backoff. ``expires_at``: the expiry of its record, if it does not answer."""
         last = self._backoff.get(peer_id)
         if last is None:
             duration_s = _BAN_S
-        elif now_s < last.since_s + _JUST_NOW_S:  # the same failure, of which many sessions tell
+        elif now_s < last.since_s + _JUST_NOW_S:  # the same failure, reported by another session
             duration_s = last.duration_s
         else:
             duration_s = min(2 * last.duration_s, _MAX_BAN_S)
         self._backoff[peer_id] = _Backoff(now_s, duration_s, expires_at)
 
     def ban(self, peer_id: str, until_s: float) -> None:
-        """Leaves the server out until then, also where there is no other way."""
+        """Leave the server out until then, even if there is no other way."""
         self._banned_until_s[peer_id] = max(until_s, self._banned_until_s.get(peer_id, until_s))
 
     def is_banned(self, peer_id: str, now_s: float) -> bool:
@@ -161,7 +161,7 @@ class PeerBackoff:
         self._backoff.pop(peer_id, None)
 
     def now(self, now_s: float, servers: Iterable[ServerRecord], just_now: bool = False) -> dict[str, str]:
-        """Who is left out, and why. ``just_now``: only who failed a moment ago, for clients that have no other way."""
+        """Return which servers are left out, and why. ``just_now``: only failures of a moment ago, as a last resort."""
         banned = {}
         expirations = {} if just_now else {server.peer_id: server.expires_at for server in servers}
         for peer_id, ban in self._backoff.items():

@@ -1,4 +1,4 @@
-"""What servers say of how far they are with the work of all: a server that gets on is alive, however slow it is."""
+"""The progress that servers report on all their work: a server that makes progress is alive, however slow it is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import inf
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 
-_FRESH_S = 5.0  # so long a queue is better known than from a record, which is published every 20 s
+_FRESH_S = 5.0  # a reported queue is better than the record's for this long (records are published every 20 s)
 
 
 @dataclass
 class _Said:
-    """The last words of one server to any session of this client, and when they came."""
+    """The latest reports of one server to any session of this client, with their times."""
 
     heard_s: float = -inf
     has_answered: bool = False
@@ -26,10 +26,10 @@ class _Said:
 
 
 class ProgressTracker:
-    """The progress of all servers that this client speaks to. Pure."""
+    """The progress of all servers that this client uses. Pure."""
 
     def __init__(self, between_probes_s: float = 5.0) -> None:
-        """``between_probes_s``: of probes that are further apart, nobody knows when between them work was done."""
+        """Set the longest gap between two probes at which new work counts as just done."""
         self._between_probes_s = between_probes_s
         self._said: defaultdict[str, _Said] = defaultdict(_Said)
 
@@ -38,12 +38,12 @@ class ProgressTracker:
         self._said.pop(peer_id, None)
 
     def answered(self, peer_id: str, now_s: float) -> None:
-        """Note that outputs have come that the server must have computed its part of."""
+        """Note that outputs have arrived which the server must have helped to compute."""
         said = self._said[peer_id]
         said.heard_s, said.has_answered = now_s, True
 
     def waits(self, peer_id: str, queue_s: float | None, now_s: float) -> None:
-        """Note how long the server says that a step would wait there; None if it does not say, or what cannot be."""
+        """Note how long a step would wait at the server, by its own report; None or an impossible value is ignored."""
         said = self._said[peer_id]
         said.heard_s = now_s
         if queue_s is not None and 0 <= queue_s < inf:
@@ -58,19 +58,19 @@ class ProgressTracker:
         self.waits(peer_id, progress.queue_s if progress.HasField("queue_s") else None, now_s)
 
     def heard_s(self, peer_id: str) -> float:
-        """Return when the server was heard last."""
+        """Return when the server was last heard."""
         return self._said[peer_id].heard_s
 
     def has_answered(self, peer_id: str) -> bool:
-        """Return whether outputs have come by way of the server, which has not failed since."""
+        """Return whether outputs have come through the server since it last failed."""
         return self._said[peer_id].has_answered
 
     def grew_s(self, peer_id: str) -> float:
-        """Return when the server was seen last to have computed something, for whomever."""
+        """Return when the server was last seen to have computed something for any client."""
         return self._said[peer_id].grew_s
 
     def refreshed(self, server: ServerRecord, now_s: float) -> ServerRecord:
-        """Return the record with the queue that the server itself has spoken of since, if that is fresh."""
+        """Return the record, with the queue that the server itself has reported since, if that report is fresh."""
         said = self._said.get(server.peer_id)
         if said is None or now_s - said.queue_time_s > _FRESH_S:
             return server

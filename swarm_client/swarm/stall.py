@@ -1,4 +1,4 @@
-"""Work stands still because a server failed: what was tried, and how long it may last."""
+"""A stall: work stands still because a server failed. Holds what was tried, and how long the stall may last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING_LOST = ". Nothing is lost: the session goes on from where it stood when
 
 @dataclass
 class Repair:
-    """Hops that took the place of others; the fields are those of ``swarm_client.core.events.Recovery``."""
+    """One replacement of hops by others; the fields are those of ``swarm_client.core.events.Recovery``."""
 
     span: Span
     failed: tuple[str, ...]
@@ -25,14 +25,14 @@ class Repair:
 
 @dataclass
 class Stall:
-    """From the last sign of progress before a failure, at ``start_s``, to the next answer.
+    """One stall, from the last progress before a failure, at ``start_s``, to the next answer.
 
     Attributes:
-        deadline_s: when the user has waited long enough, ``timeout_s`` after the failure was noticed.
-        peer_id: of the server that failed first.
-        tried: what has happened since, one sentence each.
-        full: servers without room, by peer id.
-        waits: it was reported that nobody can take over at present.
+        deadline_s: the time at which recovery is given up, ``timeout_s`` after the failure was noticed.
+        peer_id: the server that failed first.
+        tried: the events since then, one sentence each.
+        full: the servers without room, by peer id.
+        waits: the user was informed that no server can take over now.
     """
 
     start_s: float
@@ -49,12 +49,12 @@ class Stall:
         return max(0.0, self.deadline_s - now_s())
 
     def check_time(self, span: Span) -> None:
-        """Raises RecoveryFailed if it has lasted too long."""
+        """Raise RecoveryFailed if the stall has lasted too long."""
         if not self.time_left_s:
             raise self.error(span, "moved to other servers", _NOTHING_LOST)
 
     def error(self, span: Span | None, what: str, advice: str = "") -> RecoveryFailed:
-        """That blocks could not be ``what``, and what was tried."""
+        """Return the error that the blocks could not be ``what``, with all that was tried."""
         tried = tuple(dict.fromkeys(self.tried))
         message = f"blocks {span} could not be {what} within {self.timeout_s:g} s: {'; '.join(tried)}{advice}"
         return RecoveryFailed(message, self.peer_id, span, tried)

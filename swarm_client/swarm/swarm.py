@@ -1,4 +1,4 @@
-"""A client's connection to its swarm: the DHT, the servers it talks to, and the chain it takes."""
+"""A client's connection to its swarm: the DHT, the servers in use, and the choice of chains."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from swarm_protocol.rpc.shared import SharedReading, result_of
 from swarm_protocol.span import Span
 
 Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
-Choose = Callable[[SwarmView, bool], list[Route]]  # among usable servers; True: those never spoken to may be near
+Choose = Callable[[SwarmView, bool], list[Route]]  # gets usable servers; True: unmeasured servers may be near
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # while blocks are missing
-_MAX_TRIED = 64  # servers at a time
+_MAX_TRIED = 64  # servers that are tried at a time
 _MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
 
 
@@ -74,9 +74,9 @@ class Swarm:
         join: Join | None = None,
         connect: Connect | None = None,
     ) -> None:
-        """``dht``, ``join`` and ``connect`` stand for the network; without ``dht``, ``connect()`` joins.
+        """Set up without a connection. ``dht``, ``join`` and ``connect`` replace the network; ``connect()`` joins it.
 
-        ``caller``: who has joined the ``dht`` already. It is closed with this.
+        ``caller``: the identity that has joined the ``dht`` already; ``close`` closes it too.
         ``routed``: the model's blocks choose among experts.
         """
         self._caller = caller = caller or Caller(config)
@@ -90,7 +90,7 @@ class Swarm:
         self._discovery = Discovery(config, join or caller.join, dht)
         self.closed = dht is None
         self._view = SwarmView()
-        self._part: Span | None = None  # of the model, that the view is of; None: all of it
+        self._part: Span | None = None  # the part of the model that the view covers; None: all of it
         self._view_time = float("-inf")
         self._filled_time = float("-inf")  # when the view was last read and not empty
         self._reading = SharedReading()
@@ -99,7 +99,7 @@ class Swarm:
         self._connecting: dict[tuple[str, tuple[str, ...], bytes], asyncio.Task[ServerConnection]] = {}
         self._rtts = RttTracker(self._ping)
         self.links = Links(config, self.server, num_blocks)
-        self._denials: dict[str, AccessDenied] = {}  # by servers, who are not asked again
+        self._denials: dict[str, AccessDenied] = {}  # keys: peer ids; these servers are not asked again
         self._backoff = PeerBackoff()
         self._acquaintance = Acquaintance()
         self.pass_watchdog = PassWatchdog(config)
@@ -107,16 +107,17 @@ class Swarm:
         self.progress = ProgressTracker(2.0 * (times.probe_after_s + times.probe_s))
         self.alarms = StallAlarms()
         self.lateness = Lateness()
-        self._salt = secrets.token_bytes(16)  # strangers cannot know which of many identities this client counts
+        self._salt = secrets.token_bytes(16)  # keeps secret which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.sessions = OpenSessions()
 
     async def connect(self) -> None:
-        """Joins the DHT.
+        """Join the DHT.
 
         Raises:
-            NoSwarm: nobody answers. NoRoute: there are servers, but none that was asked for by name.
+            NoSwarm: no member answers.
+            NoRoute: there are servers, but none of those that were requested by name.
         """
         await self._discovery.join()
         self.closed = False
@@ -143,7 +144,7 @@ class Swarm:
             await self._discovery.close()
 
     async def view(self, max_age_s: float) -> SwarmView:
-        """What the DHT says, at most ``max_age_s`` old; what it said last if it cannot be read."""
+        """Return the DHT's servers, read at most ``max_age_s`` ago, or the last view if the DHT cannot be read."""
         if self.closed:
             raise closed_error()
         if now_s() - self._view_time > max_age_s:
@@ -163,7 +164,7 @@ class Swarm:
         self._view_time = now_s()
 
     def _look_at(self, blocks: Span) -> None:
-        """Of a model with many servers only those are read that matter here."""
+        """Widen the view to these blocks: of a model with many servers, only those of the blocks in use are read."""
         part = self._part or blocks
         part = Span(min(part.start, blocks.start), max(part.end, blocks.end))
         if part != self._part:
@@ -171,7 +172,7 @@ class Swarm:
             self._acquaintance.look_elsewhere()
 
     async def _keep_fresh(self) -> None:
-        """While there are sessions, so that a replacement is known when one of their servers fails."""
+        """Refresh the view while there are sessions, so that a replacement is known when one of their servers fails."""
         while not self.closed:
             await asyncio.sleep(self.config.view_max_age_s)
             if self.sessions and now_s() - self._view_time >= self.config.view_max_age_s:
@@ -191,19 +192,20 @@ class Swarm:
         on_choice: Callable[[Route], None] | None = None,
         pushes: bool = True,
     ) -> Route:
-        """The fastest chain over ``blocks`` without the servers to ``avoid``; waits for missing blocks.
+        """Return the fastest chain over ``blocks`` without the servers to ``avoid``; wait for missing blocks.
 
         Args:
             timeout_s: how long to wait; by default ``wait_timeout_s``.
-            like: servers that compute as this one does are preferred. A chain is wanted at once then: what is known of
-                the swarm is good enough as long as it leads somewhere.
-            on_wait: called with why there is no chain, and for how many seconds there may be none.
-            on_choice: called with the chain before anybody else chooses.
-            pushes: whether servers will send hidden states straight to one another.
+            like: the server whose kind is preferred, because it computes the same values. A chain is then needed at
+                once, so the known view is used as long as it has a chain.
+            on_wait: called with the reason why there is no chain, and with the seconds that the wait may last.
+            on_choice: called with the chain before any other choice is made.
+            pushes: servers will send hidden states directly to one another.
 
         Raises:
-            NoRoute: some block is still not served after that time, or only by servers to avoid; the message names it.
-            AccessDenied: without those that do not accept this client, some block is not served.
+            NoRoute: after that time, some block is served by no server or only by servers to avoid; the message names
+                it.
+            AccessDenied: some block is served only by servers that do not accept this client.
         """
         is_session = like is None and need_tokens > 0
         keep = self._last_chains.get(blocks, ()) if is_session else ()
@@ -224,7 +226,7 @@ class Swarm:
         return chain
 
     async def chains(self, blocks: Span, sizes: Sequence[int]) -> list[Route]:
-        """One chain for each of several micro-batches of so many positions, see ``spread``; waits for missing blocks.
+        """Return a chain for each micro-batch with so many positions, see ``spread``; wait for missing blocks.
 
         Raises:
             NoRoute: some block is still not served after ``wait_timeout_s``.
@@ -238,16 +240,16 @@ class Swarm:
         return routes
 
     async def chains_of_lanes(self, blocks: Span, num_rows: int, unit: int, need_tokens: int) -> list[Route]:
-        """A chain for each lane of a session with so many rows, see ``pipelining``.
+        """Return a chain for each lane of a session with so many rows, see ``pipelining``.
 
         Args:
-            unit: rows that stay together.
-            need_tokens: room for keys and values that the session needs, for all rows.
+            unit: the number of rows that stay together.
+            need_tokens: the KV room that the session needs, for all rows.
 
         Raises:
             NoRoute: some block is not served now.
         """
-        await self.chain(blocks, need_tokens, timeout_s=0.0)  # of which the links are measured
+        await self.chain(blocks, need_tokens, timeout_s=0.0)  # this also measures the chain's links
 
         def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
             costs = self._costs_among(servers, hopeful, need_tokens)
@@ -266,7 +268,7 @@ class Swarm:
         like: ServerRecord | None = None,
         on_wait: Callable[[str, float], None] | None = None,
     ) -> list[Route]:
-        """What a policy chooses among the servers there are, once they hold all blocks."""
+        """Return the policy's choice among the servers, once they hold all blocks."""
         timeout_s = self.config.wait_timeout_s if timeout_s is None else timeout_s
         deadline = now_s() + timeout_s
         max_age_s = self.config.view_max_age_s if like is None else float("inf")
@@ -297,10 +299,10 @@ class Swarm:
         avoid: Collection[str],
         like: ServerRecord | None,
     ) -> list[Route]:
-        """Servers that failed lately are taken only if there is no other way.
+        """Return the policy's choice; servers that failed recently are taken only if there is no other way.
 
-        Those never spoken to are taken for near at first, and if they are chosen, they are measured; those that do not
-        answer soon are passed over. When a chain is wanted at once, unknown servers are taken for far instead.
+        Servers without a known round trip count as near at first. If they are chosen, they are measured, and passed
+        over if they do not answer soon. When a chain is needed at once, they count as far instead.
         """
         error: NoRoute | None = None
         for just_now in (False, True):
@@ -323,16 +325,16 @@ class Swarm:
                 if not unknown or not hopeful or like is not None:
                     return chains
                 silent |= await self._rtts.measure(unknown, servers.servers)
-        assert error is not None  # the last round was not hopeful
+        assert error is not None  # the last round took no unknown server for near
         raise error
 
     def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:
-        """One other server that could hold a copy of a session over ``span``, as far as is known."""
+        """Return another server that could hold a copy of a session over ``span``; None if none is known."""
         servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
         return best_replica(_alike(servers, like), span, self.costs(need_tokens))
 
     async def server(self, record: ServerRecord) -> ServerConnection:
-        """An open connection, for all who need one; raises PeerUnavailable or BadReply if there cannot be one."""
+        """Return an open connection, shared by all callers. Raise PeerUnavailable or BadReply if none can be opened."""
         known = self._servers.get(record.peer_id)
         if known is not None and known.leads_to(record):
             known.record = record
@@ -346,14 +348,14 @@ class Swarm:
     async def _connected(self, record: ServerRecord) -> ServerConnection:
         server = await self._connect(record, self.config)
         known = self._servers.get(record.peer_id)
-        if known is not None:  # what others do through it may go on
+        if known is not None:  # the old connection may still be in use
             self._replaced.add(known)
             self.spawn(known.close_when_idle()).add_done_callback(lambda _: self._replaced.discard(known))
         self._servers[record.peer_id] = server
         return server
 
     async def ask(self, record: ServerRecord) -> ServerRecord | None:
-        """What the server says of itself now, its round trip measured again; None, and left out, if it is silent."""
+        """Ping the server and return its own current record. If it fails or refuses, leave it out and return None."""
         if await self._rtts.measure_again(record) is None:
             return None
         try:
@@ -368,21 +370,21 @@ class Swarm:
         return answer
 
     def denial(self, peer_id: str) -> str:
-        """What a server of a private swarm said when it did not let this client in; empty if it has not been so."""
+        """Return the error message with which a private swarm's server refused this client; empty if it has not."""
         error = self._denials.get(peer_id)
         return "" if error is None else str(error)
 
     def relay_of(self, peer_id: str) -> str:
-        """The peer through which a server is reached at present; empty if it is reached directly, or not at all."""
+        """Return the peer that relays the traffic to a server; empty if it is reached directly, or not at all."""
         server = self._servers.get(peer_id)
         return "" if server is None else server.relay_id
 
     def costs(self, need_tokens: int = 0) -> Costs:
-        """What is known at present of the time that things take; unknown servers are taken for far."""
+        """Return the known costs of servers; servers without a known round trip count as far."""
         return Costs(self._rtts.known, self._rtts.guess_s(False), need_tokens)
 
     async def _ping(self, record: ServerRecord) -> float | None:
-        """The round trip; None if the server does not answer, which leaves it out like any other failure."""
+        """Return one round trip in seconds. If the server does not answer, leave it out and return None."""
         try:
             return await (await self.server(record)).ping()
         except PeerError as error:
@@ -393,7 +395,7 @@ class Swarm:
         return None
 
     def failed(self, error: PeerError) -> None:
-        """Leaves the server out for a while, longer each time, and reads the DHT again."""
+        """Leave the failed server out for a while, longer each time, and read the DHT again."""
         if error.peer_id:
             self._leave_out(error)
         self._view_time = float("-inf")
@@ -408,60 +410,60 @@ class Swarm:
         self._acquaintance.remove(error.peer_id)
         self.progress.forget(error.peer_id)
         self._rtts.forget(error.peer_id)
-        self._servers.pop(error.peer_id, None)  # not closed: other sessions may still go through it
+        self._servers.pop(error.peer_id, None)  # not closed: other sessions may still use it
 
     def ban(self, peer_id: str, duration_s: float = float("inf")) -> None:
-        """The server has answered wrongly: it is not used, whether there are others or not."""
+        """Stop using the server, even if there is no other: it has answered wrongly."""
         self._backoff.ban(peer_id, now_s() + duration_s)
 
     def is_banned(self, peer_id: str) -> bool:
         return self._backoff.is_banned(peer_id, now_s())
 
     async def usable_servers(self) -> Sequence[ServerRecord]:
-        """Those that are there and have not failed lately."""
+        """Return the servers that are listed and have not failed recently."""
         await self.view(self.config.view_max_age_s)
         return self._usable(self._banned())[0].servers
 
     def record_of(self, peer_id: str) -> ServerRecord | None:
-        """Of a server, as the DHT said last, whether it may be used or not."""
+        """Return a server's record from the last view, usable or not; None if the view does not have it."""
         return next((server for server in self._view.servers if server.peer_id == peer_id), None)
 
     async def accusations(self) -> list[tuple[str, pb.Accusations]]:
-        """Return what was published against servers of this model, which nobody has checked, and the publishers."""
+        """Return the unverified accusations against servers of this model, each with its publisher's peer id."""
         return await self._discovery.accusations(self.model)
 
     def served(self, peer_id: str) -> None:
-        """The server works: its backoff is reset."""
+        """Reset the backoff of a server that works."""
         self._backoff.reset(peer_id)
 
     def worked(self, peer_ids: Iterable[str]) -> None:
-        """The servers have computed all that this client asked for in one call."""
+        """Note that the servers have computed all that this client asked for in one call."""
         for peer_id in peer_ids:
             self._acquaintance.add(peer_id)
 
     def has_worked(self, peer_id: str) -> bool:
-        """Whether the server has computed something for this client, and has not failed since."""
+        """Return whether the server has computed something for this client since it last failed."""
         return peer_id in self._acquaintance.worked
 
     def be_wary(self) -> None:
-        """Some server has accepted work and done nothing: for a while all are newcomers who were not seen to work."""
+        """Treat all unproven servers as newcomers for a while: some server has accepted work and done nothing."""
         self._acquaintance.be_wary(now_s())
 
     def unproven(self) -> set[str]:
-        """Servers that have not computed anything for this client."""
+        """Return the servers that have not computed anything for this client."""
         return {server.peer_id for server in self._view.servers} - self._acquaintance.worked
 
     def is_covered(self, span: Span, avoid: Collection[str]) -> bool:
-        """Whether servers hold these blocks that can be used, and are none of those to avoid."""
+        """Return whether usable servers hold these blocks, apart from the servers to avoid."""
         servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED))
         return all(servers.replicas(span.end)[span.start :])
 
     def can_replace(self, span: Span, peer_id: str) -> bool:
-        """Whether others hold the blocks that this server computes."""
+        """Return whether other servers hold the blocks that this server computes."""
         return self.is_covered(span, (peer_id,))
 
     def to_try(self, span: Span, avoid: Collection[str]) -> list[ServerRecord]:
-        """Servers of some of these blocks that have not been seen to work: all of them, or any if they are many."""
+        """Return unproven servers of some of these blocks: all of them, or a random choice if there are many."""
         servers, _ = self._usable(
             self._banned() | dict.fromkeys(avoid, FAILED) | dict.fromkeys(self._acquaintance.worked, "")
         )
@@ -469,12 +471,12 @@ class Swarm:
         return random.sample(found, min(len(found), _MAX_TRIED))
 
     def _costs_among(self, servers: SwarmView, hopeful: bool, need_tokens: int = 0, pushes: bool = True) -> Costs:
-        """``hopeful``: servers never spoken to are taken for near."""
+        """Return the costs among these servers. ``hopeful``: servers without a known round trip count as near."""
         newcomers = Newcomers.among(servers, self._acquaintance.newcomers(now_s()))
         return Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes, newcomers=newcomers)
 
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
-        """Who has failed does not count among those of an address."""
+        """Return usable servers and what was left out. Failed servers do not use up the limit per address."""
         servers, left_out = usable(self._view, self.wanted, banned, time.time())
         counted = within_addresses(servers.servers, self._acquaintance.worked, self._salt)
         if len(counted) < len(servers.servers):
@@ -486,7 +488,7 @@ class Swarm:
         return self._backoff.now(now_s(), self._view.servers, just_now) | dict.fromkeys(self._denials, DENIED)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs it until this connection is closed; what it raises is dropped if nobody waits for it."""
+        """Run the coroutine until this connection is closed; its error is dropped if no caller awaits it."""
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -502,7 +504,7 @@ def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, 
 
 
 def _alike(view: SwarmView, like: ServerRecord) -> SwarmView:
-    """The servers that round as ``like`` does."""
+    """Return the servers that round numbers as ``like`` does."""
     return SwarmView(tuple(server for server in view.servers if server.kind == like.kind))
 
 

@@ -1,1 +1,1 @@
-"""Speaks to one server; above this room nobody knows of gRPC. Import ``transport``, ``hops`` and ``wire_tensor``."""
+"""The connection to one server; no other package uses gRPC. Import ``transport``, ``hops`` and ``wire_tensor``."""

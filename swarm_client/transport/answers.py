@@ -1,4 +1,4 @@
-"""Reads the tensors that a server answers a pass with, and refuses what is none."""
+"""Reads the tensors in a server's answer to a pass, and refuses malformed answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from swarm_protocol.wire.codec import Assembler
 async def read_tensors(
     call: grpc.aio.StreamStreamCall[Any, Any], expected: Sequence[pb.Tensor], server: ServerRecord, span: Span
 ) -> list[tuple[WireTensor, pb.TensorReply]]:
-    """The tensors of an answer, which must have these shapes and dtypes, each with the message that it began with.
+    """Return the answer's tensors, which must have these shapes and dtypes, each with its first message.
 
-    The first is alone if the others are in a sum. Raises BadReply.
+    Return only the first tensor if the server has added the others to a sum. Raise BadReply if the answer is malformed.
     """
     replies, tensors = aiter(call), []
     for like in expected:
@@ -40,7 +40,7 @@ async def read_tensors(
 async def _read_tensor(
     replies: AsyncIterator[pb.TensorReply], like: pb.Tensor, server: ServerRecord, span: Span
 ) -> tuple[WireTensor, pb.TensorReply] | None:
-    """None if the answer has no whole tensor."""
+    """Return the next tensor and its first message; None if the answer has no whole tensor."""
     first = await anext(replies, None)
     if first is None or first.WhichOneof("kind") != "output":
         return None
@@ -57,7 +57,7 @@ async def _read_tensor(
 
 
 def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:
-    """Blocks keep shape and dtype; raises BadReply before more of the answer is read."""
+    """Raise BadReply, before more of the answer is read, unless shape and dtype are those that were sent."""
     try:
         Assembler(received)
     except RequestRejected as error:

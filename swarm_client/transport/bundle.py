@@ -1,4 +1,4 @@
-"""One stream to a server for the small steps of all sessions that share it, and for the answers to them."""
+"""The stream to a server that all sessions share for small steps and their answers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from swarm_protocol.wire.session_keys import new_session_key
 
 
 class Bundled(Protocol):
-    """A session's part that has joined."""
+    """A hop's session that has joined a bundle."""
 
     session_key: bytes
 
     def bundled_reply(self, reply: pb.SessionReply) -> None:
-        """The server has answered."""
+        """Take the server's answer."""
 
     def bundle_lost(self, error: SwarmError) -> None:
-        """The stream is gone, and with it perhaps an answer."""
+        """Handle the loss of the stream, and perhaps of an answer."""
 
 
 class StepBundle:
-    """Attributes:
-    key: by which sessions are opened that the server is to answer here.
-    ended: nothing can be sent any more.
+    """The shared stream of all sessions on one server.
+
+    Attributes:
+        key: the key that sessions give when they open, so that the server answers on this stream.
+        ended: nothing can be sent any more.
     """
 
     def __init__(self, stream: Stream[pb.StepBundle, pb.ReplyBundle]) -> None:
@@ -44,10 +46,7 @@ class StepBundle:
     async def open(
         cls, stream: Stream[pb.StepBundle, pb.ReplyBundle], timeout_s: float, on_end: Callable[[], None]
     ) -> StepBundle:
-        """``on_end`` is called as soon as it is of no use any more.
-
-        Raises SwarmError if the server does not open it, TimeoutError if it says nothing.
-        """
+        """Open the stream; call ``on_end`` when it ends. Raise SwarmError if refused, TimeoutError if unanswered."""
         bundle = cls(stream)
         try:
             async with asyncio.timeout(timeout_s):
@@ -67,7 +66,7 @@ class StepBundle:
         self._members.pop(member.session_key, None)
 
     def post(self, member: Bundled, step: pb.Step) -> None:
-        """Sends a step together with those of other members that are posted before the event loop goes on."""
+        """Send a step, together with those that other members post before the event loop goes on."""
         self._outbox.put(pb.KeyedStep(session_key=member.session_key, step=step))
 
     async def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens to a session's rows before a step, as messages; never more than a few, however much has happened."""
+"""Merges the changes to a session's rows before a step, so that only a few messages are sent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from swarm_protocol.pb import swarm_pb2 as pb
 
 
 def merged(changes: Sequence[pb.Change], change: pb.Change) -> list[pb.Change]:
-    """Changes that do what these do, and then ``change``: at most one of each kind.
+    """Return changes with the effect of ``changes`` followed by ``change``: at most one of each kind.
 
-    Rows and positions change independently of each other. Of crops, each is to a length that is left, so the last one
-    counts. What is recorded begins at the length after both.
+    Rows and positions change independently of each other. Each crop is to a length that is left, so only the last one
+    counts. Recording begins at the length after all changes.
     """
     last = {kind: old for old in changes if (kind := old.WhichOneof("kind"))}
     kind = change.WhichOneof("kind")

@@ -1,4 +1,4 @@
-"""Calls of gRPC that raise our errors; the only module of the client that knows its errors and status codes."""
+"""gRPC calls that raise this library's errors; no other client module knows gRPC's errors and status codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swarm_protocol.wire.status import FirstStatus, from_status
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
-# Of a call that has ended: by itself, before a message was written, or while its end was.
+# Errors of a call that has ended: by itself, before a message was written, or during the write.
 _ENDED = grpc.RpcError, asyncio.InvalidStateError, grpc.aio.InternalError
 
 
@@ -29,12 +29,12 @@ def no_answer(server: ServerRecord, span: Span, timeout_s: float) -> PeerUnavail
 
 
 def unreadable(server: ServerRecord, span: Span | None = None) -> BadReply:
-    """What gRPC stands None for: bytes that are no message."""
+    """Return the error for a None from gRPC, which stands for bytes that are no message."""
     return BadReply(f"server {server.short_id} answered what is no message", server.peer_id, span)
 
 
 def error_of(code: grpc.StatusCode, details: str, server: ServerRecord, span: Span | None) -> SwarmError:
-    """A server of a swarm that is open to all does not end a generation by denying access: others are taken instead."""
+    """Return the error for a status. An open swarm's AccessDenied becomes PeerError, so that others are tried."""
     error = from_status(code, details, server.peer_id, span)
     if isinstance(error, AccessDenied) and not server.token:
         return PeerError(f"server {server.short_id} does not accept this client: {error}", server.peer_id, span)
@@ -45,7 +45,7 @@ def error_of(code: grpc.StatusCode, details: str, server: ServerRecord, span: Sp
 async def translated(
     server: ServerRecord, span: Span | None = None, call: grpc.aio.Call | None = None
 ) -> AsyncIterator[None]:
-    """Turns grpc's errors into ours. ``call``: if it is one that is written to; it is cancelled if anything fails."""
+    """Translate gRPC's errors into this library's. ``call``: a written call, which is cancelled on any error."""
     first = None if call is None else FirstStatus(call)
     try:
         yield
@@ -56,7 +56,7 @@ async def translated(
             call.cancel()
         if is_cancelled():
             raise
-        raise _closed(server, span) from None  # or else, who waits for this would be taken for cancelled
+        raise _closed(server, span) from None  # a CancelledError would make the waiting caller look cancelled
     except BaseException:
         if call is not None:
             call.cancel()
@@ -89,15 +89,15 @@ async def _translation(
 
 
 def _closed(server: ServerRecord, span: Span | None = None) -> PeerUnavailable:
-    """By this client."""
+    """Return the error for a connection that this client has closed."""
     return PeerUnavailable(f"the connection to server {server.short_id} is closed", server.peer_id, span)
 
 
 class CallCounter:
-    """Begins calls of a stub, as its methods do, and knows how many are under way.
+    """A stub's counter of calls, which starts calls as the stub does and knows how many are under way.
 
     Attributes:
-        idle_since_s: when the last of them has ended, on the loop's clock; infinity while one has not.
+        idle_since_s: the end of the last call, on the loop's clock; infinity while a call is under way.
     """
 
     def __init__(self, stub: object, server: ServerRecord) -> None:
@@ -108,7 +108,7 @@ class CallCounter:
         self.idle_since_s = self._clock()
 
     def uncounted(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Begins a call of this method. Raises PeerUnavailable if the connection is closed."""
+        """Start a call of this method without counting it. Raise PeerUnavailable if the connection is closed."""
         try:
             return getattr(self._stub, name)(*arguments, **options)
         except grpc.aio.UsageError:
@@ -131,9 +131,9 @@ class CallCounter:
 
 
 class Stream(Generic[Request, Reply]):
-    """A call to one server, open in both directions. Whatever gRPC raises becomes one of our errors.
+    """A call to one server that is open in both directions. All errors of gRPC are translated.
 
-    What waits on a stream that is cancelled here, or with its connection, raises PeerUnavailable.
+    If the stream or its connection is cancelled by this client, pending reads and writes raise PeerUnavailable.
     """
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Request, Reply], server: ServerRecord, span: Span) -> None:
@@ -143,7 +143,7 @@ class Stream(Generic[Request, Reply]):
         self._span = span
 
     async def write(self, request: Request) -> None:
-        try:  # not ``translated``: an asynchronous context manager takes longer than what it stands around
+        try:  # not ``translated``: an asynchronous context manager would cost more than the write
             await self._call.write(request)
         except _ENDED as error:
             raise await self._translated(error) from None
@@ -158,7 +158,7 @@ class Stream(Generic[Request, Reply]):
             raise await self._translated(error) from None
 
     async def read(self) -> Reply:
-        """The next reply. Raises the error that the stream ended with; PeerUnavailable if it ended without."""
+        """Return the next reply. Raise the error with which the stream ended, or PeerUnavailable if there was none."""
         try:
             reply = await self._call.read()
             if reply is None:
@@ -179,7 +179,7 @@ class Stream(Generic[Request, Reply]):
         return await _translation(error, self._server, self._span, self._call, self._first)
 
     def _require_cancelled(self) -> None:
-        """Raises PeerUnavailable if not the task that runs now was cancelled, but the call."""
+        """Raise PeerUnavailable if the call was cancelled, and not the current task."""
         if not is_cancelled():
             raise _closed(self._server, self._span) from None
 

@@ -1,4 +1,4 @@
-"""One server's part of a session, as the client sees it, and what servers say."""
+"""One server's part of a session, as the client sees it, and the events that servers send."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from swarm_protocol.wire.status import from_status
 if TYPE_CHECKING:
     from swarm_client.transport.transport import ServerConnection
 
-_MAX_UNREAD_BYTES = 64 * PART_BYTES  # what more a hop has to say waits at its server
-_MAX_UNREAD = 4096  # from a stream that sessions share, whose others cannot wait
+_MAX_UNREAD_BYTES = 64 * PART_BYTES  # a hop's further messages wait at its server
+_MAX_UNREAD = 4096  # the limit for a shared stream, whose other sessions cannot wait
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A hop's outputs of one step; None if none was wanted. ``relay``: they are for the next hop of this ``route``."""
+    """A hop's outputs of one step; None if none were wanted. ``relay``: they go to the next hop of this ``route``."""
 
     hop: int
     step: int
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class BlockAnswer:
-    """What came out of one of a hop's blocks in a step."""
+    """The output of one of a hop's blocks in a step."""
 
     hop: int
     step: int
@@ -54,7 +54,7 @@ class BlockAnswer:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A hop refused a step, or failed altogether."""
+    """A hop's failure, or its refusal of one step."""
 
     hop: int
     step: int | None  # None: the hop is gone
@@ -63,7 +63,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A hop's server wants to leave: the session should move to another."""
+    """A server's announcement that it wants to leave: the session should move to another server."""
 
     hop: int
 
@@ -72,12 +72,12 @@ HopEvent = Answer | BlockAnswer | Trouble | Leaving
 
 
 class Inbox(asyncio.Queue[HopEvent]):
-    """What the hops of a session have to say. It is read in calls; what comes after one may be a replay, which the
-    client relays to the next hop in the next call.
+    """The queue of events from a session's hops. The client reads it during calls. Events after a call may be a replay,
+    which the client relays to the next hop in the next call.
 
     Attributes:
-        on_leaving: hears at once of servers that want to leave.
-        room: set while little is unread.
+        on_leaving: called at once when a server wants to leave.
+        room: set while the unread events are few.
     """
 
     def __init__(self) -> None:
@@ -105,29 +105,29 @@ class Inbox(asyncio.Queue[HopEvent]):
 
 
 def _size_bytes(event: HopEvent) -> int:
-    """With the message that it came in."""
+    """Return the size of the event, including the message that it came in."""
     hidden = event.hidden if isinstance(event, Answer | BlockAnswer) else None
     return PART_BYTES + (0 if hidden is None else hidden.header.size_bytes)
 
 
 class HopSession:
-    """One server's part of a session: an open stream, read all the time and written to in the background.
+    """One server's part of a session: an open stream that is read all the time and written to in the background.
 
     Attributes:
-        number: tells the hops of a session apart.
-        session_key: by which this client's calls find the session.
-        changed_number: the rows came with the changes of steps up to this number in them.
-        replayed: steps that replay to the server what came before it, by number.
-        seen_number: how far the server was when it was last asked, among the steps that it was sent.
-        doubted: first number of the call in which the hop after it seemed to stall; 0: of none.
-        refused: a step that the server has not taken because of the one before.
-        due_batches: how many batches its server has ended, as it counts them, when the next step must be done; None: it
-            has not said that it has that step.
-        num_active: sessions that the server has computed for lately, as it said last; 0: it has not.
-        queue_s: how long a step would wait there, as the server said last; None: it has not.
-        next_number: which hop the outputs go to; None: to the client. ``codec``: in which they go there.
-        input_codec: in which the client sends to the server; None: it has sent nothing.
-        route: how often that was to change; ``held``: the server does nothing until it changes again.
+        number: distinguishes the hops of a session.
+        session_key: the key by which this client's calls name the session.
+        changed_number: the rows were opened with the changes of steps up to this number applied.
+        replayed: the steps that replay earlier positions to the server, by number.
+        seen_number: the server's progress at the last probe, as the number of a step that it was sent.
+        doubted: the first step number of the call in which the next hop seemed to stall; 0 if there is none.
+        refused: the step that the server has refused because of the server before.
+        due_batches: the server's count of ended batches by which the next step must be done; None: the server has not
+            said that it has that step.
+        num_active: the sessions that the server has computed for recently, by its last report; 0: no report.
+        queue_s: how long a step would wait at the server, by its last report; None: no report.
+        next_number: the hop that receives the outputs; None: the client. ``codec``: the codec of these outputs.
+        input_codec: the codec in which the client sends to the server; None: the client has sent nothing.
+        route: the number of reroutes so far; ``held``: the server pauses until the next reroute.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class HopSession:
         timeouts: Timeouts,
         bundle: StepBundle | None = None,
     ) -> None:
-        """``bundle``: for small steps and answers, which go by ``stream`` without it."""
+        """Prepare the hop; ``open`` opens it. ``bundle`` carries small steps and answers, which else use ``stream``."""
         self.number = number
         self.hop = hop
         self.max_step_tokens = 0
@@ -165,7 +165,7 @@ class HopSession:
         self._stream, self._bundle = stream, bundle
         self._inbox = inbox
         self._reading: asyncio.Task[Any] | None = None
-        self._writing = asyncio.Lock()  # gRPC breaks a call that is given a message while it takes another
+        self._writing = asyncio.Lock()  # gRPC breaks a call if two messages are written at once
         self._outbox: deque[tuple[pb.Step, Sequence[bytes]]] = deque()
         self._posting: asyncio.Task[Any] | None = None
 
@@ -175,7 +175,7 @@ class HopSession:
 
     @property
     def gone(self) -> bool:
-        """Whether the stream has ended."""
+        """Return whether the stream has ended."""
         return self.ended or self._reading is None or self._reading.done()
 
     async def open(self, request: pb.Open, timeout_s: float) -> None:
@@ -193,7 +193,7 @@ class HopSession:
             raise self._out_of_turn()
         self.max_step_tokens = max(1, reply.opened.max_step_tokens)
         self.queue_s = reply.opened.queue_s if reply.opened.HasField("queue_s") else None
-        if self._bundle is not None and self._bundle.ended:  # the server knows, and answers here
+        if self._bundle is not None and self._bundle.ended:  # the server knows, and answers on the session's stream
             self._bundle = None
         elif self._bundle is not None:
             self._bundle.join(self)
@@ -204,11 +204,11 @@ class HopSession:
         return await self._stream.read()
 
     def post(self, step: pb.Step, parts: Sequence[bytes], is_alone: bool = False) -> None:
-        """Sends a step in the background, after those that were posted before; trouble goes to the inbox.
+        """Send a step in the background, after the steps posted before; put errors into the inbox as trouble.
 
-        ``is_alone``: all of them were answered.
+        ``is_alone``: all earlier steps were answered.
         """
-        step.settled = is_alone  # of this way to the server: in a replay, it is not
+        step.settled = is_alone  # on this way to the server; a replay clears it
         if is_alone and self._bundle is not None and not parts and may_be_bundled(step):
             self._bundle.post(self, step)
             return
@@ -217,19 +217,19 @@ class HopSession:
             self._posting = asyncio.ensure_future(self._post_all())
 
     def unpost(self) -> None:
-        """Takes back what is not sent yet."""
+        """Drop the steps that are not sent yet."""
         self._outbox.clear()
 
     async def send(self, step: pb.Step, parts: Sequence[bytes]) -> None:
-        """Sends a step and the further parts of its hidden states."""
+        """Send a step and the further parts of its hidden states."""
         async with self._writing:
             await self._stream.write(pb.SessionRequest(step=step))
             for part in parts:
                 await self._stream.write(pb.SessionRequest(more=part))
 
     async def close(self) -> None:
-        """Ends the session on the server; never fails. The reader ends with the stream: it must not be cancelled."""
-        if self.held:  # it would not hear us
+        """End the session on the server without raising. The reader ends with the stream; it must not be cancelled."""
+        if self.held:  # a held server would not read the message
             self.abandon()
             return
         self._end()
@@ -239,19 +239,19 @@ class HopSession:
             self._stream.cancel()
 
     def abandon(self) -> None:
-        """Ends the stream at once: the server is believed to be gone."""
+        """End the stream at once, because the server is believed to be gone."""
         self._end()
         self._stream.cancel()
 
     def _end(self) -> None:
         self.ended = True
         self._outbox.clear()
-        self._inbox.room.set()  # whoever reads here sees the end
+        self._inbox.room.set()  # wakes the reader, which then sees the end
         if self._bundle is not None:
             self._bundle.leave(self)
 
     def bundled_reply(self, reply: pb.SessionReply) -> None:
-        """See ``Bundled``."""
+        """Handle an answer from the bundle: see ``Bundled``."""
         hidden = WireTensor(reply.output.hidden) if reply.output.HasField("hidden") else None
         try:
             if reply.WhichOneof("kind") not in ("output", "failure") or not may_be_bundled(reply):
@@ -269,21 +269,21 @@ class HopSession:
             self._lost(error)
 
     def bundle_lost(self, error: SwarmError) -> None:
-        """See ``Bundled``."""
+        """Handle the loss of the bundle: see ``Bundled``."""
         self._bundle = None
         self._lost(error)
 
     async def progress(
         self, hold: bool = False, timeout_s: float | None = None, work: bool = False
     ) -> pb.SessionProgress:
-        """How far the server is. ``hold``: it goes no further until ``reroute``; ``work``: also with that of others."""
+        """Return the server's progress. ``hold``: pause it until ``reroute``; ``work``: include its work for others."""
         request = pb.ProgressRequest(session_key=self.session_key, hold=hold, work=work)
         self.held |= hold
         return await self._server.progress(request, self.span, timeout_s or self._timeouts.open_s)
 
     async def reroute(self, to: HopSession, resend: Sequence[pb.Step], codec: pb.Codec) -> None:
-        """Outputs go to another hop from now on, in this codec, those of the steps of ``resend`` first."""
-        self.route += 1  # even if it fails: the server may have heard of it
+        """Send outputs to another hop in this codec from now on, beginning with those of the steps in ``resend``."""
+        self.route += 1  # counted even if the call fails: the server may have received it
         key, route = self.session_key, self.route
         onward = to.as_next()
         onward.codec = codec
@@ -294,12 +294,12 @@ class HopSession:
         self.next_number, self.codec = to.number, codec
 
     async def copy(self, to: HopSession, timeout_s: float) -> None:
-        """Another session gets all keys and values, and those of every later step."""
+        """Copy all keys and values, and those of every later step, to another session."""
         request = pb.CopyRequest(session_key=self.session_key, to=to.as_next())
         await self._server.copy(request, self.span, timeout_s or self._timeouts.open_s)
 
     def as_next(self) -> pb.NextHop:
-        """How other servers reach this session."""
+        """Return the address by which other servers reach this session."""
         return next_hop(self.hop.server, self.session_key)
 
     async def _say_goodbye(self) -> None:
@@ -320,7 +320,7 @@ class HopSession:
             while True:
                 event = await self._read_event()
                 if isinstance(event, Leaving):
-                    if self.leaving:  # it has said so
+                    if self.leaving:  # a repeated announcement
                         continue
                     self.leaving = True
                     if self._inbox.on_leaving is not None:
@@ -331,7 +331,7 @@ class HopSession:
             self._lost(error)
 
     def _lost(self, error: SwarmError) -> None:
-        if isinstance(error, BadReply):  # it would go on
+        if isinstance(error, BadReply):  # the server would continue
             self._stream.cancel()
         if not self.ended:
             self._inbox.put_nowait(Trouble(self.number, None, error))
@@ -351,7 +351,7 @@ class HopSession:
         )
 
     def _event(self, reply: pb.SessionReply, hidden: WireTensor | None) -> Answer | Trouble:
-        """Of an output, with its hidden states, or a failure."""
+        """Return the event for an output with its hidden states, or for a failure."""
         if reply.HasField("failure"):
             failure = reply.failure
             error = from_status(failure.status, failure.message, self.hop.server.peer_id, self.hop.span)
@@ -388,5 +388,5 @@ class HopSession:
 
 
 def next_hop(server: ServerRecord, session_key: bytes) -> pb.NextHop:
-    """How another server reaches a session on this one; it is not told the session's key."""
+    """Return how another server reaches a session on this one. The session's key itself is not passed on."""
     return pb.NextHop(peer_id=server.peer_id, push_key=push_key_of(session_key))

@@ -1,4 +1,4 @@
-"""The streams of passes without a session: what is written, and how the answer is read."""
+"""The streams of passes without a session: writes their requests and reads their answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_protocol.span import Span
 
 
 class PassCalls:
-    """To one server."""
+    """The pass calls to one server."""
 
     def __init__(self, stub: CallCounter, record: ServerRecord, timeout_s: float) -> None:
         self._stub = stub
@@ -23,7 +23,7 @@ class PassCalls:
         self._timeout_s = timeout_s
 
     async def forward(self, span: Span, message: pb.Forward, hidden: WireTensor) -> tuple[WireTensor, pb.TensorReply]:
-        """The output of a forward pass, and the message that it began with."""
+        """Return the output of a forward pass, and the first message of the answer."""
         call = self._stub.Forward(timeout=self._timeout_s)
         async with translated(self._record, span, call):
             await call.write(pb.ForwardRequest(forward=message))
@@ -41,7 +41,7 @@ class PassCalls:
         grad: WireTensor,
         expected: Sequence[pb.Tensor],
     ) -> tuple[WireTensor, list[WireTensor] | None]:
-        """``parts``: of the hidden states that ``first`` begins."""
+        """Return gradients of inputs and adapter (None if summed). ``parts``: further parts of the hidden states."""
         call = self._stub.Backward(timeout=self._timeout_s)
         async with translated(self._record, span, call):
             await call.write(first)
@@ -71,5 +71,5 @@ class PassCalls:
 
 
 def expected_grads(adapter: Part | None) -> list[pb.Tensor]:
-    """What gradients of an adapter's tensors are like."""
+    """Return headers with the shape and dtype of the gradients of an adapter's tensors."""
     return [pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in (() if adapter is None else adapter.shapes)]

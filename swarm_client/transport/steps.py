@@ -1,4 +1,4 @@
-"""A session's inputs as messages: cut into steps that keep every server of the chain busy."""
+"""A session's inputs as messages, cut into steps that keep every server of the chain busy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_BYTES, MAX_RESENT_STEPS, PAGE_TOKENS, PART_BYTES
 
-_CHUNKS_PER_HOP = 4  # of a prompt: the pipeline is full for all but one part in so many of the time
-_IN_ONE_PIECE = 1 << 30  # a hop that takes so many at once must be given them at once
+_CHUNKS_PER_HOP = 4  # per prompt: the pipeline is full except for about one part in this many
+_IN_ONE_PIECE = 1 << 30  # a hop with this limit or more must get all positions at once
 
 
 @dataclass(frozen=True)
 class OutgoingStep:
-    """A step as it goes to a server. Hidden states larger than one message have further ``parts``."""
+    """A step as it is sent to a server. Hidden states larger than one message have further ``parts``."""
 
     message: pb.Step
     parts: tuple[bytes, ...]
@@ -31,23 +31,23 @@ class OutgoingStep:
 
     @property
     def end(self) -> int:
-        """Position after the last one."""
+        """Return the position after the last one."""
         return self.message.start_position + self.message.hidden.shape[1]
 
     @property
     def num_positions(self) -> int:
-        """In all rows."""
+        """Return the number of positions in all rows."""
         return self.message.hidden.shape[0] * self.message.hidden.shape[1]
 
     def with_hidden(self, hidden: WireTensor) -> OutgoingStep:
-        """The same step for another hop."""
+        """Return the same step with these hidden states, for another hop."""
         message = pb.Step()
         message.CopyFrom(self.message)
         message.hidden.CopyFrom(hidden.header)
         return OutgoingStep(message, hidden.parts)
 
     def without_data(self) -> pb.Step:
-        """For a server that has kept the hidden states itself."""
+        """Return the message without hidden states, for a server that has kept them."""
         message = pb.Step()
         message.CopyFrom(self.message)
         message.hidden.ClearField("data")
@@ -56,9 +56,9 @@ class OutgoingStep:
 
 
 def chunk_size(num_tokens: int, batch_size: int, limits: Sequence[int], num_slow_links: int = 0) -> int:
-    """Positions per row and step, for ``num_tokens`` new ones; ``limits``: rows × positions that each hop takes.
+    """Return the positions per row and step for ``num_tokens`` new ones; ``limits``: rows × positions of each hop.
 
-    A slow link takes its part of the time like a hop: one step is on its way while others are computed.
+    A slow link counts as a hop: one step travels while others are computed.
     """
     size, num_stages = min(limits), len(limits) + num_slow_links
     if num_stages > 1 and size < _IN_ONE_PIECE:
@@ -79,10 +79,10 @@ def split(
     num_wanted: int = 0,
     every_block: bool = False,
 ) -> list[OutgoingStep]:
-    """Steps of ``size`` positions for inputs that begin at position ``start``, numbered from ``number``.
+    """Return steps of ``size`` positions for inputs that begin at position ``start``, numbered from ``number``.
 
-    ``changes`` go with the first step. Of the outputs, the last ``num_wanted`` will be used; ``every_block``: of those
-    of every block all.
+    ``changes`` go with the first step. The last ``num_wanted`` outputs will be used; with ``every_block``, the servers
+    also send all outputs of every block.
     """
     num_tokens = inputs.hidden.shape[1]
     steps: list[OutgoingStep] = []
@@ -90,7 +90,7 @@ def split(
         last = min(first + size, num_tokens)
         mask, positions = inputs.attention_mask, inputs.position_ids
         if positions is not None and num_tokens == 1 and all(row == [start] for row in positions.tolist()):
-            positions = None  # servers count on by themselves
+            positions = None  # servers number the positions themselves
         context = Context.of(
             BlockInput(
                 inputs.hidden,
@@ -115,12 +115,12 @@ def split(
 
 
 def may_be_resent(steps: Sequence[pb.Step]) -> bool:
-    """Whether a server takes so many steps without data in a reroute."""
+    """Return whether a server accepts these steps without data in a reroute."""
     return len(steps) <= MAX_RESENT_STEPS and sum(step.ByteSize() for step in steps) <= MAX_RESENT_BYTES
 
 
 def in_messages(steps: Sequence[pb.Step]) -> Iterator[list[pb.Step]]:
-    """Steps without data, as many together as one message may have."""
+    """Yield steps without data in groups that fit into one message each."""
     message: list[pb.Step] = []
     size_bytes = 0
     for step in steps:

@@ -1,4 +1,4 @@
-"""Speaks gRPC to one server."""
+"""The gRPC connection to one server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSI
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _PINGS = 3
-_ECHO_BYTES = 64 * 1024  # a twentieth of a second at 10 Mbit/s
+_ECHO_BYTES = 64 * 1024  # takes a twentieth of a second at 10 Mbit/s
 _MOST_ROUNDS = 3
 _LEAST_S = 1e-5
 _NEAR_S = 0.02
@@ -44,13 +44,13 @@ _IDLE_S = 30.0
 
 
 class Watch(Protocol):
-    """Awaits a pass, or gives it up. What comes before, such as sending an adapter, is not part of it."""
+    """A function that awaits a pass or gives it up. Work before the pass, such as an upload, is not watched."""
 
     async def __call__(self, job: Coroutine[Any, Any, T], /) -> T: ...
 
 
 async def unwatched(job: Coroutine[Any, Any, T], /) -> T:
-    """Waits for a pass as long as the server says that it is there."""
+    """Wait for a pass as long as the server answers that it is there."""
     return await job
 
 
@@ -65,7 +65,7 @@ class ServerConnection:
         address: str = "",
         relay_of: Callable[[str], str] = relay_of,
     ) -> None:
-        """``address``: of the record's, that through which the channel goes. ``relay_of``: how it leads there now."""
+        """Use an open channel to ``address``, one of the record's. ``relay_of`` returns the relay on the way there."""
         self.record = record
         self.address = address
         self._relay_of = relay_of
@@ -78,7 +78,7 @@ class ServerConnection:
 
     @classmethod
     async def connect(cls, record: ServerRecord, config: ClientConfig, dialer: Dialer) -> ServerConnection:
-        """Raises PeerUnavailable if none of its addresses answers, BadReply if somebody else does."""
+        """Connect to the server. Raise PeerUnavailable if no address answers, BadReply if a different server does."""
 
         def connect(address: str) -> Awaitable[grpc.aio.Channel]:
             return dialer.connect(address, record.tls_fingerprint, CLIENT_OPTIONS, config.timeouts.connect_s)
@@ -95,26 +95,26 @@ class ServerConnection:
 
     @property
     def stub(self) -> BlocksStub:
-        """The server's methods; a call raises PeerUnavailable if the connection is closed."""
+        """Return the server's methods; a call raises PeerUnavailable if the connection is closed."""
         return cast(BlocksStub, self._stub)
 
     @property
     def relay_id(self) -> str:
-        """The peer through which the server is reached; empty if it is reached directly, through routers or not."""
+        """Return the peer through which the server is reached; empty if there is none (routers do not count)."""
         return self._relay_of(self.address)
 
     def leads_to(self, record: ServerRecord) -> bool:
-        """Whether this connection is still the right one for a newer record of the server."""
+        """Return whether this connection still fits a newer record of the server."""
         return self.record.tls_fingerprint == record.tls_fingerprint and self.address in record.addresses
 
     async def close(self) -> None:
-        """Cancels all that is under way."""
+        """Cancel all that is under way."""
         await self._channel.close()
 
     async def close_when_idle(self) -> None:
-        """Once sessions and passes have ended, and nothing else has begun for a while; at once if this is cancelled.
+        """Close when sessions and passes have ended and no others begin for a while; at once if this is cancelled.
 
-        The stream that sessions share does not count; to open it takes less than that while.
+        The stream that sessions share does not count, because opening it takes less than that while.
         """
         start_s = now_s()
         try:
@@ -124,7 +124,7 @@ class ServerConnection:
             await self.close()
 
     async def ping(self) -> float:
-        """Round-trip time in seconds: the shortest of a few, since the first ones also connect."""
+        """Return the round-trip time in seconds: the shortest of a few, since the first ones also connect."""
         rtts_s = []
         async with translated(self.record):
             for _ in range(_PINGS):
@@ -134,9 +134,9 @@ class ServerConnection:
         return min(rtts_s)
 
     async def bytes_per_s(self) -> float:
-        """That pass in the slower direction. The first round is not timed: it widens TCP's window.
+        """Return the rate of the slower direction. The first round is not timed: it widens TCP's window.
 
-        What else passes meanwhile may hold up an empty message, and then bytes seem to take no time: round trips are
+        Other traffic may delay an empty message, and then bytes seem to take no time. Round trips are therefore
         measured at least as often as bytes, and the shortest of each count.
         """
         async with translated(self.record):
@@ -151,7 +151,7 @@ class ServerConnection:
             ways = pb.EchoRequest(payload=full.payload), pb.EchoRequest(reply_bytes=_ECHO_BYTES)
             rtt_s = min([await timed_s(pb.EchoRequest()) for _ in range(_PINGS)])
             slower_s, ways_s = inf, [inf, inf]
-            for _ in range(_MOST_ROUNDS):  # near, a busy processor would be taken for a slow line
+            for _ in range(_MOST_ROUNDS):  # nearby, a busy processor would look like a slow line
                 ways_s = [min(way_s, await timed_s(way)) for way_s, way in zip(ways_s, ways, strict=True)]
                 slower_s = max(ways_s)
                 if rtt_s >= _NEAR_S and slower_s > rtt_s:
@@ -160,7 +160,7 @@ class ServerConnection:
         return _ECHO_BYTES / max(_LEAST_S, slower_s - rtt_s)
 
     async def describe(self) -> ServerRecord:
-        """What the server says of itself now; raises BadReply if it is no record of this server."""
+        """Return the server's own current record; raise BadReply if the answer is no record of this server."""
         async with translated(self.record):
             answer = await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeouts.probe_s)
         if answer is None:
@@ -184,9 +184,9 @@ class ServerConnection:
         adapter: Part | None = None,
         is_bundled: bool = False,
     ) -> HopSession:
-        """Opens hop ``number`` of a session; its answers go to ``inbox``. Raises PeerBusy if there is no room.
+        """Open hop ``number`` of a session; its answers go to ``inbox``. Raise PeerBusy if there is no room.
 
-        ``is_bundled``: its small steps share a stream with those of other sessions.
+        ``is_bundled``: the session's small steps share a stream with those of other sessions.
         """
         request.contract.CopyFrom(self._contract(span))
         bundle = await self._shared_bundle(span) if is_bundled else None
@@ -203,7 +203,7 @@ class ServerConnection:
         return await self._uploader.use(adapter, span, opened)
 
     async def _shared_bundle(self, span: Span) -> StepBundle | None:
-        """The stream that sessions share, opened if there is none; None if the server does not open it."""
+        """Return the stream that sessions share, after opening it if needed; None if the server does not open it."""
         if self._bundle is None:
             self._bundle = asyncio.ensure_future(self._open_bundle(span))
         return await result_of(self._bundle, self.record.peer_id)
@@ -212,7 +212,7 @@ class ServerConnection:
         try:
             stream: Stream[pb.StepBundle, pb.ReplyBundle] = Stream(self._stub.uncounted("Steps"), self.record, span)
             return await StepBundle.open(stream, self._timeouts.open_s, self._forget_bundle)
-        except (SwarmError, TimeoutError) as error:  # sessions have streams of their own
+        except (SwarmError, TimeoutError) as error:  # then sessions use streams of their own
             _logger.info("server %s does not bundle steps: %s", self.record.short_id, error)
             self._bundle = None
             return None
@@ -221,7 +221,7 @@ class ServerConnection:
         self._bundle = None
 
     async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
-        """How far one of the server's sessions is; raises SessionLost if the server does not know it."""
+        """Return the progress of one of the server's sessions; raise SessionLost if the server does not know it."""
         async with translated(self.record, span):
             progress: pb.SessionProgress | None = await self._stub.Progress(request, timeout=timeout_s)
         return self._readable(progress, span)
@@ -243,7 +243,7 @@ class ServerConnection:
         return progress
 
     async def give_adapter(self, span: Span, adapter: Part | None) -> None:
-        """Before the first pass that needs it, unless the server has it."""
+        """Send the adapter before the first pass that needs it, unless the server has it."""
         await self._uploader.give(adapter, span)
 
     async def forward(
@@ -255,9 +255,9 @@ class ServerConnection:
         keep_key: bytes = b"",
         codec: pb.Codec = pb.RAW,
     ) -> tuple[WireTensor, bool]:
-        """The output in this codec, and whether the server keeps what ``backward`` needs for a while, by ``keep_key``.
+        """Return the output in ``codec``, and whether the server keeps the data for ``backward`` under ``keep_key``.
 
-        Raises PeerUnavailable when the server stops answering, and what ``watch`` raises.
+        Raise PeerUnavailable when the server stops answering, and all that ``watch`` raises.
         """
 
         async def work(name: pb.AdapterName | None) -> tuple[WireTensor, bool]:
@@ -266,9 +266,10 @@ class ServerConnection:
         return await self._uploader.use(context.adapter.part(span), span, work)
 
     async def stated(self, span: Span, inputs: BlockInput, hidden: WireTensor) -> tuple[WireTensor, pb.SignedStatement]:
-        """The output of one row without an adapter, and what the server has signed of it; see ``forward``.
+        """Return the output of one row without an adapter, and the server's signed statement of it; see ``forward``.
 
-        ``hidden``: that of ``inputs`` as it travels. Raises BadReply if the statement is not about this output.
+        ``hidden``: the hidden states of ``inputs`` in wire form. Raise BadReply if the statement is not about this
+        output.
         """
         message = self._forward_message(span, hidden, Context.of(inputs), None)
         message.sign = True
@@ -290,7 +291,7 @@ class ServerConnection:
         return output, signed
 
     async def accuse(self, evidence: pb.Evidence) -> bool:
-        """Whether the server has found the evidence to show that another answers wrongly."""
+        """Send evidence that another server answers wrongly. Return whether this server finds it conclusive."""
         async with translated(self.record):
             reply: pb.AccuseReply | None = await self._stub.Accuse(evidence, timeout=self._config.step_timeout_s)
         if reply is None:
@@ -298,7 +299,7 @@ class ServerConnection:
         return reply.is_shown
 
     async def doubt(self, peer_id: str) -> None:
-        """Tell the server that this client has seen answers of another one differ. Servers of old do not listen."""
+        """Report that this client has seen answers of another server differ. Old servers ignore the report."""
         async with translated(self.record):
             await self._stub.Doubt(pb.DoubtRequest(peer_id=peer_id), timeout=self._config.step_timeout_s)
 
@@ -312,13 +313,13 @@ class ServerConnection:
         kept_key: bytes = b"",
         summand: pb.Summand | None = None,
     ) -> tuple[WireTensor, list[WireTensor] | None]:
-        """Gradients of ``hidden``, in the codec of ``grad``, and of the adapter's tensors in these blocks.
+        """Return the gradients of ``hidden``, in the codec of ``grad``, and of the adapter's tensors in these blocks.
 
-        Otherwise like ``forward``.
+        The rest is as in ``forward``.
 
         Args:
-            kept_key: of the forward pass, if the server has kept it; the inputs are sent only if it has not.
-            summand: to what sum the server may add the adapter's gradients; it says None instead of them if it has.
+            kept_key: the key of a forward pass that the server may have kept; the inputs are sent only if it has not.
+            summand: the sum to which the server may add the adapter's gradients; if it does, None is returned for them.
         """
         part = context.adapter.part(span)
         expected = [hidden.header, *expected_grads(part)]
@@ -342,12 +343,12 @@ class ServerConnection:
         return await self._uploader.use(part, span, whole)
 
     async def take_sum(self, span: Span, request: pb.TakeSum, adapter: Part) -> list[WireTensor]:
-        """The sum of the gradients of an adapter's tensors, which the server forgets. Raises CacheMiss if it has."""
+        """Return the sum of an adapter's gradients, which the server then forgets. Raise CacheMiss if it has none."""
         request.contract.CopyFrom(self._contract(span))
         return await self._watched(self._passes.take_sum(span, request, expected_grads(adapter)), span)
 
     async def _watched(self, work: Coroutine[Any, Any, T], span: Span) -> T:
-        """Asks the server whether it is there while it works."""
+        """Wait for the work, and ask the server regularly whether it is still there."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=self._timeouts.probe_after_s))[0]:

@@ -1,4 +1,4 @@
-"""Tensors in wire form: hidden states pass from hop to hop without being decoded."""
+"""Tensors in wire form, so that hidden states pass from hop to hop without being decoded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm_protocol.wire.codec import Assembler, all_finite, encode, encode_mask
 
 @dataclass(frozen=True)
 class WireTensor:
-    """A tensor in wire form; hidden states pass from hop to hop without being decoded."""
+    """A tensor in wire form, which passes from hop to hop without being decoded."""
 
     header: pb.Tensor
     parts: tuple[bytes, ...] = ()
@@ -27,13 +27,13 @@ class WireTensor:
         return cls(header, tuple(parts))
 
     def recoded(self, codec: pb.Codec) -> WireTensor:
-        """The same in another codec; raises BadReply as ``decode`` does."""
+        """Return the same tensor in another codec; raise BadReply as ``decode`` does."""
         if self.header.codec == codec:
             return self
         return WireTensor.of(self.decode(self.header.shape, torch_dtype(self.header.dtype)), codec)
 
     def decode(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The tensor, which must be finite and have this shape and dtype; raises BadReply otherwise."""
+        """Return the tensor. Raise BadReply unless it is finite and has this shape and dtype."""
         try:
             assembler = Assembler(self.header)
             for part in self.parts:
@@ -52,10 +52,10 @@ class WireTensor:
 
 @dataclass(frozen=True)
 class Context:
-    """What accompanies hidden states unchanged through all hops, in wire form.
+    """The data that accompanies hidden states unchanged through all hops, in wire form.
 
-    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there, 0: none. ``packed``: see
-    ``BlockInput``.
+    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there (0: none). ``packed``:
+    see ``BlockInput``.
     """
 
     attention_mask: pb.AttentionMask | None
@@ -66,6 +66,6 @@ class Context:
 
     @classmethod
     def of(cls, inputs: BlockInput, adapter: Snapshot = NOTHING, dropout_seed: int = 0) -> Context:
-        """Raises RequestRejected if mask or positions are too many for a message."""
+        """Encode the context of these inputs. Raise RequestRejected if mask or positions are too many for a message."""
         mask, positions = encode_mask(inputs.attention_mask), encode_positions(inputs.position_ids)
         return cls(mask, positions, adapter, dropout_seed, inputs.packed)

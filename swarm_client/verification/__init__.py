@@ -1,1 +1,1 @@
-"""Servers are checked: some of what they answer is computed again elsewhere, and who answered wrongly is left out."""
+"""Checks of servers: other servers compute some answers again, and servers that answered wrongly are left out."""

@@ -1,8 +1,8 @@
-"""What is told of servers that were found to answer wrongly, and what is believed of others who tell so.
+"""Accusations of servers that answer wrongly: how a client publishes its own, and how it verifies others' ones.
 
-A client asks the server once more, with inputs that follow from a seed, and has it sign what it answers. Servers of the
-same blocks compute the same, and publish the evidence if they come to something else. Nobody needs to believe them: who
-reads of it has others compute it again.
+A client asks the server again with inputs derived from a seed, and has it sign the answer. Other servers of the same
+blocks repeat the computation, and publish the evidence if their results differ. The evidence needs no trust: each
+reader has other servers compute it again.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from swarm_protocol.span import Span
 from swarm_protocol.verification.evidence import Evidence, Expired, new_seed, probe
 from swarm_protocol.wire.block_input import BlockInput
 
-_JUDGES = 3  # servers that are told of a liar, or of a doubt
-_ATTEMPTS = 32  # at each, to have the liar sign what is false: whoever lies in a tenth of its answers mostly does
-_QUESTIONS = 4  # different ones, of all attempts
-_WITNESSES = 2  # who are asked, beside the server that accuses, and must contradict the statement too
-_MAX_READ = 4  # accusations that are looked into, each time they are read
+_JUDGES = 3  # servers that are asked to judge a liar, or informed of a doubt
+_ATTEMPTS = 32  # tries per judge to get a lie signed: enough for most servers that lie in a tenth of answers
+_QUESTIONS = 4  # different probes among all attempts
+_WITNESSES = 2  # servers that are asked beside the accuser, and must contradict the statement too
+_MAX_READ = 4  # accusations that are verified at each reading
 _MAX_KNOWN = 4096
-_READ_EVERY_S = 60.0  # a key under which nothing stands is looked for at many nodes
+_READ_EVERY_S = 60.0  # searching for a key without entries asks many nodes
 _logger = logging.getLogger(__name__)
 
 
 class Accusations:
-    """Of one client. Runs on the background loop."""
+    """The accusations of one client. All methods run on the background loop."""
 
     def __init__(self, swarm: Swarm, on_doubt: Callable[[str], None] = lambda _: None) -> None:
-        """``on_doubt``: called with the peer id of a server that other clients doubt, at each reading."""
+        """Keep ``on_doubt``, which is called at each reading with the peer ids of servers that other clients doubt."""
         self._swarm = swarm
         self._on_doubt = on_doubt
         self._chance = random.SystemRandom()
-        self._known: set[bytes] = set()  # digests of accusations that were looked into
-        self._slanderers: set[str] = set()  # who has published what turned out to be false
+        self._known: set[bytes] = set()  # digests of accusations that were verified or skipped
+        self._slanderers: set[str] = set()  # publishers of false accusations
 
     async def tell(self, liar: str, span: Span, hidden_size: int) -> bool:
-        """Shows other servers that this one answers wrongly over ``span``; whether some have found it to be so.
+        """Accuse a liar over ``span`` before other servers. Return whether some have found the accusation right.
 
-        If none have, they are told of the doubt.
+        If none have, inform them of the doubt.
         """
         record = self._swarm.record_of(liar)
         if record is None:
@@ -61,7 +61,7 @@ class Accusations:
         return shown
 
     async def doubt(self, peer_id: str) -> None:
-        """Tell some servers that this client doubts one, so that other clients check it sooner."""
+        """Inform some servers that this client doubts another, so that other clients check it sooner."""
         servers = [server for server in await self._swarm.usable_servers() if server.peer_id != peer_id]
         for server in self._chance.sample(servers, min(_JUDGES, len(servers))):
             try:
@@ -88,11 +88,11 @@ class Accusations:
         return shown
 
     async def _false_statement(self, record: ServerRecord, judge: Hop, hidden_size: int) -> Evidence | None:
-        """A statement of the server that the judge's answer contradicts; None if it has signed none in many attempts.
+        """Return a signed statement that the judge's answer contradicts; None if many attempts bring none.
 
-        A server that lies now and then signs the truth most times. Only the liar computes again in each attempt.
+        A server that lies now and then mostly signs the truth. Only the liar computes again in each attempt.
         """
-        for _ in range(_QUESTIONS):  # what it answers may depend on the question
+        for _ in range(_QUESTIONS):  # a server may answer some probes rightly and others wrongly
             seed = new_seed()
             right = await self._answer(judge, probe(seed, hidden_size))
             if right is None:
@@ -105,7 +105,7 @@ class Accusations:
         return None
 
     async def read(self) -> None:
-        """Bans the servers that others have shown to answer wrongly, if still others say so too; hears of doubts."""
+        """Ban accused servers if further servers confirm the evidence; report doubted servers to ``on_doubt``."""
         published = [each for each in await self._swarm.accusations() if each[0] not in self._slanderers]
         for peer_id in {peer_id for _, said in published for peer_id in said.doubted}:
             if self._swarm.record_of(peer_id) is not None:
@@ -132,14 +132,14 @@ class Accusations:
             await self._judge(evidence, publisher)
 
     async def keep_reading(self) -> None:
-        """While there are sessions."""
+        """Read accusations regularly while there are sessions."""
         while not self._swarm.closed:
             if self._swarm.sessions:
                 await self.read()
             await asyncio.sleep(_READ_EVERY_S)
 
     async def _evidence(self, record: ServerRecord, span: Span, seed: bytes, hidden_size: int) -> Evidence:
-        """What the server signs now. Raises PeerError, or ValueError if it signs nothing of use."""
+        """Return what the server signs now. Raise PeerError, or ValueError if it signs nothing of use."""
         inputs = probe(seed, hidden_size)
         connection = await self._swarm.server(record)
         _, statement = await connection.stated(span, inputs, WireTensor.of(inputs.hidden))
@@ -175,7 +175,7 @@ class Accusations:
             self._swarm.ban(accused.peer_id)
 
     async def _answer(self, hop: Hop, inputs: BlockInput) -> torch.Tensor | None:
-        """[positions, hidden_size]; None if the server fails."""
+        """Return the server's answer, [positions, hidden_size]; None if the server fails."""
         try:
             server = await self._swarm.server(hop.server)
             output, _ = await server.stated(hop.span, inputs, WireTensor.of(inputs.hidden))

@@ -1,4 +1,4 @@
-"""Which answers of a client's servers are checked, and what is done about those that were wrong."""
+"""Decides which answers of a client's servers are checked, and acts on those that were wrong."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from swarm_protocol.errors import PeerError, SwarmError
 from swarm_protocol.verification.comparison import FOUR_BITS
 
 _logger = logging.getLogger(__name__)
-_ATTEMPTS = 3  # at one check, each with other servers
-_MOST_WAITS = 2  # for the first check of a server, by two sessions or steps; after that it is checked like any other
+_ATTEMPTS = 3  # the limit of tries for one check, each with other servers
+_MOST_WAITS = 2  # after so many sessions or steps that waited for its first check, a server is checked like any other
 _SUSPENDED_S = 600.0
-_LOOK_AGAIN_S = 20.0  # for others that hold the same blocks
-_ACTIVE_S = 2.0  # since its last step, a session shares steps with others
-_MAX_HISTORIES = 4096  # servers
+_LOOK_AGAIN_S = 20.0  # the wait before searching again for other servers of the same blocks
+_ACTIVE_S = 2.0  # a session shares steps with others until this long after its last step
+_MAX_HISTORIES = 4096  # the limit of remembered servers
 
 
 @dataclass
 class _Doubt:
-    """A doubt about one server. ``num_left``: checks until it is over."""
+    """A doubt about one server. ``num_left``: the checks until the doubt is over."""
 
     num_left: int = 0
     since_s: float = -inf
 
     def begin(self, now_s: float) -> bool:
-        """Return whether it begins. Whoever doubts may be wrong, or lie, so it does not begin again soon."""
+        """Begin a doubt unless the last one is recent, because doubters may lie; return whether it begins."""
         if now_s - self.since_s < DOUBT_AGAIN_S:
             return False
         self.num_left, self.since_s = DOUBT_CHECKS, now_s
@@ -60,7 +60,7 @@ class _Doubt:
 
 @dataclass
 class _Past:
-    """What checks of one server have come to. ``own``: doubt of this client; ``heard``: doubt of other clients."""
+    """The results of one server's checks. ``own``: this client's doubt; ``heard``: doubt of other clients."""
 
     first_s: float
     passed: int = 0
@@ -69,21 +69,21 @@ class _Past:
 
 
 class Checker:
-    """Of one client. Runs on the background loop.
+    """The checker of one client. All methods run on the background loop.
 
     Attributes:
-        num_checked: positions that others have computed again.
-        share: of the work of servers with a good record, that checks of them may cost.
-        price: of a position that is computed again, in steps; see ``price_of``.
+        num_checked: the positions that other servers have computed again.
+        share: the share of a good server's work that checks of it may cost.
+        price: the cost of computing a position again, in steps; see ``price_of``.
     """
 
     def __init__(self, swarm: Swarm, chance: random.Random | None = None) -> None:
-        """``chance``: unpredictable by default."""
+        """Set up the checker. ``chance``: a source of random numbers, unpredictable by default."""
         self._swarm = swarm
         self._chance = chance or random.SystemRandom()
         self._known: set[str] = set()  # peer ids of servers whose first answers have been checked
-        self._waits: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)  # session and step; lanes wait together
-        self._alone: dict[frozenset[str], float] = {}  # chains that nobody can check, and when to look again
+        self._waits: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)  # waiting sessions and steps
+        self._alone: dict[frozenset[str], float] = {}  # uncheckable chains, and when to search again
         self._said: set[Any] = set()
         self._tasks: set[asyncio.Task[Verdict]] = set()
         self._accusations = Accusations(swarm, self.hear_doubt)
@@ -95,11 +95,11 @@ class Checker:
         self.num_checked = 0
         self.price = 1.0
         self._budget = Budget(self._chance.random)
-        self._pasts: dict[str, _Past] = {}  # by peer ids
-        self._stepped_s: dict[object, float] = {}  # when sessions have made their last step, the oldest first
+        self._pasts: dict[str, _Past] = {}  # keys: peer ids
+        self._stepped_s: dict[object, float] = {}  # the time of each session's last step, oldest first
 
     def start(self) -> None:
-        """Reads from now on of whom others accuse."""
+        """Start to read the accusations of other clients, unless that has been done."""
         if not self._reads:
             self._reads = True
             self._swarm.spawn(self._accusations.keep_reading())
@@ -109,16 +109,16 @@ class Checker:
         return bool(self._tasks)
 
     def has_new(self, hops: Route) -> bool:
-        """Whether the first answers of some of these servers are still to be checked, and can be."""
+        """Return whether first answers of some of these servers are still unchecked, and can be checked."""
         peer_ids = frozenset(hop.server.peer_id for hop in hops)
         return not peer_ids <= self._known and self._alone.get(peer_ids, 0.0) <= now_s()
 
     def draws(
         self, session: object, hops: Route, num_rows: int, num_tokens: int, length: int, *, is_owed: bool
     ) -> bool:
-        """Whether a session is checked now, that has come to ``length`` by ``num_tokens`` new positions of each row.
+        """Return whether to check a session now, which ``num_tokens`` new positions in each row bring to ``length``.
 
-        ``is_owed``: some row of it was not checked yet, and its turn has come. See ``Budget``.
+        ``is_owed``: some row of the session is still unchecked, and its turn has come. See ``Budget``.
         """
         price = min(1.0, self.price * self._num_active(session))
         share = max(share_of(self._history(hop.server), self.share) for hop in hops)
@@ -137,7 +137,7 @@ class Checker:
         return self._chance.choice(rows)
 
     def _num_active(self, session: object) -> int:
-        """Sessions that have made a step lately, this one among them."""
+        """Return the number of sessions with a recent step, this one included."""
         self._stepped_s.pop(session, None)
         self._stepped_s[session] = now = now_s()
         for other in [other for other, stepped_s in self._stepped_s.items() if stepped_s < now - _ACTIVE_S]:
@@ -154,7 +154,7 @@ class Checker:
     async def check(
         self, sample: Sample, reporter: Reporter, *, wait_s: float, then: Callable[[Verdict], None]
     ) -> Verdict | None:
-        """None if it takes longer than ``wait_s``: it goes on, and ``then`` is called with what comes of it."""
+        """Check the sample. Return None after ``wait_s``: the check then continues, and ``then`` gets its verdict."""
         task = asyncio.ensure_future(self._check(sample, reporter))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -177,7 +177,7 @@ class Checker:
             except PeerError as error:
                 _logger.info("a check was not made: %s", error)
                 if error.peer_id in {hop.server.peer_id for hop in sample.hops}:
-                    break  # its session will notice
+                    break  # the session will notice
                 self._swarm.failed(error)
             except SwarmError as error:
                 _logger.info("a check was not made: %s", error)
@@ -226,14 +226,15 @@ class Checker:
             self._say_once(span, f"blocks {span} cannot be checked: no second server has them")
 
     def doubt(self, peer_id: str) -> None:
-        """Check the server more for a while, and tell others, if this client has not doubted it lately."""
+        """Check the server more for a while, and inform others, unless this client has doubted the server recently."""
         if self._past(peer_id).own.begin(now_s()):
             self._swarm.spawn(self._accusations.doubt(peer_id))
 
     def hear_doubt(self, peer_id: str) -> None:
-        """Check the server sooner than others for a while; ``share`` pays for that, so that slander costs nothing.
+        """Check a server sooner for a while, because other clients doubt it. ``share`` limits the cost of slander.
 
-        One that was never checked is checked more anyway. Nothing is kept of it: strangers could have others forgotten.
+        A server that was never checked is checked more anyway. Nothing is stored for it: otherwise strangers could
+        crowd out the histories of other servers.
         """
         if peer_id in self._pasts:
             self._pasts[peer_id].heard.begin(now_s())
@@ -253,7 +254,7 @@ _checkers: WeakKeyDictionary[Swarm, Checker] = WeakKeyDictionary()
 
 
 def checker_of(swarm: Swarm) -> Checker:
-    """The one that all sessions of a client share."""
+    """Return the checker that all sessions of a client share."""
     if swarm not in _checkers:
         _checkers[swarm] = Checker(swarm)
     return _checkers[swarm]

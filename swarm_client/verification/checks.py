@@ -1,4 +1,4 @@
-"""One check: a row of a session is computed again by other servers, and if the outputs differ, others find out why."""
+"""One check: other servers compute a row of a session again; if outputs differ, further servers find out why."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Comparison, Kind
 from swarm_protocol.wire.block_input import BlockInput
 
-_ROUNDED = Kind("none", "float32"), Kind("compressed", "float32")  # what is sent as it is, and what a link rounds
+_ROUNDED = Kind("none", "float32"), Kind("compressed", "float32")  # an exact tensor, and one that a link rounds
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a chain has answered to one row of a session.
+    """A chain's answer to one row of a session.
 
     Attributes:
         hops: the chain; ``adapter``: what it adds to the blocks.
-        codecs: in which hidden states went to the first of them, on from each to the next, and back to the client.
-        inputs: hidden [1, positions, hidden_size], everything the row consists of.
-        outputs: [last, hidden_size], of the last positions.
-        is_first_chain: no server has computed this session before those of ``hops``, whose keys and values they
-            might have.
-        is_rounded: some link of the session has rounded, one of these or of those before.
+        codecs: the codecs from the client to the first hop, between hops, and back to the client.
+        inputs: hidden [1, positions, hidden_size], all inputs of the row.
+        outputs: [last, hidden_size], the outputs of the last positions.
+        is_first_chain: no other servers computed this session before ``hops``; keys and values may come from such ones.
+        is_rounded: some link of the session has rounded, one of these or an earlier one.
     """
 
     hops: Route
@@ -53,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one server has made of some hidden states. ``inputs``, ``outputs``: [1, positions, hidden_size]."""
+    """One server's answer to some hidden states. ``inputs``, ``outputs``: [1, positions, hidden_size]."""
 
     hop: Hop
     inputs: WireTensor
@@ -61,10 +60,10 @@ class _Answer:
 
 
 class Check:
-    """Of one sample. Runs on the background loop."""
+    """The check of one sample. All methods run on the background loop."""
 
     def __init__(self, swarm: Swarm, sample: Sample, routed: bool, chance: random.Random) -> None:
-        """``routed``: whether the model's blocks choose among experts."""
+        """Prepare the check. ``routed``: the model's blocks choose among experts."""
         self._swarm = swarm
         self._sample = sample
         self._routed = routed
@@ -74,7 +73,7 @@ class Check:
         self._attended = torch.ones(sample.inputs.hidden.shape[1], dtype=torch.bool) if mask is None else mask[0] != 0
 
     async def run(self) -> Verdict:
-        """Raises PeerError if a server that computes again fails; it is to be left out, and the check made again."""
+        """Run the check. Raise PeerError if a checking server fails: leave it out and check again."""
         sample, servers = self._sample, await self._swarm.usable_servers()
         parts = references(servers, sample.hops, self._chance)
         unchecked = tuple(part.hop.span for part in parts if part.others is None)
@@ -82,7 +81,7 @@ class Check:
         if len(unchecked) == len(parts) or num_compared < MIN_POSITIONS:
             return Verdict(unchecked=unchecked)
         bounds = self._bounds_of_chain(parts)
-        # As in the session: rounded between the same blocks.
+        # Rounded between the same blocks, as in the session.
         to_first, *after_hops = sample.codecs
         hidden = WireTensor.of(sample.inputs.hidden, to_first).recoded(pb.RAW)
         answers: list[list[_Answer]] = []
@@ -96,7 +95,7 @@ class Check:
         if compared.excess(bounds) >= 1:
             found = await self._find_out(parts, answers, servers)
             return found if found.lies or found.disagreements else self._contradiction(parts, answers)
-        # What is wide for some would hide the lies of others.
+        # Bounds that are wide for some parts would hide the lies of others.
         narrow = [not self._bounds_of(part).is_wide and bounds.is_wide for part in parts]
         found = await self._find_out(compress(parts, narrow), compress(answers, narrow), servers)
         if not (found.lies or found.disagreements) and self._chance.random() < SECOND_OPINIONS:
@@ -109,7 +108,7 @@ class Check:
     async def _find_out(
         self, parts: Iterable[Part], answers: Iterable[Sequence[_Answer]], servers: Sequence[ServerRecord]
     ) -> Verdict:
-        """Asks the servers of these parts, each by itself, and further ones where the second answers otherwise."""
+        """Ask each of these parts' servers by itself, and further ones if it differs from the second server."""
         lies: list[Lie] = []
         disagreements: list[Disagreement] = []
         for part, again in zip(parts, answers, strict=True):
@@ -126,7 +125,7 @@ class Check:
     async def _second_opinion(
         self, parts: Sequence[Part], answers: Sequence[Sequence[_Answer]], servers: Sequence[ServerRecord]
     ) -> Verdict:
-        """Asks a third server although two agree: they may lie together. Two against one ban nobody then."""
+        """Ask a third server although two agree, as they may lie together. Here, two against one ban no server."""
         part, again = self._chance.choice(
             [(part, again) for part, again in zip(parts, answers, strict=True) if part.others is not None]
         )
@@ -143,9 +142,9 @@ class Check:
     async def _vote(
         self, hop: Hop, ways: list[Sequence[_Answer]], servers: Sequence[ServerRecord], least: int
     ) -> Verdict:
-        """Who is outvoted over the hop's blocks. Further servers are asked until three agree.
+        """Return which servers are outvoted over the hop's blocks. Further servers are asked until three agree.
 
-        ``ways``: those of which some differ, that of the hop's server first. ``least``: see ``majority``.
+        ``ways``: answers of which some differ, that of the hop's server first. ``least``: see ``majority``.
         """
         hidden = ways[0][0].inputs
         while not (found := self._majority(ways, 3)) and len(ways) < MOST_ANSWERS:
@@ -162,7 +161,7 @@ class Check:
                 continue
             if len(way) == 1:
                 lies.append(Lie(way[0].hop.server.peer_id, way[0].hop.span, witnesses))
-            elif 0 in found:  # the hop's server is right, and says which of several is not
+            elif 0 in found:  # the hop's server is right, and can say which of several is wrong
                 lies += await self._lies_among(way, hop, witnesses)
         if lies:
             return Verdict(lies=tuple(lies))
@@ -173,7 +172,7 @@ class Check:
         return majority(len(ways), [(i, j) for i, j in pairs if self._agree_all(ways[i], ways[j])], least)
 
     async def _lies_among(self, way: Sequence[_Answer], hop: Hop, witnesses: tuple[str, ...]) -> list[Lie]:
-        """Which of those that computed the hop's blocks again were wrong: its server is right."""
+        """Return which of the servers that computed the hop's blocks again were wrong: the hop's server is right."""
         lies = []
         for answer in way:
             own = await self._answer(Hop(hop.server, answer.hop.span), answer.inputs)
@@ -182,7 +181,7 @@ class Check:
         return lies
 
     def _contradiction(self, parts: Sequence[Part], answers: Sequence[Sequence[_Answer]]) -> Verdict:
-        """Everybody agrees now: in the session one of the chain's servers has answered something else."""
+        """Return the verdict if all agree now: then some server of the chain has answered otherwise in the session."""
         checked = [part.hop for part in parts]
         if not self._sample.is_first_chain:
             return Verdict(suspects=frozenset())
@@ -219,12 +218,12 @@ class Check:
         return _Answer(hop, hidden, outputs)
 
     def _decoded(self, wire: WireTensor) -> torch.Tensor:
-        """[positions, hidden_size]; raises BadReply."""
+        """Return [positions, hidden_size]; raise BadReply if the tensor is malformed."""
         hidden = self._sample.inputs.hidden
         return wire.decode(hidden.shape, hidden.dtype)[0]
 
     def _agree_all(self, one: Sequence[_Answer], other: Sequence[_Answer]) -> bool:
-        """Whether two ways through the same blocks, from the same inputs, come out alike."""
+        """Return whether two ways through the same blocks, from the same inputs, agree within the bounds."""
         span = Span(one[0].hop.span.start, one[-1].hop.span.end)
         bounds = _widest(
             _pairs((answer.hop for answer in one), (answer.hop for answer in other)), len(span), self._routed
@@ -240,7 +239,7 @@ class Check:
         return max((self._bounds_of(part, num_blocks) for part in parts), key=lambda bounds: bounds.error)
 
     def _bounds_of(self, part: Part, num_blocks: int | None = None) -> Bounds:
-        """For a part and what others make of it, if it changes the outputs of ``num_blocks``: its own by default."""
+        """Return the bounds between a part and its reference, for outputs of ``num_blocks`` (default: the part's)."""
         pairs = _pairs([part.hop], part.route)
         if self._sample.is_rounded:
             pairs.append(_ROUNDED)
@@ -252,7 +251,7 @@ def _names(way: Iterable[_Answer]) -> tuple[str, ...]:
 
 
 def _pairs(ours: Iterable[Hop], theirs: Iterable[Hop]) -> list[tuple[Kind, Kind]]:
-    """How two ways through the same blocks round."""
+    """Return the pairs of rounding kinds of two ways through the same blocks."""
     return list(product({kind_of(hop.server) for hop in ours}, {kind_of(hop.server) for hop in theirs}))
 
 

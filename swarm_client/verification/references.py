@@ -1,4 +1,4 @@
-"""Who computes a server's blocks again. Pure."""
+"""The choice of the servers that compute a server's blocks again. Pure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import Kind
 
-_INDEPENDENT = 0.25  # of choices, in which another address counts more than the same rounding
+_INDEPENDENT = 0.25  # the share of choices in which another address counts more than the same rounding
 
 
 @dataclass(frozen=True)
 class Part:
-    """One hop of a chain, and who computes its blocks again; None: nobody else has them all."""
+    """One hop of a chain, and the servers that compute its blocks again; None if no others have them all."""
 
     hop: Hop
     others: Route | None
 
     @property
     def route(self) -> Route:
-        """Others, or the server itself where there are none: its part of the chain is not checked then."""
+        """Return the other servers, or the hop itself if there are none: this part of the chain is then unchecked."""
         return self.others or (self.hop,)
 
 
@@ -33,9 +33,9 @@ def kind_of(server: ServerRecord) -> Kind:
 
 
 def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Random) -> list[Part]:
-    """For every hop of a chain, others that compute its blocks: servers outside the chain if there are such.
+    """Return for every hop of a chain other servers of its blocks, from outside the chain if possible.
 
-    ``servers``: those that may be used at present.
+    ``servers``: the servers that may be used now.
     """
     chain = {hop.server.peer_id for hop in hops}
     parts = []
@@ -52,13 +52,13 @@ def others(
     chance: random.Random,
     judged: Collection[str] = (),
 ) -> Route | None:
-    """A chain over the hop's blocks; None if there is none without the servers to ``avoid``.
+    """Return a chain over the hop's blocks; None if there is none without the servers to ``avoid``.
 
-    Servers that round as the hop's server does are compared most exactly. Servers at other public addresses are less
-    likely to belong to whoever is judged: the hop's server and those in ``judged``. Mostly the first counts more; in a
-    share ``_INDEPENDENT`` of all choices the second does, so that nobody escapes by announcing a kind that only its own
-    servers have. Then come servers with most of the blocks that are left; among equals chance decides, so that nobody
-    knows who checks whom.
+    Servers that round as the hop's server does can be compared most exactly. Servers at other public addresses are less
+    likely to belong to the owner of the judged servers: the hop's server and those in ``judged``. Mostly, equal
+    rounding counts more. The address counts more in a share ``_INDEPENDENT`` of choices: otherwise an owner could
+    escape by announcing a kind that only its own servers have. Then come servers with most of the blocks that are
+    left. Among equals, chance decides, so that the choice of the checking server is unpredictable.
     """
     kind, block, route = kind_of(hop.server), hop.span.start, []
     hosts = hosts_of(hop.server).union(*(hosts_of(server) for server in servers if server.peer_id in judged))

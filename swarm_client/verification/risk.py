@@ -1,7 +1,7 @@
-"""How much of a server's work is computed again: more while little is known of it, and never nothing. Pure.
+"""How much of a server's work is checked: more while little is known of the server, and never nothing. Pure.
 
-Work is counted in steps: one step is what a server does for one new position of one row. Whoever checks a position has
-it and all before it computed by a second server, as a prompt is: ``check_cost``.
+Work is counted in steps: one step is a server's work for one new position of one row. Checking a position makes a
+second server compute this and all earlier positions like a prompt: see ``check_cost``.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 
 from swarm_protocol.dht.records import ServerRecord
 
-SECOND_OPINIONS = 0.1  # of checks that pass: a third server is asked as well
-DOUBT_CHECKS = 4  # and a doubt about a server is over
-DOUBT_AGAIN_S = 3600.0  # until another doubt about it counts
-_YOUNG = 8.0  # times the steady share, for a server of which nothing is known
-_AGE_S = 15.0  # for one passed check to count: a hurry of texts does not make a server old
-_DOUBTED = 8.0  # times the steady share
-_BESIDE = 0.25  # of the share is spent at random, in texts that were checked already too
-_MOST_SAVED = 64.0  # steps
-_FOR_DOUBTS = 0.1  # of the share is kept for servers that other clients doubt, until there is enough for one doubt
-_MOST_KEPT = 16.0  # steps
-_DOUBT_STEPS = 64  # on average, from one check of such a server to the next: each shows all steps before it
-_LEAST_PRICE = 0.002  # of a position in a prompt, beside a step: what the fastest GPUs come near
+SECOND_OPINIONS = 0.1  # the share of passed checks in which a third server is asked as well
+DOUBT_CHECKS = 4  # after this many checks, a doubt about a server is over
+DOUBT_AGAIN_S = 3600.0  # until then, another doubt about the same server does not count
+_YOUNG = 8.0  # factor on the steady share, for a server of which nothing is known
+_AGE_S = 15.0  # server age for each passed check that counts: many texts in a short time do not make a server old
+_DOUBTED = 8.0  # factor on the steady share
+_BESIDE = 0.25  # part of the share that is spent at random, also on texts that were checked already
+_MOST_SAVED = 64.0  # the limit of savings, in steps
+_FOR_DOUBTS = 0.1  # part of the share kept for servers that other clients doubt, until there is enough for one doubt
+_MOST_KEPT = 16.0  # the limit of what is kept, in steps
+_DOUBT_STEPS = 64  # mean steps from one check of such a server to the next: each check covers all steps before it
+_LEAST_PRICE = 0.002  # price of a prompt position in steps; the fastest GPUs come near it
 
 
 @dataclass(frozen=True)
 class History:
-    """What a client knows of one server.
+    """A client's knowledge of one server.
 
     Attributes:
-        passed: checks of this client that found its answers right; ``age_s``: since the first of them.
-        is_doubted: this client has seen it differ from others, and fewer than ``DOUBT_CHECKS`` have been made since.
-        is_coarse: it says that it rounds so coarsely that many comparisons find only gross lies.
+        passed: the server's passed checks by this client; ``age_s``: the time since the first check.
+        is_doubted: this client has seen the server differ, and made fewer than ``DOUBT_CHECKS`` checks since.
+        is_coarse: the server announces rounding so coarse that many comparisons find only gross lies.
     """
 
     passed: int = 0
@@ -43,16 +43,16 @@ class History:
 
 
 def share_of(history: History, steady: float) -> float:
-    """The share of a server's work that checks of it may cost; ``steady`` for one with a good record, never less."""
+    """Return the share of a server's work that checks of it may cost: ``steady`` for a good record, never less."""
     good = min(history.passed, 1 + history.age_s / _AGE_S)
     young = _YOUNG * (2 if history.is_coarse else 1) / (1 + good)
     return steady * max(1.0, young, _DOUBTED if history.is_doubted else 0.0)
 
 
 def price_of(servers: Sequence[ServerRecord]) -> float:
-    """What a position costs that is computed among many, in steps, by the median of what servers say of themselves.
+    """Return the cost of a position computed among many, in steps: the median of what servers announce.
 
-    1 where nothing is known: the most.
+    The result is 1, the maximum, if no server announces its speeds.
     """
     prices = [
         server.tokens_per_s / server.forward_tokens_per_s
@@ -63,28 +63,28 @@ def price_of(servers: Sequence[ServerRecord]) -> float:
 
 
 def work_of(num_rows: int, num_tokens: int, price: float) -> float:
-    """Steps that a client's step of new positions counts for."""
+    """Return the steps that a client's step of new positions counts for."""
     return num_rows * max(1.0, num_tokens * price)
 
 
 def check_cost(length: int, price: float) -> float:
-    """Steps for a check of a row of so many positions, further opinions included: no pass is cheaper than one step."""
+    """Return the cost in steps of checking a row of so many positions, further opinions included; at least one pass."""
     return max(1.0, length * price) * (1 + SECOND_OPINIONS)
 
 
 class Budget:
-    """The work that a client may spend on checks, and what it spends it on.
+    """The budget that a client may spend on checks, and the rules of spending it.
 
-    A text that was not checked yet has what is saved. A small part, and what cannot be saved, is spent at random
-    moments of all texts, so that no server knows after which position nobody looks. Servers that other clients doubt
-    have what is kept for them. On average no more is spent than the share of the work, whoever is doubted.
+    The savings are for texts that were not checked yet. A small part, and all above the savings' limit, is spent at
+    random moments of all texts. No position is therefore safe from checks. Servers that other clients doubt have a
+    reserve. On average no more is spent than the share of the work, whichever server is doubted.
     """
 
     def __init__(self, chance: Callable[[], float]) -> None:
-        """``chance``: a random number from 0 to 1."""
+        """Keep ``chance``, which returns a random number from 0 to 1."""
         self._chance = chance
         self._saved = 0.0
-        self._kept = 0.0  # for servers that other clients doubt
+        self._kept = 0.0  # the reserve for servers that other clients doubt
 
     def draws(
         self,
@@ -95,9 +95,9 @@ class Budget:
         is_possible: bool = True,
         is_heard: bool = False,
     ) -> bool:
-        """Whether a check that costs so much is made after a step of so much work.
+        """Return whether to make a check with this cost after a step with this much work.
 
-        ``is_owed``: the text was not checked yet, and its turn has come. ``is_possible``: it could be made now.
+        ``is_owed``: the text was not checked yet, and its turn has come. ``is_possible``: a check could be made now.
         ``is_heard``: other clients doubt one of the servers.
         """
         earned = share * work

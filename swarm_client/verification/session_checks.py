@@ -1,4 +1,4 @@
-"""What one session's servers have answered lately, kept until it may be checked."""
+"""The recent answers of one session's servers, kept until they may be checked."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.comparison import MIN_POSITIONS
 from swarm_protocol.wire.block_input import BlockInput
 
-FIRST_OUTPUTS = 8  # that are asked for at the first step, though fewer may be used
+FIRST_OUTPUTS = 8  # outputs that are requested at the first step, even if fewer are used
 _MOST_OUTPUTS = 256  # positions that are kept
 _MOST_ROUNDS = 8  # checks of one step, each of which has shown that some server lies
-_SOON = 8  # steps of a text, among which chance chooses where its first check may come
+_SOON = 8  # the first check of a text comes at a random step among this many
 _PROMPT_TOKENS = 33  # a step of so many positions begins a text; servers verify fewer guesses at once
 
 
 class SessionChecks:
-    """Of one session. Runs on the background loop.
+    """The checks of one session. All methods run on the background loop.
 
-    The first answers of a server are held back until they are checked. Others are checked meanwhile, beside the
-    session: every row once at least as far as the budget of checks has room, and a random share of the rest.
+    The first answers of a server are held back until they are checked. Later answers are checked beside the session:
+    every row at least once, as far as the budget allows, and a random share of the rest.
     """
 
     def __init__(self, swarm: Swarm, reporter: Reporter) -> None:
@@ -42,10 +42,10 @@ class SessionChecks:
         self._repairs = 0  # recoveries and moves so far
         self._outputs: list[torch.Tensor] = []  # each [batch, positions, hidden_size], the last ones of the session
         self._length = 0
-        self._good_length = 0  # positions whose outputs passed, or came before what did
-        self._blamed: frozenset[str] = frozenset()  # whose tokens have been called doubtful already
-        self._owed: list[int] = []  # rows of which nothing was checked since their text began
-        self._steps_left = 0  # until some of them may be
+        self._good_length = 0  # positions whose outputs passed, or that come before such ones
+        self._blamed: frozenset[str] = frozenset()  # servers whose tokens have been reported as doubtful already
+        self._owed: list[int] = []  # rows that were not checked since their text began
+        self._steps_left = 0  # steps until owed rows may be checked
         self._has_begun = False
 
     @property
@@ -53,20 +53,20 @@ class SessionChecks:
         return self._checker.share > 0
 
     def num_asked(self, num_wanted: int, num_tokens: int) -> int:
-        """How many outputs to ask for, so that there is enough to compare."""
+        """Return how many outputs to request, so that there are enough to compare."""
         if self.are_made and not self._outputs:
             return max(num_wanted, min(num_tokens, FIRST_OUTPUTS))
         return num_wanted
 
     def distrusts(self, hops: Route) -> bool:
-        """Whether the session must leave its servers: one of them was found to answer wrongly."""
+        """Return whether the session must leave its servers, because one of them was found to answer wrongly."""
         found = frozenset(hop.server.peer_id for hop in hops if self._swarm.is_banned(hop.server.peer_id))
         if found:
             self._call_doubtful(found)
         return bool(found)
 
     def begin_again(self) -> None:
-        """The session's next servers learn everything from the client."""
+        """Start again with new servers, which receive all positions from the client."""
         self._hops, self._is_first_chain, self._is_rounded, self._outputs = (), True, False, []
 
     async def accept(
@@ -80,14 +80,14 @@ class SessionChecks:
         adapter: Snapshot,
         reordered: Sequence[int] | None,
     ) -> bool:
-        """Whether a step's outputs may be used; if not, its servers must not go on.
+        """Return whether a step's outputs may be used; if not, the session must leave its servers.
 
         Args:
-            codecs: of the links to, between and from these servers.
-            rows: all inputs of one row of the session, [1, length, hidden_size], the step's among them.
-            outputs: [batch, asked, hidden_size], of the step's last positions.
-            num_tokens: positions that the step has added, for every row; ``length``: of the session now.
-            reordered: before the step, each row became one of those that were there; None: all stayed.
+            codecs: the codecs of the links to, between and from these servers.
+            rows: returns all inputs of one row of the session, [1, length, hidden_size], including the step's.
+            outputs: [batch, asked, hidden_size], the outputs of the step's last positions.
+            num_tokens: the positions that the step adds to every row; ``length``: all positions of the session now.
+            reordered: the old row of each row, if rows were reordered before the step; None if not.
         """
         self._checker.start()
         self._keep(hops, outputs, num_tokens, length, reordered)
@@ -116,7 +116,7 @@ class SessionChecks:
                 return True
             self._owe_again(verdict, row)
             if any(hop.server.peer_id in verdict.distrusted for hop in hops):
-                if self._good_length < length - num_tokens:  # what came before was handed out already
+                if self._good_length < length - num_tokens:  # earlier outputs were returned to the user already
                     self._call_doubtful(verdict.distrusted, length - num_tokens)
                 return False
             if not verdict.lies:
@@ -126,7 +126,7 @@ class SessionChecks:
         return True
 
     def _owe(self, num_rows: int, num_tokens: int, reordered: Sequence[int] | None) -> None:
-        """Keeps count of the rows to check: all if a text begins, else those that were still to be checked."""
+        """Update the rows to check: all rows when a text begins, otherwise the rows that are still unchecked."""
         if num_tokens >= _PROMPT_TOKENS or not self._has_begun:
             self._has_begun, self._owed = True, list(range(num_rows))
             self._steps_left = self._checker.choose(range(_SOON))
@@ -165,7 +165,7 @@ class SessionChecks:
         same = [hop.server.peer_id for hop in hops] == [hop.server.peer_id for hop in before]
         if before and (not same or repairs != self._repairs):
             self._is_first_chain, self._outputs = False, []
-            return  # nobody knows which of them has answered what
+            return  # unknown: which of the servers computed which outputs
         if num_cropped < 0 or outputs.shape[1] < num_tokens:
             self._outputs.clear()
         elif num_cropped or reordered is not None:
@@ -176,7 +176,7 @@ class SessionChecks:
 
 
 def _changed(outputs: Sequence[torch.Tensor], num_cropped: int, reordered: Sequence[int] | None) -> list[torch.Tensor]:
-    """Without the last positions, of the rows that are there now."""
+    """Return the outputs without the cropped positions, for the current rows."""
     if not outputs:
         return []
     joined = torch.cat(list(outputs), 1)

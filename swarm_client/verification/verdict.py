@@ -1,4 +1,4 @@
-"""What came of a check."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from swarm_protocol.span import Span
 
 @dataclass(frozen=True)
 class Lie:
-    """A server's answer differs from that of two others, or from its own to the same question.
+    """A proven lie: a server's answer differs from that of two others, or from its own to the same question.
 
     Attributes:
-        server: its peer id; ``span``: the blocks.
-        witnesses: peer ids of those that say otherwise.
+        server: the server's peer id; ``span``: the blocks.
+        witnesses: the peer ids of servers that answer otherwise.
     """
 
     server: str
@@ -23,7 +23,7 @@ class Lie:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Two servers answer differently over the same blocks, and there is no third that decides."""
+    """An undecided difference: two servers answer differently over the same blocks, and no third one decides."""
 
     servers: tuple[str, ...]
     span: Span
@@ -31,13 +31,13 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one check of a chain.
+    """The verdict of one check of a chain.
 
     Attributes:
-        passed: peer ids of the chain's servers that were found to answer rightly.
-        lies: shown; ``disagreements``: not decided.
-        suspects: peer ids of the chain, one of which answers rightly only when it is asked by itself.
-        unchecked: blocks that no other server has; or all, if the check could not be made.
+        passed: the peer ids of the chain's servers whose answers were right.
+        lies: proven lies; ``disagreements``: undecided differences.
+        suspects: peer ids of the chain, of which one answers rightly only when it is asked by itself.
+        unchecked: the blocks that no other server has, or all blocks if the check could not be made.
     """
 
     passed: frozenset[str] = frozenset()
@@ -48,10 +48,10 @@ class Verdict:
 
     @property
     def has_found(self) -> bool:
-        """Whether answers were compared at all."""
+        """Return whether any answers were compared."""
         return bool(self.passed or self.distrusted or self.disagreements)
 
     @property
     def distrusted(self) -> frozenset[str]:
-        """Peer ids of servers that must not go on."""
+        """Return the peer ids of servers that must not continue."""
         return self.suspects | {lie.server for lie in self.lies}

@@ -1,20 +1,20 @@
-"""Which of several answers to one question the most servers give. Pure."""
+"""The vote on several answers to one question. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import combinations
 
-MOST_ANSWERS = 5  # that are asked for, where two differ: two that lie together are outvoted by three
+MOST_ANSWERS = 5  # the most answers to ask for if two differ: three outvote two that lie together
 
 
 def majority(num_answers: int, agreeing: Collection[tuple[int, int]], least: int = 2) -> frozenset[int] | None:
-    """The largest set of answers that all agree with one another; None if there is no such majority.
+    """Return the largest set of answers that all agree with one another; None if there is no such majority.
 
     Args:
-        num_answers: numbered from 0.
-        agreeing: pairs of them, the lower number first.
-        least: so many must agree, and more than half of all.
+        num_answers: the number of answers, which are numbered from 0.
+        agreeing: the pairs of answers that agree, the lower number first.
+        least: how many must agree; more than half of all must agree too.
 
     Wide bounds let one answer agree with two that differ. Two largest sets are therefore no majority.
     """

@@ -1,1 +1,1 @@
-"""Where a client takes its part of a model from: this machine, the hub, or members of the swarm."""
+"""The sources of a client's part of a model: this machine, the hub, or members of the swarm."""

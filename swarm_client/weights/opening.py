@@ -1,4 +1,4 @@
-"""Opens the model that a user names; if members are to give its files, the swarm is joined before."""
+"""Opens the model that a user names, and joins the swarm first if members are to send its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ModelOpening:
-    """Opens a model, and connects to its swarm. After ``close``, nothing more is read of what members give."""
+    """An opener of a model, which also connects to its swarm. After ``close``, no more files come from members."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class ModelOpening:
         """Open the model: from the swarm if its name begins with ``swarm://``, or if the hub cannot be reached.
 
         Raises:
-            CheckpointError: it cannot be read. NoSwarm: no member of the swarm answers.
+            CheckpointError: the model cannot be read. NoSwarm: no member of the swarm answers.
         """
         name, failure = str(name_or_path), None
         if not name.startswith(FROM_SWARM):
@@ -50,7 +50,7 @@ class ModelOpening:
         return background.run(self._from_swarm(name.removeprefix(FROM_SWARM), revision, failure))
 
     def swarm(self, checkpoint: Checkpoint) -> Swarm:
-        """Return the connection to the servers of this model. It has what was joined already, and closes it."""
+        """Return the connection to the model's servers, which takes over the joined DHT node and closes it."""
         swarm = Swarm(
             self._config,
             checkpoint.name,

@@ -1,1 +1,1 @@
-"""Names of experts, what is configured, who may take part, and what all rooms agree on."""
+"""The names of experts, configuration, access, and the data types that all other packages use."""

@@ -1,4 +1,4 @@
-"""As whom a server of experts or a layer comes, and who may take part: everybody, or members of a private swarm."""
+"""The identity of a server of experts or of a layer, and access control: everybody, or members of a private swarm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from swarm_protocol.net.identity import Identity, locked_key_file
 
 @dataclass(frozen=True)
 class Access:
-    """
+    """The identity and access control of one server or client.
+
     Attributes:
-        token: empty without a membership.
-        control: that of a private swarm; None: everybody may take part.
-        lock: of a server's membership file, held open: two servers with one key would be one peer.
+        token: the membership token; empty without a membership.
+        control: the access control of a private swarm; None if everybody may take part.
+        lock: the open membership file of a server: two servers with one key would be one peer.
     """
 
     identity: Identity
@@ -28,11 +29,11 @@ class Access:
 
     @classmethod
     def of(cls, role: Role, identity: Identity | None = None, membership: Path | None = None) -> Access:
-        """That of a member if there is a file, or the environment variable SWARM_MEMBERSHIP has its content.
+        """Return a member's access if there is a membership file, or if the variable SWARM_MEMBERSHIP has its content.
 
         Raises:
-            ValueError: it cannot be read, is for another role, has expired, is not for this identity, or is in use by
-                another server of this machine.
+            ValueError: the membership cannot be read, is for another role, has expired, is not for this identity, or is
+                in use by another server of this machine.
         """
         member = MemberCredentials.read(membership)
         if member is None:
@@ -44,6 +45,6 @@ class Access:
         return cls(member.identity_or(identity), member.token, AccessControl(member.grant.swarm_key), lock)
 
     def release(self) -> None:
-        """Another server may have the membership file now."""
+        """Release the membership file, so that another server may use it."""
         if self.lock is not None:
             self.lock.close()

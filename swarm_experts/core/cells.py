@@ -1,4 +1,4 @@
-"""Where an expert stands: a cell of the grid, whose coordinates are the parts of its name, as in ``experts.3.7``."""
+"""The position of an expert: a cell of the grid, whose coordinates are the parts of its name, as in ``experts.3.7``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_name(name: str) -> str:
-    """The name of a mixture. Raises ValueError if it cannot be one."""
+    """Return the name of a mixture. Raise ValueError if it is not valid."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"the name {name!r} of a mixture: expected 1 to 64 letters, digits, hyphens or underscores")
     return name
 
 
 def check_grid(grid: Sequence[int]) -> tuple[int, ...]:
-    """Raises ValueError if it is no grid."""
+    """Return the grid. Raise ValueError if it is not valid."""
     if not 1 <= len(grid) <= MAX_DIMS or not all(1 <= size <= MAX_SIZE for size in grid):
         raise ValueError(f"the grid {tuple(grid)}: expected 1 to {MAX_DIMS} sizes, each from 1 to {MAX_SIZE}")
     return tuple(grid)
@@ -42,7 +42,7 @@ def expert_name(name: str, cell: Sequence[int]) -> str:
 
 
 def parse_expert_name(text: str, name: str, grid: Sequence[int]) -> Cell:
-    """The cell of ``NAME.3.7``, or of ``3.7``. Raises ValueError if it is no expert of that mixture."""
+    """Return the cell of ``NAME.3.7``, or of ``3.7``. Raise ValueError if it is not an expert of that mixture."""
     coordinates = text.removeprefix(f"{name}.")
     if not _CELL.fullmatch(coordinates) or not is_in(cell := tuple(map(int, coordinates.split("."))), grid):
         raise ValueError(
@@ -52,7 +52,7 @@ def parse_expert_name(text: str, name: str, grid: Sequence[int]) -> Cell:
 
 
 def numbered(number: int, grid: Sequence[int]) -> Cell:
-    """The cell with this number, row by row."""
+    """Return the cell with this number, row by row."""
     coordinates = []
     for size in reversed(grid):
         number, at = divmod(number, size)

@@ -1,4 +1,4 @@
-"""What is configured, with the defaults; flags take theirs from here."""
+"""The configurations and their defaults, which the command line uses too."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from swarm_experts.core.cells import Cell, check_grid, check_name, is_in, num_ce
 
 WIRE_VERSION = 2
 MAX_HIDDEN = 1 << 16
-# Of one tensor in a call, encoded: two of them and little else fit in a message.
+# Of one encoded tensor in a call: two of them fit in a message, with little else.
 MAX_CALL_BYTES = 768 * 1024
 FLOAT_BYTES = 4
 MAX_KEEPERS = 8  # of one expert
 
 
 def max_rows(hidden: int) -> int:
-    """Rows of one call."""
+    """Return the maximum number of rows in one call."""
     return max(1, MAX_CALL_BYTES // (hidden * FLOAT_BYTES))
 
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """How a client uses experts.
+    """The client's configuration of a mixture.
 
     Raises ValueError if a value is out of range.
 
     Attributes:
-        k_min: a row that fewer experts have answered, after other experts were tried, is an error.
-        beam: prefixes that the search goes on with, at least k of them.
-        timeout_s: after it, experts that have not answered a forward pass are left out.
-        backward_timeout_s: the same for backward passes.
-        refresh_s: how old what was read in the DHT may be.
-        ban_s: so long a server that failed is not asked; longer each time it fails again.
+        k_min: the least number of experts that must answer each row; fewer are an error after other experts were tried.
+        beam: the number of prefixes with which the search continues; it is at least k.
+        timeout_s: the time after which experts that have not answered a forward pass are left out.
+        backward_timeout_s: the same time for backward passes.
+        refresh_s: the greatest age of data read from the DHT.
+        ban_s: the time for which a server that failed is not called; longer each time it fails again.
     """
 
     k_min: int = 1
@@ -51,26 +51,26 @@ class MixtureConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What a server hosts.
+    """The configuration of a server of experts.
 
     Raises ValueError if a value is out of range.
 
     Attributes:
-        kind: of expert, see ``swarm_experts.server.registry``.
-        learning_rate: of Adam; 0: experts are not trained.
-        max_grad_norm: gradients of a batch are clipped to it.
-        window_s: so long a request waits for others of the same expert.
-        max_batch_rows: of requests that are computed together.
-        max_queued_rows: requests beyond it are refused; one caller may have half of it.
-        lifetime_s: of records in the DHT; they are renewed three times in that time.
-        host: where the service listens on ``port``, and the DHT node on ``dht_port``; 0: any free port.
+        kind: the kind of expert, see ``swarm_experts.server.registry``.
+        learning_rate: the learning rate of Adam; 0 means that experts are not trained.
+        max_grad_norm: the norm to which the gradients of a batch are clipped.
+        window_s: the time that a request waits for other requests to the same expert.
+        max_batch_rows: the most rows of requests that are computed together.
+        max_queued_rows: the most rows in the queue; requests beyond are refused, and one caller may have half of it.
+        lifetime_s: the lifetime of records in the DHT, which are renewed three times in it.
+        host: the address at which the service listens on ``port``, and the DHT node on ``dht_port``; 0: any free port.
         announce_host: the address that others use, if it is not ``host``; both ports must be given then.
-        directory: where experts are saved, and loaded from at the start.
-        cells: that this server takes, as many as ``num_experts``, once nobody has them; without, any that are free.
-        replicas: other servers that keep the state of each expert.
-        replica_bytes: of memory for the experts of others; 0: none are kept.
-        adopt: so many experts more this server takes whose own server has been gone for ``adopt_after_s``, of those
-            that it keeps replicas of.
+        directory: the directory where experts are saved, and from which they are loaded at the start.
+        cells: the cells that this server takes when nobody has them, ``num_experts`` in number; empty: any free cells.
+        replicas: the number of other servers that keep the state of each expert.
+        replica_bytes: the memory for replicas of other servers' experts; 0 means that none are kept.
+        adopt: the number of experts to take over whose server has been gone for ``adopt_after_s``; only experts whose
+            replicas this server keeps are taken.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What is known of a replica, the state of an expert at another server, without its bytes."""
+"""The description of a replica, which is the state of an expert at another server, without its bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _MAX_STEPS = 1 << 62
 
 @dataclass(frozen=True)
 class Replica:
-    """
+    """The description of one replica.
+
     Attributes:
-        num_steps: its version: how many steps of the optimizer the expert had taken.
-        digest: SHA-256 of its bytes.
+        num_steps: the version: the number of optimizer steps that the expert had taken.
+        digest: the SHA-256 of the replica's bytes.
     """
 
     cell: Cell
@@ -32,7 +33,7 @@ class Replica:
 
     @classmethod
     def from_proto(cls, message: pb.Replica, grid: Sequence[int]) -> Replica:
-        """Raises ValueError if a value is out of range."""
+        """Parse a message. Raise ValueError if a value is out of range."""
         if not is_in(message.cell, grid):
             raise ValueError(f"a replica is of no cell of the grid {tuple(grid)}")
         if len(message.sha256) != _DIGEST_BYTES or not message.size_bytes or message.num_steps > _MAX_STEPS:

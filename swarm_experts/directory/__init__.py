@@ -1,1 +1,1 @@
-"""Who has which experts: signed records in the DHT, found by prefix, and what a client remembers of them."""
+"""The registry of experts: signed records in the DHT, found by prefix, and the client's cache of them."""

@@ -1,6 +1,6 @@
-"""Where experts are announced and found: a key of the DHT for each prefix, under which each server has its record.
+"""The registry where experts are announced and found: a DHT key for each prefix, with one record of each server.
 
-A server has one record under a key, however many of its experts stand there, and a key has room for 256 servers.
+A server has one record under a key, even for several experts there. A key has room for 256 servers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _logger = logging.getLogger(__name__)
 
 class Board(Protocol):
     async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]:
-        """What follows each prefix. Raises PeerUnavailable if that cannot be found out."""
+        """Return each prefix's servers, by the next coordinate. Raise PeerUnavailable if the DHT does not answer."""
 
     async def publish(self, own: Holder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
-        """Of a server; returns whether all is stored."""
+        """Publish the records of a server; return whether all are stored."""
 
 
 class DhtNodeOfExperts:
-    """A DHT node inside this process; its libp2p daemon leaves with the process."""
+    """A DHT node of this process; its libp2p daemon ends with the process."""
 
     def __init__(self, node: DHTNode, access: Access) -> None:
         node.protocol.storage.__class__ = BoundedStorage
@@ -50,16 +50,16 @@ class DhtNodeOfExperts:
 
     @classmethod
     async def join(cls, initial_peers: Sequence[str], access: Access, listening: Listening) -> DhtNodeOfExperts:
-        """Joins through ``initial_peers``, or starts a new DHT if there are none.
+        """Join through ``initial_peers``, or start a new DHT if there are none.
 
         Raises:
             NoSwarm: no initial peer answered.
-            ValueError: one of them is no multiaddr with a peer id.
+            ValueError: an initial peer is not a multiaddr with a peer id.
         """
         return cls(await start_joined(access.identity, listening, initial_peers, _JOIN_TIMEOUT_S), access)
 
     async def addresses(self) -> list[str]:
-        """Multiaddrs under which others can join through this node."""
+        """Return the multiaddrs under which others can join through this node."""
         return [str(address) for address in await self.node.p2p.get_visible_maddrs()]
 
     @property
@@ -71,10 +71,10 @@ class DhtNodeOfExperts:
 
 
 class DhtBoard:
-    """That of one mixture."""
+    """The registry of one mixture in the DHT."""
 
     def __init__(self, dht: DhtNodeOfExperts, name: str, grid: Sequence[int], hidden: int) -> None:
-        """Raises ValueError if the name or the grid is none."""
+        """Open the registry. Raise ValueError if the name or the grid is not valid."""
         self._name = check_name(name)
         self._grid = check_grid(grid)
         self._hidden = hidden
@@ -96,7 +96,7 @@ class DhtBoard:
         return read
 
     async def keepers(self) -> list[Holder]:
-        """Servers that keep replicas of experts, sorted by peer id. Raises PeerUnavailable if the DHT does not say."""
+        """Return servers that keep replicas, sorted by peer id. Raise PeerUnavailable if the DHT does not answer."""
         (records,) = (await self._read([self._keepers_key])).values()
         return sorted(holder for holder, _ in self._valid(records, size=0))
 
@@ -104,11 +104,11 @@ class DhtBoard:
         return await self._publish(own, {self._key(prefix): after for prefix, after in following.items()}, lifetime_s)
 
     async def publish_keeper(self, own: Holder, lifetime_s: float) -> bool:
-        """Of a server that keeps replicas; returns whether it is stored."""
+        """Publish a server that keeps replicas; return whether the record is stored."""
         return await self._publish(own, {self._keepers_key: ()}, lifetime_s)
 
     async def _publish(self, own: Holder, following: Mapping[str, Iterable[int]], lifetime_s: float) -> bool:
-        """Under each key the record with those coordinates."""
+        """Publish under each key a record with the given coordinates."""
         self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
         keys = list(following)
         values = [record_of(own, self._hidden, after, self._dht.access.token) for after in following.values()]
@@ -116,12 +116,12 @@ class DhtBoard:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 stored = await self._dht.node.store_many(keys, values, self._expiration, subkeys=subkeys)
-        except TimeoutError:  # they are published again before long
+        except TimeoutError:  # the records are published again soon
             return False
         return all(stored.values())
 
     async def _read(self, keys: list[str]) -> dict[str, list[tuple[object, object]]]:
-        """What stands under each key, with its subkey; nobody has read it."""
+        """Return the unchecked records under each key, with their subkeys."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 if self.revocations is not None:
@@ -146,5 +146,5 @@ class DhtBoard:
         for subkey, item in items:
             try:
                 yield read_record(owner_of(subkey), item.value, self._hidden, size, self._dht.access.control)  # type: ignore[attr-defined]
-            except ValueError as error:  # from a stranger
+            except ValueError as error:  # a stranger may have written it
                 _logger.debug("a record in the DHT is ignored: %s", error)

@@ -1,4 +1,4 @@
-"""What a client knows of experts: read in the DHT a short while ago, without servers that have just failed."""
+"""The client's cache of experts: recently read from the DHT, without servers that have just failed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from swarm_experts.directory.board import Board, Holders
 from swarm_experts.directory.records import Holder
 from swarm_protocol.errors import PeerUnavailable
 
-_STALE = 6  # times the refresh interval: records themselves do not last longer by much
-_MAX_BANS = 6  # each is twice as long as the one before
+_STALE = 6  # times the refresh interval: records themselves do not last much longer
+_MAX_BANS = 6  # each ban is twice as long as the one before
 _logger = logging.getLogger(__name__)
-Failure = tuple[str, Cell]  # of the server with this peer id, for one cell; (): for all
+Failure = tuple[str, Cell]  # of the server with this peer id, for one cell; (): for all its cells
 
 
 @dataclass
@@ -26,27 +26,27 @@ class _Ban:
 
 
 class Directory:
-    """Of one mixture; used on one event loop.
+    """The cache of one mixture's experts; used on one event loop only.
 
-    What is older than ``refresh_s`` is read again, beside the use of it; who asks waits only for what is not known, or
-    has become very old.
+    Entries older than ``refresh_s`` are read again in the background. Callers wait only for entries that are missing
+    or very old.
     """
 
     def __init__(self, board: Board, refresh_s: float, ban_s: float, clock: Callable[[], float]) -> None:
-        """``clock``: in seconds."""
+        """Create an empty cache; ``clock`` returns seconds."""
         self._board = board
         self._refresh_s = refresh_s
         self._ban_s = ban_s
         self._clock = clock
-        self._known: dict[Prefix, tuple[Holders, float]] = {}  # with when it was read
+        self._known: dict[Prefix, tuple[Holders, float]] = {}  # with the time at which they were read
         self._bans: dict[Failure, _Ban] = {}
         self._refreshing: asyncio.Task[Any] | None = None
 
     async def following(self, prefixes: Iterable[Prefix], without: Collection[Failure] = ()) -> dict[Prefix, set[int]]:
-        """The coordinates that follow each prefix, of experts whose servers have not just failed, nor ``without``.
+        """Return the coordinates that follow each prefix, of experts whose servers are not banned, nor in ``without``.
 
         Raises:
-            PeerUnavailable: the DHT does not say.
+            PeerUnavailable: the DHT does not answer.
         """
         wanted, now = set(prefixes), self._clock()
         ages = {prefix: now - self._known[prefix][1] for prefix in wanted if prefix in self._known}
@@ -55,7 +55,7 @@ class Directory:
         old = {prefix for prefix, age_s in ages.items() if self._refresh_s <= age_s < self._too_old_s}
         if old and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.ensure_future(self._refresh(old))
-        known = {prefix: self._known.get(prefix, ({}, now))[0] for prefix in wanted}  # some may be forgotten by now
+        known = {prefix: self._known.get(prefix, ({}, now))[0] for prefix in wanted}  # some entries may be gone by now
         return {
             prefix: {
                 at
@@ -66,14 +66,14 @@ class Directory:
         }
 
     def holder(self, cell: Cell, without: Collection[Failure] = ()) -> Holder | None:
-        """The server that is to be asked for an expert; None if none is known that has not just failed."""
+        """Return the server to call for an expert, or None if all known servers have just failed."""
         holders, _ = self._known.get(cell[:-1], ({}, 0.0))
         return next((each for each in holders.get(cell[-1], ()) if self._is_usable(each, cell, without)), None)
 
     def failed(self, holder: Holder, cell: Cell = ()) -> None:
-        """The expert, or without ``cell`` the server, is left out for a while: longer each time until it answers."""
+        """Ban the expert, or without ``cell`` the whole server, for a while: longer each time until it answers."""
         ban = self._bans.setdefault((holder.peer_id, cell), _Ban(0.0, 0))
-        if self._clock() >= ban.until:  # calls that fail together count once
+        if self._clock() >= ban.until:  # simultaneous failures count once
             ban.until = self._clock() + self._ban_s * 2**ban.times
             ban.times = min(ban.times + 1, _MAX_BANS)
 
@@ -82,7 +82,7 @@ class Directory:
             self._bans.pop((holder.peer_id, what), None)
 
     def forget(self) -> None:
-        """All is read again before it is used."""
+        """Drop all entries, so that they are read again before they are used."""
         self._known.clear()
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class Directory:
         return self._refresh_s * _STALE
 
     def _is_usable(self, holder: Holder, cell: Cell, without: Collection[Failure]) -> bool:
-        """``cell`` may also be a prefix, which nobody bans."""
+        """Return whether no ban applies; ``cell`` may also be a prefix, which is never banned."""
         keys: list[Failure] = [(holder.peer_id, ()), (holder.peer_id, cell)]
         return all(
             key not in without and (key not in self._bans or self._clock() >= self._bans[key].until) for key in keys

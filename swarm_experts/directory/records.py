@@ -1,4 +1,4 @@
-"""What a server says of its experts in the DHT, read with the suspicion that a stranger's words deserve."""
+"""The records of servers of experts in the DHT, which are checked because strangers may write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FINGERPRINT_BYTES = 32
 
 @dataclass(frozen=True, order=True)
 class Holder:
-    """A server, and where it is: ``HOST:PORT``."""
+    """A server of experts and its address, ``HOST:PORT``."""
 
     peer_id: str
     address: str
@@ -25,7 +25,7 @@ class Holder:
 
 
 def record_of(own: Holder, hidden: int, following: Iterable[int], token: bytes = b"") -> bytes:
-    """``token``: that of a member of a private swarm."""
+    """Return the serialised record of a server; ``token`` is its membership token for a private swarm."""
     return pb.ExpertsRecord(
         wire_version=WIRE_VERSION,
         hidden=hidden,
@@ -39,12 +39,12 @@ def record_of(own: Holder, hidden: int, following: Iterable[int], token: bytes =
 def read_record(
     owner: str, data: bytes, hidden: int, size: int, access: AccessControl | None = None
 ) -> tuple[Holder, frozenset[int]]:
-    """The server, and the coordinates at which it has experts in a dimension of this ``size``.
+    """Return the server, and the coordinates at which it has experts in a dimension of this ``size``.
 
-    ``access``: that of a private swarm.
+    ``access`` is the access control of a private swarm.
 
     Raises:
-        ValueError: it is no record, one of experts that do not fit, or of a server that is no member.
+        ValueError: the record is not valid, is for experts that do not fit, or is of a server that is no member.
     """
     try:
         record = pb.ExpertsRecord.FromString(data)

@@ -1,1 +1,1 @@
-"""The layer in the model of a user: the gate, and what it asks of experts."""
+"""The layer in the user's model: the gate, and the calls to experts."""

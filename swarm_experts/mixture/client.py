@@ -1,4 +1,4 @@
-"""What the layers of a process share: a node of the DHT that only asks, and channels to servers of experts."""
+"""The client that layers of a process share: a DHT node that only reads, and channels to servers of experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swarm_protocol.process import network_loop
 
 
 class Network(Protocol):
-    """What a layer needs of a client."""
+    """The interface of a client that a layer uses."""
 
     @property
     def calls(self) -> ExpertCalls: ...
@@ -31,21 +31,22 @@ class Network(Protocol):
 
 
 class ExpertClient:
-    """A context manager, for any number of layers; it works on the network loop of this process."""
+    """The client of any number of layers, a context manager; it works on the network loop of this process."""
 
     def __init__(
         self, initial_peers: Sequence[str], identity: Identity | None = None, *, membership: Path | None = None
     ) -> None:
-        """
+        """Join the DHT of the experts.
+
         Args:
-            initial_peers: multiaddrs of servers of experts, or other members of their DHT.
-            membership: file of a private swarm, from its organiser; or the environment variable SWARM_MEMBERSHIP has
-                its content. The role of a client computes experts, that of a trainer trains them. Only members are
-                taken for servers then.
+            initial_peers: multiaddrs of servers of experts, or of other members of their DHT.
+            membership: the membership file of a private swarm, from its organiser; the environment variable
+                SWARM_MEMBERSHIP may have its content instead. The client role allows forward passes, the trainer role
+                training too. Only members are accepted as servers then.
 
         Raises:
-            ValueError: one of them is no multiaddr with a peer id, or there are none; or the membership cannot be used.
-            NoSwarm: none of them answered.
+            ValueError: there are no initial peers, one is no multiaddr with a peer id, or the membership is unusable.
+            NoSwarm: no initial peer answered.
         """
         if isinstance(initial_peers, str) or not initial_peers:
             raise ValueError("initial_peers: expected a list of at least one multiaddr, which servers print")
@@ -75,7 +76,7 @@ class ExpertClient:
 def dispatcher(
     network: Network, name: str, grid: Sequence[int], hidden: int, k: int, config: MixtureConfig
 ) -> Dispatcher:
-    """That of one layer."""
+    """Return the dispatcher of one layer."""
     board = network.board(name, grid, hidden)
     directory = Directory(board, config.refresh_s, config.ban_s, time.monotonic)
     return Dispatcher(name, hidden, k, directory, network.calls, config)

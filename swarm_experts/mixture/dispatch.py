@@ -1,4 +1,4 @@
-"""Finds the experts of each row, asks them, and waits for those that answer in time."""
+"""The dispatch of rows to experts: it finds the experts of each row, calls them, and collects timely answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from swarm_experts.net.calls import ExpertCalls
 from swarm_experts.search.beam import Floats, Found, Ints, Mask, beam_search
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerUnavailable, SwarmError
 
-_ATTEMPTS = 3  # of a row that too few experts have answered
+_ATTEMPTS = 3  # for a row that too few experts have answered
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What one expert is asked in one message: the row of the batch, and its place among that row's experts."""
+    """One call to one expert: the rows of the batch, and the expert's place among the experts of each row."""
 
     cell: Cell
     holder: Holder
@@ -34,14 +34,14 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Of one forward pass.
+    """The answers of one forward pass.
 
     Attributes:
         cells: [rows, k, dimensions], best first; -1 where there are fewer than k.
-        answered: [rows, k]: in time.
+        answered: [rows, k], whether the expert answered in time.
         outputs: [rows, k, hidden]; 0 where there is no answer.
-        calls: those that were answered, and that backward makes again.
-        living: for each dimension, which coordinates may have living experts.
+        calls: the calls that were answered, and that the backward pass makes again.
+        living: for each dimension, [size], whether a coordinate may have living experts.
     """
 
     cells: torch.Tensor
@@ -52,7 +52,7 @@ class Answers:
 
 
 class Dispatcher:
-    """Used on one event loop. Tensors are on the CPU, in fp32."""
+    """The dispatcher of one layer, used on one event loop only. Tensors are on the CPU, in fp32."""
 
     def __init__(
         self, name: str, hidden: int, k: int, directory: Directory, calls: ExpertCalls, config: MixtureConfig
@@ -65,15 +65,15 @@ class Dispatcher:
         self._config = config
 
     async def forward(self, rows: torch.Tensor, scores: Sequence[Floats]) -> Answers:
-        """Asks the k best living experts of each row, and others if fewer than ``k_min`` have answered.
+        """Call the k best living experts of each row, and others if fewer than ``k_min`` have answered.
 
         Args:
             rows: [rows, hidden].
             scores: for each dimension, [rows, size].
 
         Raises:
-            PeerUnavailable: in spite of that, fewer than ``k_min`` have answered for some row.
-            AccessDenied: because the swarm is private, and this client no member.
+            PeerUnavailable: fewer than ``k_min`` experts have answered for some row, in spite of further attempts.
+            AccessDenied: the swarm is private, and this client is not a member.
         """
         shape = len(rows), self._k
         cells = np.full((*shape, len(scores)), -1, np.int64)
@@ -81,7 +81,7 @@ class Dispatcher:
         holders: dict[Cell, Holder] = {}
         living: list[Mask] = []
         problem: SwarmError | None = None
-        failures: set[Failure] = set()  # here, and not asked again however long that has been
+        failures: set[Failure] = set()  # of this pass, which are never tried again in it
         todo = np.arange(len(rows))
         for _ in range(_ATTEMPTS):
             found = await self._search([own[todo] for own in scores], failures)
@@ -114,16 +114,16 @@ class Dispatcher:
         return Answers(torch.from_numpy(cells), answered, outputs, calls, [torch.from_numpy(mask) for mask in living])
 
     async def backward(self, rows: torch.Tensor, grad_outputs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
-        """The gradient of the rows. An expert that does not answer in time contributes nothing.
+        """Return the gradient of the rows, [rows, hidden]. An expert that does not answer in time contributes nothing.
 
         Args:
-            rows: those of forward.
+            rows: [rows, hidden], the rows of the forward pass.
             grad_outputs: [rows, k, hidden].
-            calls: those that ``forward`` has returned.
+            calls: the calls that ``forward`` has returned.
 
         Raises:
-            PeerUnavailable: not one expert has answered.
-            AccessDenied: because this client is no member with the role of a trainer.
+            PeerUnavailable: no expert has answered.
+            AccessDenied: this client is not a member with the role of a trainer.
         """
         results = await self._ask(
             calls,
@@ -157,7 +157,7 @@ class Dispatcher:
             return found
 
     def _planned(self, cells: Ints, wanted: Mask, holder_of: Callable[[Cell], Holder | None]) -> list[Call]:
-        """The calls for these places of ``cells``, [rows, k]; those of one expert together, as far as they fit."""
+        """Return the calls for the ``wanted`` places of ``cells``, [rows, k]; rows of one expert share calls."""
         rows, slots = np.nonzero(wanted)
         if not len(rows):
             return []
@@ -168,7 +168,7 @@ class Dispatcher:
         for coordinates, places in zip(named.tolist(), np.split(order, ends[:-1]), strict=True):
             cell = tuple(coordinates)
             holder = holder_of(cell)
-            if holder is None:  # the directory has read anew since the search
+            if holder is None:  # the directory has been read again since the search
                 continue
             for part in torch.from_numpy(places).split(self._max_rows):
                 calls.append(Call(cell, holder, torch.from_numpy(rows)[part], torch.from_numpy(slots)[part]))
@@ -181,7 +181,7 @@ class Dispatcher:
         timeout_s: float,
         failures: set[Failure] | None = None,
     ) -> list[torch.Tensor | SwarmError]:
-        """What each has answered in time, or why not. Who has failed is left out of the next searches, and added to
+        """Return each timely answer, or the error. Failed experts are left out of the next searches, and added to
         ``failures``."""
         tasks = [asyncio.ensure_future(ask(call)) for call in calls]
         try:
@@ -216,4 +216,4 @@ def _outcome(task: asyncio.Task[torch.Tensor], timeout_s: float) -> torch.Tensor
     error = task.exception()
     if isinstance(error, SwarmError):
         return error
-    return task.result()  # raises what is a mistake of ours
+    return task.result()  # raises an error that is a bug of ours

@@ -1,4 +1,4 @@
-"""The gate's arithmetic: scores of cells, weights of those that answered, and how evenly experts are used."""
+"""The gate's arithmetic: scores of cells, weights of experts that answered, and the balance of their use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-_NOTHING = -1e30  # a score that softmax makes 0, without the NaN that infinity gives in a row of nothing else
+_NOTHING = -1e30  # a score that softmax makes 0; with minus infinity, a row without other scores would give NaN
 
 
 def scores_of(cells: torch.Tensor, scores: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[rows, k]: the sum of each cell's scores.
+    """Return [rows, k]: the sum of each cell's scores.
 
     Args:
-        cells: [rows, k, dimensions]; -1 counts as 0, whatever that means.
+        cells: [rows, k, dimensions]; -1 is read as 0, and the caller must ignore that result.
         scores: for each dimension, [rows, size].
     """
     coordinates = cells.clamp(min=0)
@@ -21,17 +21,17 @@ def scores_of(cells: torch.Tensor, scores: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def weights_of(chosen: torch.Tensor, answered: torch.Tensor) -> torch.Tensor:
-    """[rows, k]: softmax over the experts that have answered, so that weights add up to 1 without the others."""
+    """Return [rows, k]: the softmax over the experts that have answered, so that their weights add up to 1."""
     return chosen.masked_fill(~answered, _NOTHING).softmax(1) * answered
 
 
 def balance_loss(
     scores: Sequence[torch.Tensor], cells: torch.Tensor, answered: torch.Tensor, living: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The auxiliary loss of Switch Transformers (Fedus et al., 2021, equation 4), for each dimension, then their mean.
+    """Return the balance loss of Switch Transformers (Fedus et al., 2021, equation 4), averaged over the dimensions.
 
-    n · Σ f_i · p_i over the n coordinates with living experts: f_i is the share of answers that came from experts at
-    coordinate i, p_i the mean probability that this dimension's gate gives it. It is 1 if all are used alike.
+    It is n · Σ f_i · p_i over the n coordinates with living experts, and 1 if all are used equally. f_i is the share of
+    answers from experts at coordinate i, p_i the mean probability that this dimension's gate gives it.
     """
     losses = []
     for level, (own, alive) in enumerate(zip(scores, living, strict=True)):

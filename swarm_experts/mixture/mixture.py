@@ -1,4 +1,4 @@
-"""A layer for the user's own model: a mixture of experts that are somewhere else."""
+"""A layer for the user's own model: a mixture of experts that run on servers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from swarm_protocol.process import network_loop
 
 
 class RemoteMixtureOfExperts(nn.Module):
-    """Sends each row to the k experts that its gate scores highest, and adds up their outputs by weight.
+    """A layer that sends each row to the k experts with the highest gate scores, and sums their outputs by weight.
 
-    The gate is here, and trained here: one linear layer for each dimension of the grid. The score of an expert is the
-    sum of its coordinates' scores (product keys), and the weights are the softmax over the scores of those that
-    answered in time. Experts are on servers, which train them: with every backward pass they take a step of their own.
+    The gate is local, and trained locally: one linear layer for each dimension of the grid. The score of an expert is
+    the sum of its coordinates' scores (product keys). The weights are the softmax over the scores of the experts that
+    answered in time. Servers run the experts and train them: every backward pass makes them take an optimizer step.
 
     After each forward pass:
 
@@ -29,7 +29,7 @@ class RemoteMixtureOfExperts(nn.Module):
         balance_loss: a scalar that is 1 if experts are used evenly, and more otherwise; add a little of it to the loss,
             0.01 for example, so that the gate does not settle on a few experts.
         cells: [rows, k, dimensions], the experts of each row; -1 where fewer are known.
-        answered: [rows, k], which of them have answered in time.
+        answered: [rows, k], whether each expert has answered in time.
     """
 
     balance_loss: torch.Tensor
@@ -48,11 +48,12 @@ class RemoteMixtureOfExperts(nn.Module):
         membership: Path | None = None,
         config: MixtureConfig | None = None,
     ) -> None:
-        """
+        """Create the layer.
+
         Args:
-            hidden: size of a row, the same as on the servers; so are ``grid`` and ``name``.
-            client: shared by the layers of a model; else one is made from ``initial_peers`` and ``membership``, see
-                ``ExpertClient``, and closed by ``close``.
+            hidden: the size of a row; ``hidden``, ``grid`` and ``name`` must be the same as on the servers.
+            client: a client that layers of a model share; without it, the layer makes one from ``initial_peers`` and
+                ``membership``, see ``ExpertClient``, and ``close`` closes that.
 
         Raises:
             ValueError: an argument is out of range.
@@ -74,14 +75,14 @@ class RemoteMixtureOfExperts(nn.Module):
         self._dispatcher = dispatcher(network, name, self.grid, hidden, k, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The weighted outputs, in the shape of ``hidden_states``: […, hidden].
+        """Return the weighted outputs, in the shape of ``hidden_states``: […, hidden].
 
         Raises:
             ValueError: the shape is another.
-            TrainingDiverged: something is not finite.
-            PeerUnavailable: for some row, too few experts have answered; also in the backward pass, if none has.
-            AccessDenied: the swarm is private, and the client no member with the role of a client, or of a trainer in
-                the backward pass.
+            TrainingDiverged: a value is not finite.
+            PeerUnavailable: too few experts have answered some row; in the backward pass, if no expert has answered.
+            AccessDenied: the swarm is private, and the client is not a member with the role of a client, or of a
+                trainer in the backward pass.
         """
         if hidden_states.shape[-1] != self.hidden or not hidden_states.is_floating_point():
             raise ValueError(
@@ -101,7 +102,7 @@ class RemoteMixtureOfExperts(nn.Module):
         return (weights[:, :, None] * outputs).sum(1).reshape(hidden_states.shape)
 
     def close(self) -> None:
-        """Ends what this layer has made; a client that it was given goes on, and is to be closed after this."""
+        """Close what this layer has made; a client that it was given stays open, and must be closed later."""
         network_loop.run(self._dispatcher.close())
         if self._own_client is not None:
             self._own_client.close()

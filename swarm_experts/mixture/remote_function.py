@@ -1,4 +1,4 @@
-"""Experts as a node of autograd: forward and backward ask the same ones."""
+"""Experts as a node of autograd: forward and backward call the same experts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from swarm_protocol.process import network_loop
 
 
 def expert_outputs(rows: torch.Tensor, answers: Answers, dispatcher: Dispatcher) -> torch.Tensor:
-    """The outputs in ``answers``, [rows, k, hidden], as a function of ``rows``, [rows, hidden], on their device.
+    """Return the outputs in ``answers``, [rows, k, hidden], as a function of ``rows``, [rows, hidden], on their device.
 
-    Backward has the experts compute the gradient of the rows again, and train themselves; an expert that fails then
-    contributes no gradient.
+    The backward pass lets the experts compute the gradient of the rows, and train themselves. An expert that fails in
+    it contributes no gradient.
     """
-    # Experts are trained also if the rows need no gradient: some input must, or autograd has no node here.
+    # Experts train even if the rows need no gradient, but autograd has a node here only if some input needs one.
     needed = torch.zeros((), requires_grad=torch.is_grad_enabled())
     outputs: torch.Tensor = _AskExperts.apply(rows, needed, answers, dispatcher)  # type: ignore[no-untyped-call]
     return outputs
@@ -43,7 +43,7 @@ class _AskExperts(torch.autograd.Function):
 
 
 def on_wire(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """On the CPU, in fp32. Raises TrainingDiverged if it is not finite."""
+    """Return the tensor on the CPU, in fp32. Raise TrainingDiverged if it is not finite."""
     tensor = tensor.detach().to("cpu", torch.float32)
     if not bool(torch.isfinite(tensor).all()):
         raise TrainingDiverged(f"{what} are not finite (they contain NaN or infinity): what is trained has diverged")

@@ -1,1 +1,1 @@
-"""Speaks gRPC: the service of a server that has experts, and calls of it."""
+"""The gRPC service of a server of experts, and the calls to it."""

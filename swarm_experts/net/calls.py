@@ -1,4 +1,4 @@
-"""Calls of experts over gRPC. Each server is known by the TLS certificate that its signed record promises."""
+"""The calls of experts over gRPC. Each server is authenticated by the TLS certificate in its signed record."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from swarm_protocol.wire.codec import decode, encode
 
 
 class ExpertCalls(Protocol):
-    """Tensors are [rows, hidden] fp32 on the CPU. Both raise SwarmError; who waits no longer cancels them."""
+    """The interface of calls to experts. Tensors are [rows, hidden] fp32 on the CPU. Calls raise SwarmError."""
 
     async def forward(self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
-        """The expert's outputs."""
+        """Return the expert's outputs."""
 
     async def backward(
         self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
     ) -> torch.Tensor:
-        """The gradient of the inputs; the expert takes a step."""
+        """Return the gradient of the inputs; the expert takes an optimizer step."""
 
     async def close(self) -> None: ...
 
 
 class GrpcCalls:
-    """Channels are kept open. Used on one event loop."""
+    """The calls to experts over gRPC, with channels that are kept open. Used on one event loop only."""
 
     def __init__(self, credentials: ClientCredentials) -> None:
         self._channels = PinnedChannels(credentials)
@@ -54,7 +54,7 @@ class GrpcCalls:
         return _checked(reply.grad_inputs, inputs, holder)
 
     async def send_forward(self, holder: Holder, request: pb.ForwardRequest) -> pb.ForwardReply:
-        """The answer as it comes; nobody has checked it."""
+        """Return the unchecked answer."""
         stub = await self._stub(holder)
         async with translated(holder.peer_id):
             reply: pb.ForwardReply = await stub.Forward(request)
@@ -69,7 +69,7 @@ class GrpcCalls:
 
 
 def _checked(wire: swarm_pb2.Tensor, inputs: torch.Tensor, holder: Holder) -> torch.Tensor:
-    """What has come, if it is like the inputs. Raises BadReply otherwise."""
+    """Return the received tensor. Raise BadReply if it is not like the inputs."""
     try:
         tensor = decode(wire, MAX_CALL_BYTES)
     except RequestRejected as error:

@@ -1,4 +1,4 @@
-"""Replicas of experts between servers, in parts; both sides check what arrives."""
+"""Transfer of replicas between servers, in parts; both sides check the data that arrive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Part(Protocol):
 
 
 def most_seconds(size_bytes: int) -> float:
-    """So long a replica may take to arrive: whoever sends less than 1 MiB/s is too slow."""
+    """Return the longest time that a replica may take to arrive; less than 1 MiB/s is too slow."""
     return _ANSWER_S + size_bytes / MIB
 
 
@@ -35,10 +35,10 @@ def parts_of(data: bytes) -> Iterator[bytes]:
 
 
 async def received(replica: Replica, first: _Part, parts: AsyncIterator[_Part], timeout_s: float) -> bytes:
-    """The bytes of a replica, whose first part has come; memory is taken for what has arrived.
+    """Return the bytes of a replica whose first part has come; memory is reserved only for what has arrived.
 
     Raises:
-        RequestRejected: they are more, fewer or others than was said.
+        RequestRejected: the bytes are not those of the description.
         TimeoutError: they do not come in time.
     """
     came = [first.data]
@@ -56,7 +56,7 @@ async def received(replica: Replica, first: _Part, parts: AsyncIterator[_Part], 
 
 
 class ReplicaCalls:
-    """Channels are kept open. Used on one event loop; all calls raise SwarmError."""
+    """The calls for replicas, over channels that are kept open. Used on one event loop; all calls raise SwarmError."""
 
     def __init__(self, credentials: ClientCredentials, name: str, grid: Sequence[int]) -> None:
         self._channels = PinnedChannels(credentials)
@@ -64,7 +64,7 @@ class ReplicaCalls:
         self._grid = grid
 
     async def send(self, keeper: Holder, replica: Replica, data: bytes) -> None:
-        """Returns when the keeper has it."""
+        """Send a replica, and return when the keeper has it."""
 
         def requests() -> Iterator[pb.KeepReplicaRequest]:
             yield pb.KeepReplicaRequest(name=self._name, replica=replica.to_proto())
@@ -77,7 +77,7 @@ class ReplicaCalls:
             await call
 
     async def listed(self, keeper: Holder) -> list[Replica]:
-        """Those that it has."""
+        """Return the descriptions of the keeper's replicas."""
         stub = await self._stub(keeper)
         async with translated(keeper.peer_id):
             reply = await stub.ListReplicas(pb.ListReplicasRequest(name=self._name), timeout=_ANSWER_S)
@@ -87,7 +87,7 @@ class ReplicaCalls:
             raise BadReply(str(error), keeper.peer_id) from None
 
     async def fetch(self, keeper: Holder, cell: Cell, most_bytes: int) -> tuple[Replica, bytes]:
-        """The replica of a cell, which may be a newer one than was listed."""
+        """Return the replica of a cell, which may be newer than the listed one."""
         stub = await self._stub(keeper)
         call = stub.FetchReplica(pb.FetchReplicaRequest(name=self._name, cell=cell), timeout=most_seconds(most_bytes))
         try:

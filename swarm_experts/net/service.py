@@ -1,4 +1,4 @@
-"""The gRPC service of a server of experts: who calls is authenticated here, what is asked is answered elsewhere."""
+"""The gRPC service of a server of experts: it authenticates callers, and passes requests to handlers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Handlers(Protocol):
-    """Both raise SwarmError; the first argument is the caller's peer id."""
+    """The handlers of calls to experts. Both raise SwarmError; the first argument is the caller's peer id."""
 
     async def forward(self, caller: str, request: pb.ForwardRequest) -> pb.ForwardReply: ...
 
@@ -28,7 +28,7 @@ class Handlers(Protocol):
 
 
 class ReplicaHandlers(Protocol):
-    """See ``Keeper``. All raise SwarmError; ``keep`` ValueError and TimeoutError besides."""
+    """The handlers for replicas, see ``Keeper``. They raise SwarmError; ``keep`` also ValueError and TimeoutError."""
 
     async def keep(self, caller: str, requests: AsyncIterator[pb.KeepReplicaRequest]) -> pb.KeepReplicaReply: ...
 
@@ -39,7 +39,7 @@ class ReplicaHandlers(Protocol):
 
 class ExpertsService(ExpertsServicer):
     def __init__(self, handlers: Handlers, replicas: ReplicaHandlers, access: AccessControl | None) -> None:
-        """``access``: that of a private swarm; None: everybody may call."""
+        """Create the service; ``access`` is the access control of a private swarm, or None if everybody may call."""
         self._handlers = handlers
         self._replicas = replicas
         self._access = access
@@ -47,7 +47,7 @@ class ExpertsService(ExpertsServicer):
     async def Forward(self, request: pb.ForwardRequest, context: _Context) -> pb.ForwardReply:
         async with errors_as_status(context):
             return await self._handlers.forward(admitted(context, self._access, Role.CLIENT), request)
-        return pb.ForwardReply()  # the status says what is wrong
+        return pb.ForwardReply()  # the status has the error
 
     async def Backward(self, request: pb.BackwardRequest, context: _Context) -> pb.BackwardReply:
         async with errors_as_status(context):
@@ -82,10 +82,10 @@ async def start_service(
     port: int,
     access: AccessControl | None,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that listens, and its port.
+    """Return a server that listens, and its port.
 
     Raises:
-        ValueError: the address cannot be listened on.
+        ValueError: the server cannot listen at the address.
     """
     service = ExpertsService(handlers, replicas, access)
     return await start_server(partial(add_ExpertsServicer_to_server, service), certificate, host, port)

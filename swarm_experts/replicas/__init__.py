@@ -1,1 +1,1 @@
-"""The state of experts at other servers: kept for others, sent to them, and loaded by who takes an expert's place."""
+"""Replicas of experts' states: kept for other servers, sent to them, and loaded by a server that adopts an expert."""

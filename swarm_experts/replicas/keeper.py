@@ -1,4 +1,4 @@
-"""Keeps replicas of experts that other servers have, in memory, within limits."""
+"""The keeper of replicas of other servers' experts, in memory and within limits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from swarm_experts.pb import experts_pb2 as pb
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
 from swarm_protocol.wire.printable import printable
 
-MAX_REPLICAS = 4096  # a list of them fits in a message
-STALE_S = 3600.0  # senders renew their replicas twice in that time; one that nobody renews may be replaced
+MAX_REPLICAS = 4096  # so many that a list of them fits in a message
+STALE_S = 3600.0  # senders renew their replicas twice in that time; a replica that nobody renews may be replaced
 _FIRST_S = 10.0
 _logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ class _Kept:
 
 
 class Keeper:
-    """That of one server; used on one event loop.
+    """The keeper of one server; used on one event loop only.
 
-    A replica is taken from the server that the DHT names for its cell, and from no other. One sender may use half of
-    the room, and sends one at a time. An older version does not replace a newer one. What nobody has renewed for an
-    hour makes room for others.
+    It accepts a replica only from the server that the DHT names for its cell. One sender may use half of the memory,
+    and sends one replica at a time. An older version does not replace a newer one. A replica that nobody has
+    renewed for an hour makes room for others.
     """
 
     def __init__(self, config: ServerConfig, board: CellBoard, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,12 +57,12 @@ class Keeper:
         return [kept.replica for kept in self._kept.values()]
 
     def data(self, cell: Cell) -> bytes | None:
-        """None if there is none."""
+        """Return the replica's bytes, or None if there is no replica of the cell."""
         kept = self._kept.get(cell)
         return None if kept is None else kept.data
 
     async def keep(self, caller: str, requests: AsyncIterator[pb.KeepReplicaRequest]) -> pb.KeepReplicaReply:
-        """Raises RequestRejected, PeerMoved, PeerBusy, PeerUnavailable; TimeoutError: the bytes come too slowly."""
+        """Keep a replica. Raise RequestRejected, PeerMoved, PeerBusy, PeerUnavailable; TimeoutError if it is slow."""
         async with asyncio.timeout(_FIRST_S):
             first = await anext(requests, None)
         if first is None or not first.HasField("replica"):
@@ -72,17 +72,17 @@ class Keeper:
         await self._require_owner(caller, replica.cell)
         with self._room(caller, replica):
             data = await received(replica, first, requests, most_seconds(replica.size_bytes))
-            self._require_newer(replica)  # of two that arrived at once as well
+            self._require_newer(replica)  # checked again, in case two replicas arrived at once
             self._kept[replica.cell] = _Kept(replica, data, caller, self._clock())
         return pb.KeepReplicaReply()
 
     async def listed(self, request: pb.ListReplicasRequest) -> pb.ListReplicasReply:
-        """Raises PeerMoved."""
+        """Return the descriptions of all replicas. Raise PeerMoved for another mixture."""
         self._require_name(request.name)
         return pb.ListReplicasReply(replicas=[replica.to_proto() for replica in self.replicas])
 
     async def fetch(self, request: pb.FetchReplicaRequest) -> AsyncIterator[pb.FetchReplicaReply]:
-        """Raises PeerMoved."""
+        """Yield a replica in parts. Raise PeerMoved for another mixture, or if there is no replica of the expert."""
         self._require_name(request.name)
         kept = self._kept.get(tuple(request.cell))
         if kept is None:
@@ -96,7 +96,7 @@ class Keeper:
             raise PeerMoved(f"replicas here are of {self._config.name}, and not of {printable(name, 80)}")
 
     async def _require_owner(self, caller: str, cell: Cell) -> None:
-        """Who has sent what is kept, and has withdrawn its records a moment ago, may send what it has learned since."""
+        """Raise RequestRejected unless the caller owns the cell, or sent its replica and nobody owns it now."""
         holders = (await self._board.read({cell[:-1]}))[cell[:-1]].get(cell[-1], [])
         senders = [self._kept[cell].sender] if cell in self._kept else []
         if caller not in ([holders[0].peer_id] if holders else senders):
@@ -113,7 +113,7 @@ class Keeper:
 
     @contextmanager
     def _room(self, caller: str, replica: Replica) -> Iterator[None]:
-        """Set aside for what arrives; what it replaces stays until then."""
+        """Reserve room for an arriving replica; the replica that it replaces stays until it is complete."""
         self._require_newer(replica)
         if caller in self._arriving:
             raise PeerBusy("another replica of this server is arriving: expected one at a time")

@@ -1,4 +1,4 @@
-"""Sends the state of own experts to keepers, and finds the newest replica of an expert there."""
+"""Replication of own experts to keepers, and the search for the newest replica of an expert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swarm_protocol.checkpoints import safetensors_bytes
 from swarm_protocol.errors import SwarmError
 
 _RENEW_S = STALE_S / 2
-_TRIED = 3  # keepers, for each that is wanted
+_TRIED = 3  # keepers to try for each replica that is wanted
 State = dict[str, torch.Tensor]
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ _logger = logging.getLogger(__name__)
 
 class KeeperBoard(Protocol):
     async def keepers(self) -> list[Holder]:
-        """Raises PeerUnavailable if the DHT does not say."""
+        """Return the keepers. Raise PeerUnavailable if the DHT does not answer."""
 
 
 class Trained(Protocol):
-    """See ``Expert`` of the server."""
+    """The interface of a trained expert, see ``Expert`` of the server."""
 
     @property
     def num_steps(self) -> int: ...
@@ -62,7 +62,7 @@ class Found:
 
 
 class Replication:
-    """Of one server; used on one event loop."""
+    """The replication of one server's experts; used on one event loop only."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Replication:
         in_thread: InThread,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``in_thread``: calls what needs experts at rest."""
+        """Create the replication; ``in_thread`` runs a function while no expert computes."""
         self._config = config
         self._own = own
         self._board = board
@@ -85,16 +85,16 @@ class Replication:
         self._sent: dict[Cell, dict[Holder, _Sent]] = {}
 
     async def send(self, experts: Mapping[Cell, Trained]) -> None:
-        """Sends experts that have changed to as many keepers as are wanted.
+        """Send experts that have changed to as many keepers as are configured.
 
         Raises:
-            PeerUnavailable: the DHT does not say who keeps replicas.
+            PeerUnavailable: the DHT does not name the keepers.
         """
         if not self._config.replicas:
             return
         keepers = {each.peer_id: each for each in await self._board.keepers() if each.peer_id != self._own.peer_id}
         self._sent = {cell: sent for cell, sent in self._sent.items() if cell in experts}
-        for cell, expert in list(experts.items()):  # some may come and go meanwhile
+        for cell, expert in list(experts.items()):  # experts may be added or removed during the loop
             ranked = [keepers[peer_id] for peer_id in in_rank(self._config.name, cell, keepers)]
             await self._send(cell, expert, ranked[: self._config.replicas * _TRIED])
 
@@ -122,7 +122,7 @@ class Replication:
             count += 1
 
     async def find(self) -> dict[Cell, list[Found]]:
-        """Where there are replicas, the newest of each cell first. A keeper that does not answer is left out."""
+        """Return the replicas of each cell, the newest first. A keeper that does not answer is left out."""
         try:
             keepers = [each for each in await self._board.keepers() if each.peer_id != self._own.peer_id]
         except SwarmError as error:
@@ -137,9 +137,9 @@ class Replication:
         return found
 
     async def load(self, cell: Cell, expert: Trained, found: Sequence[Found], above: int) -> bool:
-        """Gives an expert that is not in use the newest replica that can be had; returns whether there was one.
+        """Load the newest available replica into an expert that is not in use; return whether there was one.
 
-        ``above``: those with so many steps or fewer are not wanted.
+        Replicas with ``above`` steps or fewer are ignored.
         """
         name = expert_name(self._config.name, cell)
         for each in found:
@@ -172,12 +172,12 @@ class Replication:
 
 
 def _load(expert: Trained, replica: Replica, data: bytes) -> None:
-    """Raises ValueError if they are no state of such an expert after so many steps."""
+    """Load the bytes. Raise ValueError if they are not the state of such an expert after so many steps."""
     try:
         tensors, _ = safetensors_bytes.from_bytes(data)
     except SafetensorError as error:
         raise ValueError(f"it is no file of tensors: {error}") from None
     try:
         expert.load(tensors, replica.num_steps)
-    except RuntimeError as error:  # of torch, for types that do not compute
+    except RuntimeError as error:  # from torch, for unsupported types
         raise ValueError(f"it is no state of an expert: {error}") from None

@@ -1,1 +1,1 @@
-"""Decides, and does nothing else: which experts a row goes to, whose turn it is, who takes a cell or keeps replicas."""
+"""Pure decisions: the experts of a row, the next batch, the cells of a server, and the keepers of replicas."""

@@ -1,4 +1,4 @@
-"""Whose turn it is to be computed: requests of one expert wait for each other for a short time."""
+"""The order of computation: requests of one expert wait a short time for each other, to form a batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 @dataclass
 class _Waiting(Generic[T]):
-    items: deque[tuple[T, int, float]] = field(default_factory=deque)  # with its rows and when it came, in seconds
+    items: deque[tuple[T, int, float]] = field(default_factory=deque)  # with rows and time of arrival in seconds
     rows: int = 0
 
 
 class BatchQueue(Generic[K, T]):
-    """Items that wait, by key. Those of one key are computed together.
+    """The waiting items, by key; items of one key are computed together.
 
     A batch is due when its oldest item has waited for ``window_s``, or it is full.
     """
@@ -34,11 +34,11 @@ class BatchQueue(Generic[K, T]):
         waiting.rows += rows
 
     def due_in_s(self, now: float) -> float | None:
-        """When the next batch is due; 0: now. None: nothing waits."""
+        """Return the time until the next batch is due: 0 if it is due now, None if nothing waits."""
         return min((max(0.0, self._due_at(waiting) - now) for waiting in self._waiting.values()), default=None)
 
     def take(self) -> tuple[K, list[T]]:
-        """The batch that is due first, which may not be empty: at least one item, and no more rows than fit."""
+        """Remove and return the batch that is due first, which must exist: at least one item, no more rows than fit."""
         key = min(self._waiting, key=lambda each: self._due_at(self._waiting[each]))
         waiting = self._waiting[key]
         items: list[T] = []

@@ -1,8 +1,8 @@
-"""Which living experts score best for each row: beam search over prefixes of the grid (Learning@home, section 3.2).
+"""The search for the living experts with the best scores: beam search over prefixes (Learning@home, section 3.2).
 
 The score of a cell is the sum of its coordinates' scores, one gate for each dimension (product keys: Lample et al.,
-2019). So the search goes through the dimensions, and keeps the prefixes with the best sums so far. It asks which
-coordinates follow a prefix; whoever reads the DHT answers.
+2019). The search therefore goes through the dimensions, and keeps the prefixes with the best sums. It yields prefixes,
+and the caller, which reads the DHT, answers with the coordinates that follow them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Found:
     """The best cells of each row, best first.
 
     Attributes:
-        cells: [rows, k, dimensions]; -1 where there are fewer.
-        living: for each dimension, which coordinates may have living experts: [size]; those that nobody asked for may.
+        cells: [rows, k, dimensions]; -1 where there are fewer than k.
+        living: for each dimension, [size], whether a coordinate may have living experts; true for first coordinates
+            that were not looked up.
     """
 
     cells: Ints
@@ -35,10 +36,10 @@ class Found:
 
 
 def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozenset[Prefix], Following, Found]:
-    """Yields prefixes, wants to be sent what follows each, and returns the best cells.
+    """Yield prefixes, receive the coordinates that follow each, and return the best cells.
 
-    Exact if ``beam`` is at least the number of prefixes of each length; or at least k, and no cell is empty. Of the
-    first dimension, prefixes without experts do not count in the beam.
+    The result is exact if ``beam`` is at least the number of prefixes of each length; or at least k, and no cell is
+    empty. Prefixes of one coordinate without experts do not count in the beam.
 
     Args:
         scores: for each dimension, [rows, size]; finite.
@@ -46,10 +47,10 @@ def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozen
     sizes = [own.shape[1] for own in scores]
     living = [np.ones(sizes[0], bool), *(np.zeros(size, bool) for size in sizes[1:])]
     following: dict[Prefix, Mask] = {}
-    # [rows, beam]: prefixes, each as the number that its coordinates make, row by row of the grid; and their sums
+    # prefixes: [rows, beam], each encoded as the number of its cell, row by row of the grid; sums: their scores
     prefixes, sums = np.zeros((len(scores[0]), 1), np.int64), np.zeros((len(scores[0]), 1))
     start = 0
-    if len(scores) > 1:  # what follows the empty prefix is not stored: the best first coordinates are tried
+    if len(scores) > 1:  # the DHT has no record of the empty prefix: try the best first coordinates
         start = 1
         while True:
             prefixes, sums = _top(np.where(living[0], scores[0], -np.inf), beam)
@@ -88,7 +89,7 @@ def _coordinates(number: int, sizes: Sequence[int]) -> Prefix:
 
 
 def _top(values: Floats, count: int) -> tuple[Ints, Floats]:
-    """Where the greatest of each row are, and what they are, greatest first: [rows, up to count]."""
+    """Return the indices and values of the greatest elements of each row, greatest first: [rows, up to count]."""
     count = min(count, values.shape[1])
     some = np.argpartition(-values, count - 1, axis=1)[:, :count]
     order = np.argsort(-np.take_along_axis(values, some, axis=1), axis=1, kind="stable")

@@ -1,4 +1,4 @@
-"""Who keeps the replicas of an expert, and which of them one that takes its place loads."""
+"""The choice of the keepers of an expert's replicas, and of the orphaned experts to adopt."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from swarm_experts.core.cells import Cell, expert_name
 
 
 def in_rank(name: str, cell: Cell, peer_ids: Iterable[str]) -> list[str]:
-    """Peers in the order in which they are asked to keep a cell's replica: highest random weight first.
+    """Return peers in the order in which they are asked to keep a cell's replica: lowest hash first.
 
-    Whoever comes or goes changes little for others (rendezvous hashing: Thaler and Ravishankar, 1998).
+    A peer that comes or goes changes little for others (rendezvous hashing: Thaler and Ravishankar, 1998).
     """
     cell_name = expert_name(name, cell)
     return sorted(peer_ids, key=lambda peer_id: hashlib.sha256(f"{cell_name} {peer_id}".encode()).digest())
 
 
 class Orphans:
-    """Cells whose replicas are kept here and that no server announces any more, and since when."""
+    """The cells with replicas here that no server announces any more, with the time since when."""
 
     def __init__(self) -> None:
         self._since: dict[Cell, float] = {}
 
     def due(self, now: float, announced: Mapping[Cell, bool], after_s: Mapping[Cell, float]) -> list[Cell]:
-        """Those that have been missing for as long as ``after_s`` says, the longest missing first.
+        """Return the cells that have been missing for at least ``after_s``, the longest missing first.
 
-        ``announced``: for each cell of which there is a replica, whether some server has it at this moment.
+        ``announced`` has, for each cell with a replica, whether some server has the expert at this moment.
         """
         missing = [cell for cell, is_there in announced.items() if not is_there]
         self._since = {cell: self._since.get(cell, now) for cell in missing}

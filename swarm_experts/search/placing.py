@@ -1,4 +1,4 @@
-"""Which cells of the grid a server takes, and which it gives up."""
+"""The choice of the grid cells that a server takes, and of those that it gives up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swarm_experts.core.cells import Cell, num_cells, numbered
 
 
 def candidates(grid: Sequence[int], salt: str) -> Iterator[Cell]:
-    """All cells, from a place and in strides that depend on ``salt``, so that servers begin in different places."""
+    """Yield all cells, with a start and a stride that depend on ``salt``, so that servers begin in different places."""
     size = num_cells(grid)
     digest = hashlib.sha256(salt.encode()).digest()
     start, stride = int.from_bytes(digest[:8], "big") % size, int.from_bytes(digest[8:16], "big") % size
@@ -19,15 +19,15 @@ def candidates(grid: Sequence[int], salt: str) -> Iterator[Cell]:
 
 
 def clashes(own: Iterable[Cell], others: Mapping[Cell, Collection[str]], peer_id: str) -> set[Cell]:
-    """The cells that a peer gives up: another has them too, whose id is lower. Clients take that one."""
+    """Return the cells that a peer gives up: another peer with a lower id has them too, and clients call that peer."""
     return {cell for cell in own if any(other < peer_id for other in others.get(cell, ()))}
 
 
 def by_prefix(cells: Iterable[Cell]) -> dict[Cell, set[int]]:
-    """The prefixes under which cells are announced, and the coordinates that follow each.
+    """Return the prefixes under which cells are announced, and the coordinates that follow each.
 
-    In a grid of one dimension that is the empty prefix; in others the empty one is left out: clients go through the
-    first coordinates, of which there are few, so that not all servers have to stand under one key.
+    A grid of one dimension uses the empty prefix. Grids of more dimensions leave it out, so that not all servers store
+    a record under one key. Clients try the first coordinates instead, which are few.
     """
     following: dict[Cell, set[int]] = {}
     for cell in cells:

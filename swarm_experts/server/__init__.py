@@ -1,1 +1,1 @@
-"""Hosts experts: computes and trains them, puts requests together, announces, saves and adopts them."""
+"""A server of experts: it computes, trains, batches, announces, saves and adopts experts."""

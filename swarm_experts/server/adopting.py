@@ -1,4 +1,4 @@
-"""Takes experts whose server has been gone for some time, of those whose replicas are kept here."""
+"""Adoption of experts whose server has been gone for some time, if their replicas are kept here."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Adopter:
-    """Of one server; used on one event loop.
+    """The adopter of one server; used on one event loop only.
 
-    Keepers wait for each other: the first in rank for ``adopt_after_s``, each of the others for the lifetime of a
-    record longer, by when it sees that the expert is there again.
+    Keepers take turns: the first in rank waits for ``adopt_after_s``. Each further one waits longer by the lifetime of
+    a record, and then sees whether the expert is announced again.
 
     Attributes:
-        adopted: cells that this server has taken.
+        adopted: the cells that this server has adopted.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Adopter:
         self.adopted: set[Cell] = set()
 
     async def given_up(self) -> set[Cell]:
-        """Adopted cells that another server has as well, and keeps; they are adopted no more."""
+        """Remove and return the adopted cells that another server has as well, and keeps."""
         gone = await self._announcer.given_up(self.adopted)
         self.adopted -= gone
         return gone
 
     async def adopt(self, own: Collection[Cell], build: Callable[[], Expert]) -> dict[Cell, Expert]:
-        """Experts that are due, each with its newest replica. Raises PeerUnavailable if the DHT does not say."""
+        """Return experts to adopt, each with its newest replica. Raise PeerUnavailable if the DHT does not answer."""
         left = self._config.adopt - len(self.adopted)
         cells = [replica.cell for replica in self._keeper.replicas if replica.cell not in own]
         if left <= 0 or not cells:

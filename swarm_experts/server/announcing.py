@@ -1,4 +1,4 @@
-"""Takes free cells of the grid for the experts of a server, and says in the DHT that they are there."""
+"""The claim of free grid cells for a server's experts, and their announcement in the DHT."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from swarm_experts.directory.records import Holder
 from swarm_experts.search.placing import by_prefix, candidates, clashes
 from swarm_protocol.errors import SwarmError
 
-_LOOKED_AT = 64  # cells at once
-_LIFETIMES_WAITED = 1.5  # of a record
+_LOOKED_AT = 64  # cells looked up at once
+_LIFETIMES_WAITED = 1.5  # times the lifetime of a record
 _LOOK_S = 1.0
 _logger = logging.getLogger(__name__)
 
 
 class Announcer:
-    """Of one server."""
+    """The announcer of one server's experts."""
 
     def __init__(self, board: Board, own: Holder, config: ServerConfig) -> None:
         self._board = board
@@ -30,11 +30,11 @@ class Announcer:
         self._published: set[Cell] = set()  # prefixes
 
     async def free_cells(self, count: int, wanted: Iterable[Cell] = (), taken: Collection[Cell] = ()) -> list[Cell]:
-        """So many cells that nobody else has, the ``wanted`` ones first, none of them ``taken``.
+        """Return ``count`` cells that no other server has, the ``wanted`` ones first, none of them in ``taken``.
 
         Raises:
-            SwarmError: there are not so many.
-            PeerUnavailable: the DHT does not say.
+            SwarmError: there are not enough free cells.
+            PeerUnavailable: the DHT does not answer.
         """
         grid = self._config.grid
         found = await self._without_others(list(dict.fromkeys(wanted)))
@@ -50,11 +50,11 @@ class Announcer:
         return found[:count]
 
     async def claimed(self, cells: Collection[Cell]) -> list[Cell]:
-        """These cells, once no other server has them: records of one that was killed last for a while.
+        """Wait until no other server has these cells, and return them: the records of a killed server last for a while.
 
         Raises:
-            SwarmError: another server has one of them, and goes on announcing it.
-            PeerUnavailable: the DHT does not say.
+            SwarmError: another server has one of the cells, and continues to announce it.
+            PeerUnavailable: the DHT does not answer.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + _LIFETIMES_WAITED * self._config.lifetime_s
@@ -70,17 +70,17 @@ class Announcer:
         return list(cells)
 
     async def announced(self, cells: Collection[Cell]) -> set[Cell]:
-        """Those that another server has at present."""
+        """Return the cells among these that another server has at present."""
         return {cell for cell, others in (await self._others(cells)).items() if others}
 
     async def given_up(self, cells: Collection[Cell]) -> set[Cell]:
-        """Own cells that another server has taken as well, and keeps."""
+        """Return the own cells among these that another server has taken as well, and keeps."""
         return clashes(cells, await self._others(cells), self._own.peer_id)
 
     async def moves(self, cells: Collection[Cell], staying: Collection[Cell] = ()) -> dict[Cell, Cell]:
-        """Own cells that another server has taken as well, at the same time, and those to go to instead.
+        """Return own cells that another server has taken at the same time, each with a free cell to move to.
 
-        ``staying``: other own cells, where nothing can go.
+        ``staying`` are other own cells, which are not free.
         """
         given_up = await self.given_up(cells)
         if not given_up:
@@ -92,7 +92,7 @@ class Announcer:
         return dict(zip(sorted(given_up), free, strict=True))
 
     async def publish(self, cells: Iterable[Cell]) -> bool:
-        """Returns whether all is stored. Where experts were announced before and are no more, that is said as well."""
+        """Announce experts, and withdraw earlier announcements of absent ones; return whether all is stored."""
         following = by_prefix(cells)
         gone: dict[Cell, set[int]] = {prefix: set() for prefix in self._published - following.keys()}
         is_stored = await self._board.publish(self._own, following | gone, self._config.lifetime_s)
@@ -104,7 +104,7 @@ class Announcer:
         return [cell for cell in cells if not others[cell]]
 
     async def _others(self, cells: Collection[Cell]) -> dict[Cell, set[str]]:
-        """Peer ids of other servers that have an expert there."""
+        """Return for each cell the peer ids of other servers that have an expert there."""
         known = await self._board.read({cell[:-1] for cell in cells}) if cells else {}
         return {
             cell: {each.peer_id for each in known[cell[:-1]].get(cell[-1], ())} - {self._own.peer_id} for cell in cells

@@ -9,15 +9,15 @@ from swarm_protocol.errors import RequestRejected
 
 _MODULE, _OPTIMIZER, _STEPS = "module.", "optimizer.", "num_steps"
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
-_STATE_FACTOR = 4  # bytes of all its state for each of its parameters; Adam takes three times as many
+_STATE_FACTOR = 4  # most bytes of the whole state per byte of the module; with Adam's two moments, there are three
 _SPARE_BYTES = 1 << 20
 
 
 class Expert:
-    """Used by one thread at a time.
+    """A module that is trained with Adam; used by one thread at a time.
 
     Attributes:
-        num_steps: backward batches it has been trained with, those before it was loaded included: its version.
+        num_steps: its version: the number of optimizer steps, including those before it was loaded.
     """
 
     def __init__(self, module: nn.Module, learning_rate: float, max_grad_norm: float) -> None:
@@ -28,12 +28,12 @@ class Expert:
         self._max_grad_norm = max_grad_norm
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Raises RequestRejected if the outputs are not finite."""
+        """Return the outputs, [rows, hidden]. Raise RequestRejected if they are not finite."""
         with torch.inference_mode():
             return _finite(self.module(inputs), "outputs")
 
     def backward(self, inputs: torch.Tensor, grad_outputs: torch.Tensor) -> torch.Tensor:
-        """The gradient of the inputs with the weights of now; then takes a step.
+        """Return the gradient of the inputs, [rows, hidden], with the present weights; then take an optimizer step.
 
         Raises:
             RequestRejected: gradients are not finite; no step is taken.
@@ -56,15 +56,15 @@ class Expert:
 
     @property
     def most_bytes(self) -> int:
-        """Of its state, encoded."""
+        """Return the largest size of its encoded state."""
         return _SPARE_BYTES + _STATE_FACTOR * sum(int(each.nbytes) for each in self.module.state_dict().values())
 
     def versioned_state(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """``num_steps``, and ``state`` at that moment."""
+        """Return ``num_steps``, and ``state`` at that moment."""
         return self.num_steps, self.state()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies of all that it is, by name."""
+        """Return copies of its whole state, by name."""
         tensors = {_STEPS: torch.tensor(self.num_steps)}
         tensors |= {f"{_MODULE}{name}": tensor for name, tensor in self.module.state_dict().items()}
         if self._optimizer is not None:
@@ -73,11 +73,11 @@ class Expert:
         return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
 
     def load(self, tensors: dict[str, torch.Tensor], num_steps: int | None = None) -> None:
-        """What ``state`` has given; that of an older file has no ``num_steps``.
+        """Load the tensors that ``state`` returned; a file of an older version has no ``num_steps``.
 
         Raises:
-            ValueError: they are those of another kind of expert, not after ``num_steps``, or not finite; nothing is
-                changed.
+            ValueError: the tensors are those of another kind of expert, not after ``num_steps``, or not finite; nothing
+                is changed.
         """
         rest = dict(tensors)
         steps = rest.pop(_STEPS, torch.tensor(0))
@@ -97,7 +97,7 @@ class Expert:
         self.num_steps = int(steps)
 
     def _optimizer_state(self, tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-        """Adam's, by the number of the parameter. Raises ValueError if it is not that of these parameters."""
+        """Return Adam's state by the number of the parameter. Raise ValueError if it does not fit these parameters."""
         states: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             number, _, field = name.removeprefix(_OPTIMIZER).partition(".")

@@ -1,4 +1,4 @@
-"""A server of experts: joins the DHT, takes cells, answers calls, saves what it has trained, and has others keep it."""
+"""A server of experts: it joins the DHT, takes cells, answers calls, and saves and replicates its experts."""
 
 from __future__ import annotations
 
@@ -34,34 +34,35 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_protocol.process.routine import repeat
 
-_NO_STEPS = -1  # fewer than any replica has
-_RENEWALS = 3  # in the lifetime of a record
+_NO_STEPS = -1  # less than any replica has
+_RENEWALS = 3  # in the lifetime of one record
 _GRACE_S = 1.0  # for calls that are being answered when the server ends
-_LAST_REPLICAS_S = 10.0  # the same
+_LAST_REPLICAS_S = 10.0  # for sending replicas when the server ends
 _logger = logging.getLogger(__name__)
 
 
 class ExpertServer:
-    """Serves from the moment it is made until ``close``; a context manager.
+    """A server of experts that serves from its construction until ``close``; also a context manager.
 
-    It works on the network loop of this process, beside what the caller does.
+    It works on the network loop of this process, in parallel to the caller.
 
     Attributes:
-        peer_id: its own.
+        peer_id: the server's own peer id.
         initial_peers: multiaddrs through which clients and other servers join.
     """
 
     def __init__(
         self, config: ServerConfig, identity: Identity | None = None, *, membership: Path | None = None
     ) -> None:
-        """
+        """Start the server.
+
         Args:
-            membership: file of a private swarm, from its organiser; or the environment variable SWARM_MEMBERSHIP has
-                its content. All but members are refused then.
+            membership: the membership file of a private swarm, from its organiser; the environment variable
+                SWARM_MEMBERSHIP may have its content instead. Only members may call then.
 
         Raises:
-            ValueError: an address cannot be listened on, there is no such kind of expert, or saved ones do not fit; or
-                the membership cannot be used.
+            ValueError: the server cannot listen at an address, the kind of expert is unknown, saved experts do not fit,
+                or the membership cannot be used.
             SwarmError: the grid is full, or another server has the cells. NoSwarm: no initial peer answered.
         """
         self.config = config
@@ -91,25 +92,25 @@ class ExpertServer:
 
     @property
     def experts(self) -> dict[Cell, Expert]:
-        """By cell."""
+        """Return a copy of the experts, by cell."""
         return dict(self._host.experts)
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those of other servers' experts that are kept here."""
+        """Return the descriptions of the replicas that this server keeps for other servers."""
         return self._keeper.replicas
 
     def replica_data(self, cell: Cell) -> bytes | None:
-        """What is kept here of another server's expert, in the safetensors format; None: nothing."""
+        """Return the replica of another server's expert, in the safetensors format, or None if there is none."""
         return self._keeper.data(cell)
 
     def check(self) -> None:
-        """Raises NoSwarm if the libp2p daemon has ended: nobody finds this server any more."""
+        """Raise NoSwarm if the libp2p daemon has ended, because nobody finds this server any more."""
         if self._dht is not None and not self._dht.is_alive:
             raise NoSwarm("the libp2p daemon of this server has ended: start the server again")
 
     def close(self) -> None:
-        """Withdraws the experts, and saves them if the server has a directory."""
+        """Withdraw the experts, save them if the server has a directory, and stop."""
         network_loop.run(self._stop())
 
     def __enter__(self) -> Self:
@@ -152,7 +153,7 @@ class ExpertServer:
         ordered = self._in_order(claimed or await self._free_cells(found))
         await self._load_replicas(ordered, found)
         self._host.experts |= dict(zip(ordered, self._loaded, strict=True))
-        for cell, to in zip(self._saved, ordered, strict=False):  # another server has taken some cells meanwhile
+        for cell, to in zip(self._saved, ordered, strict=False):  # others may have taken some of their cells
             self._move_file(cell, to)
         self._tasks = [asyncio.ensure_future(self._host.pool.run())]
         await self._announcer.publish(self._host.experts)
@@ -166,20 +167,20 @@ class ExpertServer:
         self._tasks += [asyncio.ensure_future(repeat(work, (pause, pause))) for work, pause in every_s.items()]
 
     async def _free_cells(self, found: Mapping[Cell, Sequence[Found]]) -> list[Cell]:
-        """Those of saved experts first, then those whose server is gone."""
+        """Return free cells: first those of saved experts, then those of replicas whose server is gone."""
         return await self._announcer.free_cells(self.config.num_experts, wanted=[*self._saved, *sorted(found)])
 
     async def _load_replicas(self, cells: Sequence[Cell], found: Mapping[Cell, Sequence[Found]]) -> None:
-        """Before anybody uses them: those that are newer than what was saved here."""
+        """Load replicas that are newer than the saved experts, before anybody uses the experts."""
         for number, (cell, expert) in enumerate(zip(cells, self._loaded, strict=True)):
             is_saved = number < len(self._saved)
             if is_saved and self._saved[number] != cell:
-                continue  # it comes from another cell
+                continue  # the expert was saved for another cell
             above = expert.num_steps if is_saved else _NO_STEPS
             await self._replication.load(cell, expert, found.get(cell, ()), above)
 
     def _in_order(self, cells: list[Cell]) -> list[Cell]:
-        """Each saved expert gets its cell back if it is among these; the rest are for the others."""
+        """Return the cells in the order of the saved experts, each with its own cell if possible, then the rest."""
         rest = iter([cell for cell in cells if cell not in self._saved])
         return [cell if cell in cells else next(rest) for cell in self._saved] + list(rest)
 
@@ -194,7 +195,7 @@ class ExpertServer:
         await _cancelled(self._tasks)
         if loops:
             await self._save()
-            await self._send_last_replicas()  # what has changed since
+            await self._send_last_replicas()  # steps since the last replicas
         if self._calls is not None:
             await self._calls.close()
         self._host.pool.close()
@@ -219,7 +220,7 @@ class ExpertServer:
             await self._board.revocations.keep()
 
     async def _adopt(self) -> None:
-        """Takes experts whose server is gone, and says so at once."""
+        """Adopt experts whose server is gone, and announce them at once."""
         adopted = await self._adopter.adopt(self._host.experts.keys(), lambda: self._expert(None))
         if adopted:
             self._host.experts |= adopted
@@ -255,7 +256,7 @@ class ExpertServer:
         if self._files is None:
             return
         for cell, expert in list(self._host.experts.items()):
-            if cell in self._adopter.adopted:  # others keep it, and it is none of this directory's
+            if cell in self._adopter.adopted:  # other servers keep it, and it does not belong in this directory
                 continue
             state = await self._host.pool.in_thread(expert.state)
             try:
@@ -265,7 +266,7 @@ class ExpertServer:
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
-    """Once they have ended; what else they raise is logged, and keeps nobody from leaving."""
+    """Cancel the tasks and wait for their end; log other errors, which must not prevent the server from stopping."""
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

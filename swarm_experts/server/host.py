@@ -1,4 +1,4 @@
-"""Answers what is asked of the experts of one server: checks what strangers send, and hands it to the task pool."""
+"""The handlers of calls to a server's experts: they check requests, and submit them to the task pool."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SHOWN_DIMS = 8
 
 
 class ExpertHost:
-    """Used on one event loop.
+    """The experts of one server, and the handlers of calls to them. Used on one event loop only.
 
     Attributes:
-        experts: by cell.
-        pool: computes them; its ``run`` must be running.
+        experts: the experts, by cell.
+        pool: the task pool that computes them; its ``run`` must be running.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -34,13 +34,13 @@ class ExpertHost:
         self._hidden = config.hidden
 
     async def forward(self, caller: str, request: pb.ForwardRequest) -> pb.ForwardReply:
-        """Raises RequestRejected, PeerMoved, PeerBusy."""
+        """Compute outputs. Raise RequestRejected, PeerMoved or PeerBusy."""
         cell = self._cell(request.name, request.cell)
         inputs = self._rows(request.inputs, "inputs")
         return pb.ForwardReply(outputs=encode(await self.pool.submit(caller, ("forward", cell), inputs))[0])
 
     async def backward(self, caller: str, request: pb.BackwardRequest) -> pb.BackwardReply:
-        """Raises RequestRejected, PeerMoved, PeerBusy."""
+        """Compute gradients, and train the expert. Raise RequestRejected, PeerMoved or PeerBusy."""
         cell = self._cell(request.name, request.cell)
         inputs, grads = self._rows(request.inputs, "inputs"), self._rows(request.grad_outputs, "gradients")
         if len(inputs) != len(grads):
@@ -53,7 +53,7 @@ class ExpertHost:
         self.experts[to] = self.experts.pop(cell)
 
     def _compute(self, key: Key, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Called by the pool, in its thread."""
+        """Compute a batch; the pool calls this in its thread."""
         kind, cell = key
         expert = self.experts.get(cell)
         if expert is None:
@@ -68,7 +68,7 @@ class ExpertHost:
         return cell
 
     def _rows(self, wire: swarm_pb2.Tensor, what: str) -> torch.Tensor:
-        """[rows, hidden] fp32."""
+        """Return the checked tensor, [rows, hidden] fp32."""
         tensor = decode(wire, MAX_CALL_BYTES)
         if tensor.dtype != torch.float32 or tensor.ndim != 2 or tensor.shape[1] != self._hidden or not len(tensor):
             raise RequestRejected(

@@ -1,4 +1,4 @@
-"""Kinds of experts, by name: feed-forward layers, and what users register."""
+"""The kinds of experts, by name: feed-forward layers, and kinds that users register."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INNER = 4  # times the hidden size
 
 
 def feedforward(hidden: int) -> nn.Module:
-    """As in a transformer: a norm, and two linear layers with GELU between them, four times as wide inside."""
+    """Return a layer as in a transformer: a norm, and two linear layers with GELU between them, four times as wide."""
     inner = _INNER * hidden
     return nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden))
 
@@ -21,10 +21,10 @@ _FACTORIES: dict[str, Factory] = {"feedforward": feedforward, "linear": lambda h
 
 
 def register_expert(kind: str, factory: Factory) -> None:
-    """Makes a kind of expert known to servers of this process.
+    """Register a kind of expert for servers of this process.
 
-    ``factory`` is given the hidden size, and returns a module that maps [rows, hidden] to [rows, hidden], each row by
-    itself: servers put the rows of several clients together. So no batch normalisation, and nothing between positions.
+    ``factory`` takes the hidden size, and returns a module that maps [rows, hidden] to [rows, hidden]. Rows must be
+    independent, because servers batch rows of several clients: no batch normalisation, no mixing of positions.
 
     Raises:
         ValueError: the name is taken.
@@ -39,7 +39,7 @@ def kinds() -> list[str]:
 
 
 def build(kind: str, hidden: int) -> nn.Module:
-    """Raises ValueError if there is no such kind, or what its factory makes does not map rows to rows."""
+    """Build a module. Raise ValueError if the kind is unknown, or its modules do not map rows to rows."""
     if kind not in _FACTORIES:
         raise ValueError(f"experts of kind {kind!r} are not known: expected one of {', '.join(kinds())}")
     module = _FACTORIES[kind](hidden)

@@ -20,13 +20,13 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """Those of one mixture in a directory; others there are left alone."""
+    """The files of one mixture in a directory, whose other files are left alone."""
 
     directory: Path
     name: str
 
     def cells(self) -> list[Cell]:
-        """Of the experts that are there, in order.
+        """Return the sorted cells of the experts in the directory.
 
         Raises:
             ValueError: the directory cannot be made or read.
@@ -42,7 +42,7 @@ class ExpertFiles:
         return sorted(tuple(map(int, match[1].split(".")[1:])) for match in found)
 
     def write(self, cell: Cell, state: dict[str, torch.Tensor]) -> None:
-        """Replaces what was there, all or nothing. Raises OSError if it cannot."""
+        """Replace the expert's file atomically. Raise OSError if that fails."""
         try:
             with written_atomically(self._path(cell)) as partial:
                 save_file(state, partial, metadata={"expert": expert_name(self.name, cell)})
@@ -50,7 +50,7 @@ class ExpertFiles:
             raise OSError(str(error)) from None
 
     def read(self, cell: Cell) -> dict[str, torch.Tensor]:
-        """Raises ValueError if the file is damaged."""
+        """Read an expert's tensors. Raise ValueError if the file is damaged."""
         try:
             with safe_open(self._path(cell), "pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
@@ -58,7 +58,7 @@ class ExpertFiles:
             raise ValueError(f"cannot read {self._path(cell)}: {error}") from None
 
     def move(self, cell: Cell, to: Cell) -> None:
-        """Raises OSError if it cannot; that nothing is there yet does not matter."""
+        """Rename an expert's file, if there is one. Raise OSError if that fails."""
         with suppress(FileNotFoundError):
             os.replace(self._path(cell), self._path(to))
 

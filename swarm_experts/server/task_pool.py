@@ -1,4 +1,4 @@
-"""Puts requests of one expert together and has them computed, one batch after the other, in a thread."""
+"""The task pool: it batches requests of one expert, and computes the batches one by one in a thread."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class _Task:
 
 
 class TaskPool:
-    """Used on one event loop; ``compute`` runs in one thread, the only one that touches experts."""
+    """The task pool of one server, used on one event loop; ``compute`` runs in the only thread that uses experts."""
 
     def __init__(self, compute: Compute, window_s: float, max_batch_rows: int, max_queued_rows: int) -> None:
-        """``compute`` is given the tensors of several requests, each put together along the rows."""
+        """Create the pool; ``compute`` receives the tensors of several requests, concatenated along the rows."""
         self._compute = compute
         self._max_queued_rows = max_queued_rows
         self._queue: BatchQueue[Key, _Task] = BatchQueue(window_s, max_batch_rows)
-        self._rows: Counter[str] = Counter()  # that wait or are computed, by caller
+        self._rows: Counter[str] = Counter()  # rows that wait or are computed, by caller
         self._filled = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "experts")
 
     async def submit(self, caller: str, key: Key, *tensors: torch.Tensor) -> torch.Tensor:
-        """What is computed of these rows.
+        """Compute these tensors, each [rows, hidden], in a batch, and return the result for them.
 
         Raises:
             PeerBusy: too many rows wait, in all or of this caller.
-            SwarmError: what ``compute`` raises.
+            SwarmError: the errors of ``compute``.
         """
         rows = len(tensors[0])
         waiting = self._rows.total()
@@ -68,10 +68,10 @@ class TaskPool:
             return await task.result
         finally:
             self._rows[caller] -= rows
-            self._rows += Counter()  # forgets callers of whom nothing waits
+            self._rows += Counter()  # removes callers without rows
 
     async def run(self) -> None:
-        """Computes until it is cancelled."""
+        """Compute batches until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             self._filled.clear()
@@ -83,10 +83,10 @@ class TaskPool:
             key, tasks = self._queue.take()
             await self._answer(
                 key, [task for task in tasks if not task.result.done()]
-            )  # of callers that are still there
+            )  # only for callers that still wait
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs what needs experts at rest."""
+        """Run a function in the compute thread, while no expert computes."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
@@ -99,13 +99,13 @@ class TaskPool:
         try:
             results = (await self.in_thread(lambda: self._compute(key, tensors))).split([task.rows for task in tasks])
         except SwarmError as error:
-            if len(tasks) > 1:  # one of them may have spoiled it for the others
+            if len(tasks) > 1:  # one bad request must not fail the others
                 for task in tasks:
                     await self._answer(key, [task])
             elif not tasks[0].result.done():
                 tasks[0].result.set_exception(error)
             return
-        except Exception as error:  # of a module that a user has written
+        except Exception as error:  # from a user's module
             _logger.exception("%s of expert %s failed", *key)
             failure = PeerError(f"the expert failed: {type(error).__name__}")
             for task in tasks:

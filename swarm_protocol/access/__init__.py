@@ -1,1 +1,1 @@
-"""Who may take part in a private swarm: tokens that its organiser has signed, and who checks them."""
+"""Membership of private swarms: tokens that the organiser signs, and the checks of them."""

@@ -1,4 +1,4 @@
-"""Decides who is a member of a private swarm, and what each may do there."""
+"""Access control for a private swarm: which peers are members, and what each member may do."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from swarm_protocol.access.tokens import Grant, Revocation, Role
 from swarm_protocol.errors import AccessDenied
 from swarm_protocol.wire.printable import printable
 
-CLOCK_SKEW_S = 60.0  # a token counts so long before it was granted, and after it has expired
-_MAX_KNOWN = 4096  # tokens, each with the grant that is signed there
+CLOCK_SKEW_S = 60.0  # a token counts this long before its grant begins and after it expires
+_MAX_KNOWN = 4096  # tokens kept with their parsed grants
 
 
 class AccessControl:
-    """Of one private swarm. Nothing here reads a file or asks anybody: it knows the revocations it was told of."""
+    """The access control of one private swarm. It does no I/O, and knows only the revocations passed to ``revoke``."""
 
     def __init__(
         self, swarm_key: SwarmKey, *, open_to_clients: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
-        """``open_to_clients``: what takes the role of a client or trainer, anybody may do.
+        """Set the key of the swarm and, with ``open_to_clients``, let any peer act as a client or trainer.
 
-        ``clock`` gives Unix time in seconds.
+        ``clock`` returns Unix time in seconds.
         """
         self.swarm_key = swarm_key
         self._open_to_clients = open_to_clients
         self._clock = clock
-        self._known: dict[bytes, Grant | None] = {}  # by token; None: it is not valid
-        self._revoked: dict[bytes, tuple[float, bytes]] = {}  # when it expires, and its bytes, by grant
+        self._known: dict[bytes, Grant | None] = {}  # by token; None: the token is not valid
+        self._revoked: dict[bytes, tuple[float, bytes]] = {}  # by grant id: expiry, signed bytes
 
     def require(self, role: Role, peer_id: str, token: bytes) -> None:
-        """Returns if the peer may do what takes ``role``, given the token that it shows (none: empty).
+        """Check that the peer may act in ``role`` with the token that it shows (empty if it shows none).
 
         Raises:
-            AccessDenied: it may not; one sentence says why.
+            AccessDenied: the peer may not; the message gives the reason in one sentence.
         """
         if self._open_to_clients and role in (Role.CLIENT, Role.TRAINER):
             return
@@ -64,7 +64,7 @@ class AccessControl:
         return True
 
     def revoke(self, data: bytes) -> bool:
-        """Takes note of a signed revocation of this swarm; returns whether it is valid, has not expired, and is new."""
+        """Store a signed revocation; return whether it is for this swarm, valid, unexpired and new."""
         try:
             revocation = Revocation.parse(data)
         except ValueError:
@@ -75,7 +75,7 @@ class AccessControl:
         return True
 
     def is_revocation(self, grant_id: bytes, data: bytes) -> bool:
-        """Whether these bytes revoke that grant of this swarm, and still matter."""
+        """Return whether these bytes revoke this grant of the swarm, and the revocation has not expired."""
         if grant_id in self._revoked and self._revoked[grant_id][1] == data:
             return True
         try:
@@ -85,7 +85,7 @@ class AccessControl:
         return revocation.grant_id == grant_id and self._concerns(revocation)
 
     def revocations(self) -> dict[bytes, bytes]:
-        """Those known that still matter, signed, by the id of the grant."""
+        """Return the signed bytes of every revocation that has not expired, by grant id."""
         now = self._clock()
         self._revoked = {key: known for key, known in self._revoked.items() if known[0] + CLOCK_SKEW_S >= now}
         return {grant_id: data for grant_id, (_, data) in self._revoked.items()}
@@ -94,7 +94,7 @@ class AccessControl:
         return revocation.swarm_key == self.swarm_key and revocation.expires_at + CLOCK_SKEW_S >= self._clock()
 
     def _grant(self, token: bytes) -> Grant | None:
-        """Signatures are checked once."""
+        """Parse the token and check its signature, once per token; return None if the token is not valid."""
         if token not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()

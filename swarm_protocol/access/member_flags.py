@@ -1,4 +1,4 @@
-"""The flags by which clients and servers join a private swarm."""
+"""The command-line flags with which clients and servers join a private swarm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from swarm_protocol.process.config_file import ConfigRules
 
-ENVIRONMENT = "SWARM_MEMBERSHIP"  # has the content of a membership file
+ENVIRONMENT = "SWARM_MEMBERSHIP"  # holds the content of a membership file
 CONFIG_RULES = ConfigRules(environment={"membership": ENVIRONMENT})
 
 

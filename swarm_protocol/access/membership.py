@@ -1,4 +1,4 @@
-"""Membership files: a member's token, and its key unless it has one of its own."""
+"""Membership files: each holds a member's token, and the member's key unless the member has a key file already."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _MAX_FILE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class MemberCredentials:
-    """What a member of a private swarm has in hand; its ``repr`` shows no secret.
+    """The credentials of a member of a private swarm; its ``repr`` shows no secret.
 
     Attributes:
-        token: the signed grant.
+        grant: the parsed token.
+        token: the signed grant, in bytes.
         identity: the member's key, if it came with the token.
     """
 
@@ -36,10 +37,10 @@ class MemberCredentials:
 
     @classmethod
     def read(cls, path: Path | None, environment: Mapping[str, str] = os.environ) -> MemberCredentials | None:
-        """Those of the file, or else of the environment variable SWARM_MEMBERSHIP; None if neither is there.
+        """Read the file, or else the environment variable SWARM_MEMBERSHIP; return None if neither is given.
 
         Raises:
-            ValueError: there is no such file, or what is there is no membership.
+            ValueError: the file cannot be read, or the text is not a membership.
         """
         if path is not None:
             try:
@@ -68,7 +69,7 @@ class MemberCredentials:
         return cls(grant, message.token, identity)
 
     def write(self, path: Path) -> None:
-        """Raises ValueError if the file is there already, or cannot be made."""
+        """Write the membership file; raise ValueError if the file exists already or cannot be written."""
         message = pb.MembershipFile(token=self.token, identity=self.identity.to_bytes() if self.identity else b"")
         until = time.strftime("%Y-%m-%d", time.gmtime(self.grant.expires_at))
         secret = "has a private key: keep it secret" if self.identity else "of use only with the member's key file"
@@ -77,10 +78,10 @@ class MemberCredentials:
         write_secret(path, text.encode())
 
     def require(self, role: Role, swarm_key: SwarmKey | None) -> None:
-        """Finds mistakes of the user before a server does.
+        """Check the membership locally, so that the user sees a mistake before a server rejects it.
 
         Raises:
-            ValueError: it is for another role or swarm, or has expired.
+            ValueError: the membership is for another role or swarm, or has expired.
         """
         if swarm_key not in (None, self.grant.swarm_key):
             raise ValueError(f"the membership is of swarm {self.grant.swarm_key}, and not of swarm {swarm_key}")
@@ -91,10 +92,10 @@ class MemberCredentials:
             raise ValueError(f"the membership has expired, at {until}: ask the organiser of the swarm for another")
 
     def identity_or(self, own: Identity | None) -> Identity:
-        """The key that the token is for: the one that came with it, or else the member's own.
+        """Return the key that the token is for: the key that came with the token, or else the member's ``own``.
 
         Raises:
-            ValueError: the member's own is missing, or another.
+            ValueError: the member's own key is needed, but is missing or belongs to another peer.
         """
         identity = self.identity or own
         if identity is None:

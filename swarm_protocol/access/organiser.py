@@ -1,4 +1,4 @@
-"""The key of a private swarm: what its organiser signs with, and what all others know of it."""
+"""The key of a private swarm: the private half that its organiser signs with, and the public half that peers know."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from swarm_protocol.wire.printable import printable
 
 KEY_BYTES = 32
-_PADDING = "===="  # of base32; the 52 characters of a key need as much
+_PADDING = "===="  # the 52 base32 characters of a key need this padding
 _SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True)
 class SwarmKey:
-    """The organiser's public key: 52 lower-case letters and digits (base32), which name the swarm and are no secret."""
+    """The organiser's public key. It names the swarm: 52 lower-case letters and digits (base32), not secret."""
 
     data: bytes
 
@@ -30,10 +30,10 @@ class SwarmKey:
 
     @classmethod
     def parse(cls, text: str) -> SwarmKey:
-        """Raises ValueError if it is none."""
+        """Parse the text form of a key; raise ValueError if the text is not a key."""
         try:
             key = cls(base64.b32decode(text.strip().upper() + _PADDING))
-        except ValueError:  # of base64 as well
+        except ValueError:  # includes the errors of base64
             raise ValueError(
                 f"swarm key {printable(text, _SHOWN_CHARS)!r} is none: expected the 52 letters and digits that "
                 "`swarm keys create` printed"
@@ -52,7 +52,7 @@ class SwarmKey:
 
 
 class OrganiserKey:
-    """Who has it decides who is a member. It stays on the organiser's machine."""
+    """The organiser's private key, which decides who is a member. Keep it on the organiser's machine."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self._private_key = private_key
@@ -65,21 +65,21 @@ class OrganiserKey:
 
     @classmethod
     def load(cls, path: Path) -> OrganiserKey:
-        """Raises ValueError if the file cannot be read or has no such key in it."""
+        """Load the key from a PEM file; raise ValueError if the file cannot be read or holds no such key."""
         try:
             key = serialization.load_pem_private_key(path.read_bytes(), None)
         except FileNotFoundError:
             raise ValueError(f"there is no organiser's key {path}: make one with `swarm keys create`") from None
         except OSError as error:
             raise ValueError(f"cannot read the organiser's key {path}: {error.strerror}") from None
-        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
+        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the file is encrypted
             key = None
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError(f"{path} is no organiser's key: expected the file that `swarm keys create` has written")
         return cls(key)
 
     def save(self, path: Path) -> None:
-        """As PEM, which only this user can read. Raises ValueError if there is a file already, or none can be made."""
+        """Write the key as PEM with mode 600; raise ValueError if the file exists or cannot be written."""
         pem = self._private_key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -90,10 +90,10 @@ class OrganiserKey:
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """A new file with mode 600, all of it or none.
+    """Write a new file with mode 600, completely or not at all.
 
     Raises:
-        ValueError: there is a file already, or none can be made.
+        ValueError: the file exists already, or cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Grants, which make a peer a member of a private swarm, and revocations, which take them back; both are signed."""
+"""Signed grants, which make a peer a member of a private swarm, and signed revocations, which withdraw grants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ID_BYTES = 16
 MAX_TOKEN_BYTES = 1024
 MAX_MEMBER_NAME_CHARS = 64
 _MAX_PEER_ID_CHARS = 64
-# What is signed begins with one of these, so that one kind is never taken for another.
+# The signed bytes begin with one of these prefixes, so that a grant never passes for a revocation.
 _GRANT, _REVOCATION = b"swarm grant 1\0", b"swarm revocation 1\0"
 
 
@@ -29,7 +29,7 @@ class Role(IntEnum):
 
     @classmethod
     def parse(cls, text: str) -> Role:
-        """Raises ValueError if there is no such role."""
+        """Parse the name of a role; raise ValueError if there is no such role."""
         names = [role.name.lower() for role in cls]
         if text not in names:
             raise ValueError(f"role {text!r} is unknown: expected one of {', '.join(names)}")
@@ -39,7 +39,7 @@ class Role(IntEnum):
         return self.name.lower()
 
     def may_act_as(self, role: Role) -> bool:
-        """Whether one who has this role may do what takes ``role``: servers and moderators are trainers too."""
+        """Return whether a member with this role may act in ``role``: servers and moderators are trainers too."""
         if role in (Role.SERVER, Role.MODERATOR):
             return self is role
         return role is Role.CLIENT or self is not Role.CLIENT
@@ -47,7 +47,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Grant:
-    """Makes one peer a member from ``granted_at`` until ``expires_at`` (Unix time in seconds)."""
+    """A grant that makes one peer a member from ``granted_at`` until ``expires_at`` (Unix time in seconds)."""
 
     swarm_key: SwarmKey
     id: bytes
@@ -77,7 +77,7 @@ class Grant:
         return cls(key, secrets.token_bytes(ID_BYTES), role, name, peer_id, granted_at, expires_at)
 
     def signed(self, key: OrganiserKey) -> bytes:
-        """The token: what the member shows."""
+        """Return the token that the member shows: this grant, signed."""
         message = pb.Grant(
             swarm_key=self.swarm_key.data,
             id=self.id,
@@ -91,7 +91,7 @@ class Grant:
 
     @classmethod
     def parse(cls, token: bytes) -> Grant:
-        """Of any swarm, also of one that has expired. Raises ValueError if its own organiser has not signed it."""
+        """Parse a grant of any swarm, expired or not; raise ValueError unless its own organiser has signed it."""
         content, signature = _unsigned(token)
         message = pb.Grant()
         _parse_into(message, content)
@@ -111,7 +111,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Revocation:
-    """Takes a grant back, for good; of use until ``expires_at``, when that would expire."""
+    """A permanent withdrawal of a grant. It matters until ``expires_at``, when the grant itself expires."""
 
     swarm_key: SwarmKey
     grant_id: bytes
@@ -123,7 +123,7 @@ class Revocation:
 
     @classmethod
     def parse(cls, data: bytes) -> Revocation:
-        """Raises ValueError if its own organiser has not signed it."""
+        """Parse a revocation; raise ValueError unless its own organiser has signed it."""
         content, signature = _unsigned(data)
         message = pb.Revocation()
         _parse_into(message, content)

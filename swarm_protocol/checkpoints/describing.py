@@ -1,8 +1,8 @@
-"""Finds out how a Hugging Face decoder splits: from a config to its ``Family``.
+"""The derivation of a model's ``Family`` from its config: how a decoder splits into embeddings, blocks and head.
 
-Facts are read off the stock base-model class, built on the meta device, and then probed: without its blocks the base
-model must hand hidden states through unchanged, else the model cannot be split so and is refused. What cannot be read
-off stands in the tables below.
+The facts are read from the stock base-model class, built on the meta device, and then probed. Without its blocks,
+the base model must return hidden states unchanged; otherwise the model is refused. The tables below hold the facts
+that cannot be read from the class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swarm_protocol.imports.versions import untested_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Plain attributes of the owner that act on embeddings (in granite, hyperclovax), with the value that makes them idle.
+# Attributes of the owner that scale embeddings (granite, hyperclovax), each with the value that has no effect.
 NEUTRAL_ATTRIBUTES: dict[str, Any] = {"embedding_multiplier": 1.0}
 
 _SHARES = "its blocks share keys, values or embeddings with one another"
@@ -54,15 +54,15 @@ REJECTED: dict[str, str] = {
 }
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
-# Blocks with a state of fixed size, beside attention or without
+# Blocks with a recurrent state of fixed size, with or without attention
 STATE_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
 NO_CACHE_TYPES = {"mlp", "moe"}
 LAYER_TYPES = ATTENTION_TYPES | STATE_TYPES | NO_CACHE_TYPES
 
-# A base model must accept these arguments and a cache for a server to run it.
+# A server can run a base model only if its ``forward`` accepts these arguments and a cache.
 MODEL_ARGUMENTS = ("inputs_embeds", "attention_mask", "use_cache")
 
-# A base model may hand these tensors to a block besides the hidden states: they are functions of positions and mask.
+# A base model may pass these tensors to a block besides the hidden states: they depend only on positions and mask.
 BLOCK_ARGUMENTS = {
     "alibi",
     "attention_mask",
@@ -82,10 +82,10 @@ _DESCRIBED: dict[tuple[type, str], Family] = {}
 
 
 def describe(config: PreTrainedConfig) -> Family:
-    """The family of a model with this config; cheap when asked again for an equal config.
+    """Return the family of a model with this config; the result is cached for equal configs.
 
     Raises:
-        UnsupportedModel: naming the model type and why it cannot be split.
+        UnsupportedModel: the model cannot be split; the message gives the model type and the reason.
     """
     key = (type(config), config.to_json_string(use_diff=False))
     if key not in _DESCRIBED:
@@ -100,7 +100,7 @@ def _describe(config: PreTrainedConfig) -> Family:
     try:
         with weight_init.no_init_weights(), torch.device("meta"), RangesOnCpu():
             base = base_class(copy.deepcopy(config))
-    except Exception as error:  # each model class has its own ways to dislike a config
+    except Exception as error:  # each model class rejects a config with its own exceptions
         raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error
     family = _read_facts(base, config)
     _check_blocks(base, family)
@@ -204,10 +204,10 @@ def _check_blocks(base: PreTrainedModel, family: Family) -> None:
 
 
 class _Recorder:
-    """Replaces a block's ``forward``: hands the hidden states through and remembers what else it was given."""
+    """A replacement for a block's ``forward`` that returns the hidden states and records the other arguments."""
 
     def __init__(self, block: nn.Module, returns_tuple: bool) -> None:
-        self._names = list(inspect.signature(type(block).forward).parameters)[2:]  # after self and the hidden states
+        self._names = list(inspect.signature(type(block).forward).parameters)[2:]  # skips self and the hidden states
         self._returns_tuple = returns_tuple
         self.arguments: set[str] = set()
         self.shapes: set[tuple[int, ...]] = set()
@@ -229,18 +229,18 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> Family:
-    """Run the base model with blocks that do nothing; it must return exactly what went in.
+    """Run the base model with blocks that do nothing, and check that it returns exactly its input.
 
-    The run also shows whether the base model expects blocks to return tuples, and which masks it hands to them.
+    The run also shows whether the base model expects blocks to return tuples, and which masks it passes to them.
     """
     try:
         hollow, _ = load_hollow_model(family, config)
-    except Exception as error:  # as above, or there is no memory for tables of that size
+    except Exception as error:  # any exception, as in ``_describe``; or there is no memory for tables of that size
         raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error
     blocks = getattr(family.owner_of(base), family.blocks)
     setattr(family.owner_of(hollow), family.blocks, blocks)
     hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))
-    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])  # padded: without padding, transformers may leave a mask out
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])  # padded, because transformers may drop a mask without padding
     problem = None
     for returns_tuple in (False, True):
         recorder = _Recorder(blocks[0], returns_tuple)
@@ -249,7 +249,7 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
         try:
             with torch.inference_mode():
                 output = hollow(inputs_embeds=hidden, attention_mask=mask, use_cache=False).last_hidden_state
-        except Exception as error:  # a stranger's modelling code: whatever it raises means that it cannot be split so
+        except Exception as error:  # third-party modelling code: any exception means that the model cannot be split
             problem = problem or f"without its blocks it fails with {_one_line(error)}"
             continue
         unknown = sorted(recorder.arguments - BLOCK_ARGUMENTS)

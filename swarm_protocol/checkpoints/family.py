@@ -1,6 +1,6 @@
-"""What is known of a model without building it: how its family splits into embeddings | blocks | head, and its config.
+"""Facts about a model that is not built: its config, and how its family splits into embeddings, blocks and head.
 
-``describing.py`` finds the family of a config.
+``describing.py`` derives the family from a config.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# They insist on a cache class of their own if asked to use a cache, and use any that they are given if not.
+# Models that create their own cache class if ``use_cache`` is set, and otherwise use the cache that they are given.
 OWN_CACHE_CLASS = {"minimax"}
 
-# Linear layers by whose weights a family's own code multiplies: they must stay plain (mamba, falcon_mamba, jamba).
+# Linear layers that must stay unquantised: their family's code reads the weights itself (mamba, falcon_mamba, jamba).
 WEIGHT_IS_READ = {"dt_proj"}
 
-PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type", "kv_sharing_modes")  # which some configs compute
+PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type", "kv_sharing_modes")  # properties of some configs
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of one model are. Names are attributes of the owner: the module that holds the block list.
+    """The layout of one model. Names are attributes of the owner, the module that holds the list of blocks.
 
     Attributes:
         model_type: Hugging Face's name for the architecture.
         base_class: the stock model without head, such as ``LlamaModel``.
         owner: path of the owner inside the base model; empty if it is the base model itself.
         blocks: attribute of the owner that holds the ``nn.ModuleList`` of blocks.
-        embedding: attribute that holds the token embedding; client only.
-        positions: learned position embeddings; client only, a server adds zero instead.
-        identities: embedding norm, final norm, projections; client only, a server passes through.
+        embedding: attribute that holds the token embedding; only the client has it.
+        positions: learned position embeddings; only the client has them, a server adds zero instead.
+        identities: embedding norm, final norm and projections; only the client has them, a server skips them.
         neutral: plain attributes that a server sets to the given value, such as an embedding multiplier.
         returns_tuple: a block returns ``(hidden, attentions)`` rather than ``hidden``.
         takes_positions: the base model's ``forward`` accepts ``position_ids``.
-        cache_argument: name under which the base model's ``forward`` takes the cache.
-        mask_covers_past: the mask is [batch, past + new]; else it is [batch, new], because the base model hands it to
-            its blocks as it is (mamba).
-        num_blocks: how many blocks the model has.
+        cache_argument: name of the cache argument of the base model's ``forward``.
+        mask_covers_past: the mask is [batch, past + new]; else it is [batch, new], because the base model passes it to
+            its blocks unchanged (mamba).
+        num_blocks: number of blocks in the model.
         hidden_size: width of the hidden states between blocks.
-        block_parameters: how many parameters each block has.
-        linears: of each block, the names of its linear layers in it, each with the number of its weights.
+        block_parameters: number of parameters of each block.
+        linears: for each block, the name of every linear layer within the block, with the number of its weights.
     """
 
     model_type: str
@@ -74,15 +74,15 @@ class Family:
         return Span(0, self.num_blocks)
 
     def cache_arguments(self, cache: Any, use_cache: bool) -> dict[str, Any]:
-        """Arguments of the base model's ``forward`` by which it uses this cache, or none."""
+        """Return the arguments of the base model's ``forward`` that pass it this cache; None means no cache."""
         return {self.cache_argument: cache, "use_cache": use_cache and self.model_type not in OWN_CACHE_CLASS}
 
     def owner_of(self, base: nn.Module) -> nn.Module:
-        """The module inside ``base`` (an instance of ``base_class``) that holds the block list."""
+        """Return the module inside ``base`` (an instance of ``base_class``) that holds the block list."""
         return base.get_submodule(self.owner)
 
     def block_index(self, tensor_name: str) -> int | None:
-        """Which block a checkpoint tensor belongs to; None for embeddings, norms and heads.
+        """Return the index of the block that a checkpoint tensor belongs to; None for embeddings, norms and heads.
 
         Checkpoints of some models hold extra blocks past ``num_blocks`` (for multi-token prediction).
         """
@@ -90,7 +90,7 @@ class Family:
         return None if match is None else int(match[1])
 
     def name_in_block(self, tensor_name: str) -> str:
-        """``self_attn.q_proj.weight`` of ``model.layers.3.self_attn.q_proj.weight``; itself outside the blocks."""
+        """Return the name within the block: ``mlp.weight`` for ``model.layers.3.mlp.weight``; else the whole name."""
         match = _block_pattern(self.blocks).search(tensor_name)
         return tensor_name if match is None else tensor_name[match.end() :]
 
@@ -115,7 +115,7 @@ def cache_argument_of(function: Callable[..., Any]) -> str | None:
 
 
 def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
-    """A copy of ``config`` for a model of the blocks of ``span`` alone: every per-block list is cut accordingly."""
+    """Return a copy of ``config`` for the blocks of ``span`` alone: every per-block list is cut accordingly."""
     sliced = copy.deepcopy(config)
     for name, value in vars(config).items():
         per_block = isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
@@ -132,7 +132,7 @@ def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence the model was made for; None if it has no limit (alibi, or the config names none)."""
+    """Return the longest sequence that the model supports; None if it has no limit (alibi, or none in the config)."""
     if getattr(config, "alibi", False):
         return None
     for name in ("max_position_embeddings", "max_seq_len"):
@@ -143,14 +143,14 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def has_experts(config: PreTrainedConfig) -> bool:
-    """Whether blocks choose among experts, so that the least rounding may decide which of two compute."""
+    """Return whether blocks choose among experts, so that a tiny rounding error can change which experts compute."""
     return any("expert" in name and bool(value) for name, value in config.to_dict().items())
 
 
 def rope_depends_on_length(config: PreTrainedConfig) -> bool:
-    """Whether rotary embeddings are chosen by the longest position of a batch (dynamic NTK, LongRoPE).
+    """Return whether the longest position of a batch selects the rotary embeddings (dynamic NTK, LongRoPE).
 
-    Such a model must see a prompt in one piece and sessions one by one to compute what it does alone.
+    Such a model must get a prompt in one piece, and each session alone, to compute the same as it does locally.
     """
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]

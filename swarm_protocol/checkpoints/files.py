@@ -1,4 +1,4 @@
-"""Where a checkpoint's files come from: a directory, or the hub and its local cache."""
+"""The sources of a checkpoint's files: a directory, or the hub and its local cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from swarm_protocol.errors import CheckpointError
 
 CONFIG = "config.json"
 WEIGHTS, GGUF = ".safetensors", ".gguf"
-_BEST_KNOWN = ("q4_k_m", "q8_0")  # of several GGUF files of a model: the one that most people take
+_BEST_KNOWN = ("q4_k_m", "q8_0")  # if a model has several GGUF files: the kinds that most people use
 _LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _SHOWN_FILES = 5
-_LIST_TIMEOUT_S = 10.0  # as huggingface_hub waits for what it is told of a file
-_MAX_NAME = 255  # characters, as most file systems allow
+_LIST_TIMEOUT_S = 10.0  # the same timeout that huggingface_hub uses for a file's metadata
+_MAX_NAME = 255  # characters: the limit of most file systems
 
 
 class FileMissing(CheckpointError):
-    """The checkpoint is there but lacks one file."""
+    """The checkpoint exists but lacks one file."""
 
 
 class HubUnreachable(FileMissing):
@@ -39,36 +39,36 @@ class HubUnreachable(FileMissing):
 
 
 class CheckpointFiles(Protocol):
-    """Where the files of one checkpoint are found, wherever they come from."""
+    """The source of one checkpoint's files, wherever they are stored."""
 
     @property
     def location(self) -> str:
-        """As a user has named it."""
+        """Return the location as the user gave it."""
 
     @property
     def name(self) -> str:
-        """What the swarm calls the model."""
+        """Return the swarm's name for the model."""
 
     @property
     def gguf(self) -> str | None: ...
 
     @property
     def commit(self) -> str | None:
-        """The revision; None: it follows from what is in the files."""
+        """Return the revision, or None if it is computed from the content of the files."""
 
     def path(self, name: str) -> Path: ...
 
     def fetch_headers(self, names: Iterable[str]) -> None:
-        """Have the beginnings of these files there, before their paths are asked for one after the other."""
+        """Fetch the headers of these files together, before their paths are requested one by one."""
 
     def fetch(self, tensors: Iterable[Any]) -> None:
-        """Have the data of these tensors of the files there to be read."""
+        """Fetch the data of these tensors, so that they can be read from the files."""
 
 
 def locate(name_or_path: str, revision: str | None, token: str | None) -> Directory | HubModel:
-    """The files of a directory or of a GGUF file if there is one of that name, else those of a model on the hub.
+    """Return the files of the directory or GGUF file of that name if it exists, else those of a model on the hub.
 
-    ``owner/model/NAME.gguf`` is a file of a model on the hub.
+    ``owner/model/NAME.gguf`` names a file of a model on the hub.
     """
     path = Path(name_or_path).expanduser()
     try:
@@ -86,18 +86,18 @@ def locate(name_or_path: str, revision: str | None, token: str | None) -> Direct
 
 
 def choose_gguf(names: Iterable[str], where: str) -> str | None:
-    """The GGUF file of a model if there is one alone, or one of the best known kind.
+    """Return the model's only GGUF file, or its only one of the best-known kind.
 
-    None: there is none, or config.json and safetensors are the model.
+    Return None if there is none, or if the model consists of config.json and safetensors.
 
     Raises:
-        CheckpointError: there are several, and which of them is meant cannot be guessed.
+        CheckpointError: there are several, and the choice is ambiguous.
     """
     names = set(names)
     if CONFIG in names and any(name.endswith(WEIGHTS) and "/" not in name for name in names):
         return None
     found = sorted(name for name in names if name.lower().endswith(GGUF) and not _LATER_SHARD.search(name.lower()))
-    found = [name for name in found if "mmproj" not in name.lower()]  # of an image encoder
+    found = [name for name in found if "mmproj" not in name.lower()]  # skips image encoders
     for kind in _BEST_KNOWN:
         known = [name for name in found if kind in name.lower()]
         if len(known) == 1:
@@ -109,7 +109,7 @@ def choose_gguf(names: Iterable[str], where: str) -> str | None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether the path can only lead to a file in the directory it is relative to, on any system."""
+    """Return whether the relative path is certain to lead to a file inside its base directory, on any system."""
     parts = re.split(r"[/\\]", name)
     return len(name) <= _MAX_NAME and not any(
         part in ("", ".", "..") or ":" in part or not part.isprintable() for part in parts
@@ -117,12 +117,12 @@ def is_plain(name: str) -> bool:
 
 
 class Directory:
-    """A directory on this machine, or one GGUF file in it.
+    """The files of a checkpoint in a local directory, or one GGUF file in it.
 
     Attributes:
-        location: the path, as it was given.
-        name: its last part.
-        gguf: the file that holds the model, if it is a GGUF file.
+        location: the path, as the user gave it.
+        name: the last part of the path.
+        gguf: the name of the GGUF file that holds the model, if it is one.
     """
 
     commit: str | None = None
@@ -134,11 +134,11 @@ class Directory:
 
     @cached_property
     def gguf(self) -> str | None:
-        """Raises CheckpointError if there are several."""
+        """Return the name of the GGUF file, or None; raise CheckpointError if there are several."""
         return self._gguf or choose_gguf((path.name for path in self._directory.iterdir()), self.location)
 
     def path(self, name: str) -> Path:
-        """The file's path. Raises FileMissing if there is none, CheckpointError if it is a link to somewhere else."""
+        """Return the file's path; raise FileMissing if there is none, CheckpointError if it links outside."""
         path = self._directory / name
         if not path.is_file():
             raise FileMissing(f"{self._directory} has no {name}")
@@ -146,29 +146,29 @@ class Directory:
         return path
 
     def fetch_headers(self, names: Iterable[str]) -> None:
-        """Do nothing: all are there."""
+        """Do nothing: all files are local."""
 
     def fetch(self, tensors: Iterable[Any]) -> None:
-        """Do nothing: all are there."""
+        """Do nothing: all files are local."""
 
     def local(self, name: str) -> Path | None:
-        """Return the file's path if there is one. Raises CheckpointError if it is a link to somewhere else."""
+        """Return the file's path, or None if it is absent; raise CheckpointError if it links outside the directory."""
         try:
             return self.path(name)
         except FileMissing:
             return None
 
     def check_links(self) -> None:
-        """Raises CheckpointError if a file is a link to somewhere else: for what others read without asking here."""
+        """Raise CheckpointError if a file links outside the directory: other code may read it without ``path``."""
         for path in self._directory.iterdir():
             if path.is_symlink():
                 self._check_link(path)
 
     def _check_link(self, path: Path) -> None:
-        """A link in a directory of strangers may lead to a secret, which would become part of a prompt or an error.
+        """Refuse links that may lead to a secret, which would then become part of a prompt or an error.
 
-        Weights may lie elsewhere, since only tensors are read from them. Other files may be those of another
-        checkpoint, under the names that they have there, or lie in the cache of the hub.
+        Weights may lie elsewhere, since only tensors are read from them. Other files may belong to another checkpoint,
+        under the same name as there, or lie in the cache of the hub.
         """
         target = path.resolve()
         if path.suffix in (WEIGHTS, GGUF) or target.is_relative_to(self._directory.resolve()):
@@ -186,12 +186,12 @@ def _is_cached(path: Path) -> bool:
 
 
 class HubModel:
-    """A model on the hub, or one GGUF file of it.
+    """The files of a model on the hub, or one GGUF file of it.
 
     Attributes:
-        location: the hub id, as it was given.
+        location: the hub id, as the user gave it, with the name of the file if the user gave one.
         name: the hub id, with the name of the file if it is a GGUF file.
-        gguf: the name of that file.
+        gguf: the name of the GGUF file, if the model is one.
     """
 
     def __init__(self, repository: str, revision: str | None, token: str | None, gguf: str | None = None) -> None:
@@ -207,12 +207,12 @@ class HubModel:
 
     @cached_property
     def gguf(self) -> str | None:
-        """Raises CheckpointError if the model cannot be reached, or has several GGUF files and no safetensors."""
+        """Return the GGUF file's name or None; raise CheckpointError if it is unreachable or ambiguous."""
         if self._gguf is not None:
             return self._gguf
         cached = self._cached_files()
         if CONFIG in cached and any(WEIGHTS in name and "/" not in name for name in cached):
-            return None  # whatever else the hub has
+            return None  # no matter which other files the hub has
         found = choose_gguf(self._listed_files() or cached, self.location)
         if found is None:
             self._download(CONFIG, self._revision)
@@ -220,21 +220,21 @@ class HubModel:
 
     @cached_property
     def commit(self) -> str:
-        """The commit hash the requested revision stands for, fixed at the first call."""
+        """Return the commit hash of the requested revision, fixed at the first call."""
         name = self.gguf or CONFIG
         return self._download(name, self._revision).parents[name.count("/")].name  # …/snapshots/<commit>/config.json
 
     @property
     def is_public(self) -> bool:
-        """Whether the hub gives it to anybody, without a token or terms to accept; False if the hub does not answer."""
+        """Return whether anybody can download the model without a token or terms; False if the hub does not answer."""
         try:
             info = HfApi(token=False).model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S)
-        except Exception:  # as in _listed_files
+        except Exception:  # any error, as in _listed_files
             return False
         return not info.private and not info.gated
 
     def _listed_files(self) -> list[str]:
-        """Return the names of all files on the hub; none if it cannot be reached."""
+        """Return the names of all files on the hub; an empty list if it cannot be reached."""
         try:
             hub = HfApi(token=self._token)
             siblings = hub.model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S).siblings
@@ -250,7 +250,7 @@ class HubModel:
         return [str(path.relative_to(cached).as_posix()) for path in cached.rglob("*")]
 
     def path(self, name: str) -> Path:
-        """The file's local path, downloaded if need be. Raises CheckpointError; FileMissing if only it is absent."""
+        """Return the file's path, downloaded if needed; raise FileMissing if only this file is absent."""
         found = self._cached(name)
         if found is None:
             return self._download(name, self.commit)
@@ -259,13 +259,13 @@ class HubModel:
         return Path(found)
 
     def fetch_headers(self, names: Iterable[str]) -> None:
-        """Do nothing: ``path`` downloads them whole."""
+        """Do nothing: ``path`` downloads whole files."""
 
     def fetch(self, tensors: Iterable[Any]) -> None:
-        """Do nothing: ``path`` has downloaded their files."""
+        """Do nothing: ``path`` has downloaded the files."""
 
     def local(self, name: str) -> Path | None:
-        """Return the file's path if it is in the local cache. A small one is downloaded: most members have those."""
+        """Return the file's path if it is cached; download only a small file, because most members have those."""
         if name.endswith((WEIGHTS, GGUF)) and self._cached(name) is None:
             return None
         try:
@@ -274,7 +274,7 @@ class HubModel:
             return None
 
     def _cached(self, name: str) -> Any:
-        """The path in the local cache, None if it is not there, or another object if the hub has no such file."""
+        """Return the path in the local cache, None if it is absent, or another object if the hub has no such file."""
         return try_to_load_from_cache(self._repository, name, revision=self.commit)
 
     def _download(self, name: str, revision: str | None) -> Path:
@@ -298,5 +298,5 @@ class HubModel:
         except OSError as error:  # includes every HTTP error of huggingface_hub
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"{name} of {model} cannot be downloaded: {reason}") from error
-        except ValueError as error:  # not of the form owner/model
+        except ValueError as error:  # the name is not of the form owner/model
             raise CheckpointError(f"{model} is neither a directory nor the name of a model on the hub") from error

@@ -1,4 +1,4 @@
-"""The stock base model with some of its blocks and nothing else: what a server computes with. And the whole one."""
+"""The stock base model with only some of its blocks, as a server runs it; and the loader of the whole model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LeftOut(nn.Identity):
-    """Stands for a linear layer that is not loaded with its block; a family's weight initialisation may touch it."""
+    """A placeholder for a linear layer that is not loaded with its block; weight initialisation may access it."""
 
     weight = torch.empty(0)
     weight._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -34,17 +34,16 @@ class LeftOut(nn.Identity):
 
 
 class ZeroPositions(nn.Module):
-    """Stands for learned position embeddings on a server, which receives hidden states that already contain them."""
+    """A replacement for learned position embeddings on a server, whose input hidden states already contain them."""
 
     def forward(self, positions: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return torch.zeros((), device=positions.device)
 
 
 class RangesOnCpu(TorchFunctionMode):
-    """Meanwhile ranges are made on the CPU, also where the meta device is the default, and what is computed from them.
+    """A context that computes ``torch.arange`` and its results on the CPU, even if the meta device is the default.
 
-    On the meta device, torch computes frequencies of positions in Python, for which it imports SymPy: 0.2 s and 37 MB
-    at the start of a process.
+    On the meta device, torch computes position frequencies in Python, which imports SymPy: 0.2 s and 37 MB at startup.
     """
 
     def __torch_function__(
@@ -55,12 +54,12 @@ class RangesOnCpu(TorchFunctionMode):
             options["device"] = "cpu"
         try:
             return func(*args, **options)
-        except RuntimeError:  # something on the meta device was among them
+        except RuntimeError:  # an argument was on the meta device
             return func(*map(_on_meta, args), **options)
 
 
 class MetaOperations(TorchFunctionMode):
-    """Runs torch's operations on the meta device that are in Python once one is needed, if they were put off."""
+    """A context that runs the deferred import of torch's Python meta operations once an operation needs them."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -83,11 +82,11 @@ def _on_meta(value: Any) -> Any:
 def hollow_class(
     family: Family, hosted: Container[int], prepare: Callable[[nn.Module], None] | None = None
 ) -> type[PreTrainedModel]:
-    """A subclass of the family's base model whose parts outside the blocks ``hosted`` have no parameters.
+    """Return a subclass of the family's base model whose parts outside the blocks ``hosted`` have no parameters.
 
-    ``from_pretrained(None, config=…, state_dict=…)`` of it loads the hosted blocks alone, under the names they have in
-    a checkpoint. It takes the full config, since how a block is built may depend on its index. ``prepare`` is called
-    with each hosted block before it gets its weights.
+    Its ``from_pretrained(None, config=…, state_dict=…)`` loads the hosted blocks alone, under their names in the
+    checkpoint. It takes the full config, because the structure of a block may depend on its index. ``prepare`` is
+    called with each hosted block before the block gets its weights.
     """
 
     class HollowModel(family.base_class):  # type: ignore[name-defined,misc]
@@ -95,7 +94,7 @@ def hollow_class(
             with (
                 weight_init.no_init_weights(),
                 RangesOnCpu(),
-            ):  # all is on the meta device as yet, and most of it goes at once
+            ):  # everything is on the meta device here, and most of it is dropped at once
                 super().__init__(config, *args, **kwargs)
             _hollow_out(self, family, hosted)
             if prepare is not None:
@@ -104,12 +103,12 @@ def hollow_class(
                         prepare(block)
 
         def _init_weights(self, module: nn.Module) -> None:
-            """Weights come from the checkpoint: only what none has, such as rotary frequencies, is computed here."""
+            """Compute only what no checkpoint has, such as rotary frequencies; the weights come from the checkpoint."""
             if any(True for _ in module.buffers()):
                 with hosted_alone(self, family, hosted):
                     super()._init_weights(module)
 
-    # Both names: transformers skips its weight conversions for classes that look like a user's own.
+    # Copy both names, because transformers skips its weight conversions for classes that look like a user's own.
     HollowModel.__name__, HollowModel.__module__ = family.base_class.__name__, family.base_class.__module__
     return HollowModel
 
@@ -123,9 +122,9 @@ def load_hollow_model(
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Builds a hollow model on the CPU and loads ``tensors`` into it through the stock loader.
+    """Build a hollow model on the CPU and load ``tensors`` into it with the stock loader.
 
-    ``prepare`` may take some out of ``tensors``.
+    ``prepare`` may remove entries from ``tensors``.
 
     Returns the model and transformers' loading info (missing, unexpected and mismatched keys).
     """
@@ -135,17 +134,17 @@ def load_hollow_model(
             config=config,
             state_dict={} if tensors is None else tensors,
             dtype=dtype,
-            ignore_mismatched_sizes=True,  # reported, and refused with a sentence by the caller
+            ignore_mismatched_sizes=True,  # the caller reports mismatches as an error
             output_loading_info=True,
         )
-    hollow, info = loaded  # a pair because of output_loading_info, of which transformers' annotations do not know
+    hollow, info = loaded  # a pair because of output_loading_info, which transformers' annotations ignore
     return hollow, info
 
 
 def load_whole_model(checkpoint: Checkpoint) -> PreTrainedModel:
     """Return the stock causal language model with all its blocks, in float32 on the CPU.
 
-    Weights that are stored packed are unpacked, as a server unpacks them.
+    Packed weights are unpacked in the same way as on a server.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape than the model.
@@ -164,7 +163,7 @@ def load_whole_model(checkpoint: Checkpoint) -> PreTrainedModel:
             config=checkpoint.config,
             state_dict=checkpoint.stored(lambda _name: True),
             dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # reported, and refused below
+            ignore_mismatched_sizes=True,  # require_fit below reports mismatches
             output_loading_info=True,
         )
     checkpoint.require_fit(info)
@@ -179,10 +178,10 @@ _LOADER = threading.RLock()
 
 @contextmanager
 def hf_loader() -> Iterator[None]:
-    """Held while transformers builds or loads a model; keeps it from drawing a bar and logging a report every time.
+    """Serialise and silence transformers while it builds or loads a model: no progress bar, no report.
 
-    Its loader sets process-wide state (default dtype, whether weights get initial values): two threads inside it at
-    once leave weights unloaded in each other's models.
+    The loader sets process-wide state (default dtype, whether weights get initial values). Two threads inside the
+    loader at once leave weights unloaded in each other's models.
     """
     with _LOADER, nullcontext() if has_run(META_OPERATIONS) else MetaOperations():
         bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -198,7 +197,7 @@ def hf_loader() -> Iterator[None]:
 
 @contextmanager
 def hosted_alone(base: nn.Module, family: Family, hosted: Container[int]) -> Iterator[None]:
-    """Meanwhile the list of blocks has the hosted ones alone: a family's code expects to find its own blocks there."""
+    """Reduce the list of blocks to the hosted ones during the context: a family's code expects its own blocks there."""
     owner = family.owner_of(base)
     blocks = getattr(owner, family.blocks)
     setattr(owner, family.blocks, nn.ModuleList(block for index, block in enumerate(blocks) if index in hosted))

@@ -1,4 +1,4 @@
-"""Reads LoRA adapters in PEFT's format: a directory with adapter_config.json and adapter_model.safetensors."""
+"""Reader of LoRA adapters in PEFT's format: a directory with adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_CONFIG_BYTES = 4 << 20
 MAX_PATTERNS, MAX_EXPRESSIONS = 4096, 64
 
 _RANK, _ALPHA = Expected(1, 1 << 16, whole=True), Expected(0, 1e6, above=True)
-_NUMBERS: dict[str, tuple[float, Expected]] = {  # with PEFT's default
+_NUMBERS: dict[str, tuple[float, Expected]] = {  # each with PEFT's default
     "r": (8, _RANK),
     "lora_alpha": (8, _ALPHA),
     "lora_dropout": (0.0, Expected(0, 1, below=True)),
@@ -36,7 +36,7 @@ _MAY_BE_NULL = ("lora_dropout",)
 
 _SCALED = "which scales weights by their magnitude: expected plain LoRA"
 _BASE = "which changes the model's own weights: expected true, false, gaussian, eva or orthogonal"
-# What of a config makes an adapter something else than low-rank matrices beside linear layers, and why it is refused.
+# Config keys that make an adapter more than low-rank matrices beside linear layers, each with the reason for refusal.
 _REFUSED: dict[str, str] = {
     "use_dora": _SCALED,
     "use_qalora": "which pools the inputs: expected plain LoRA",
@@ -51,14 +51,14 @@ _REFUSED: dict[str, str] = {
     "kasa_config": "which changes the model's own weights: expected plain LoRA",
     "monteclora_config": "which samples its matrices: expected plain LoRA",
 }
-_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")  # of init_lora_weights; others change the base
+_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")  # init_lora_weights that keep the base model
 
 
 def read_adapter(directory: Path, family: Family) -> Adapter:
-    """The adapter in ``directory`` for a model of this family, in fp32, without salt.
+    """Return the adapter in ``directory`` for a model of this family, in fp32 and with an empty salt.
 
     Raises:
-        CheckpointError: it cannot be read, or is more than low-rank matrices inside blocks; one sentence says why.
+        CheckpointError: the adapter cannot be read, or has more than low-rank matrices inside blocks.
     """
     config = read_config(directory)
     _require_low_rank(config, directory)
@@ -79,18 +79,18 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
     parts = []
     for module, pair in matrices.items():
         block = family.block_index(module + ".")
-        assert block is not None  # as found above
+        assert block is not None  # the loop above has checked it
         if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
             raise CheckpointError(f"adapter {directory} has no lora_A and lora_B of one rank for {module!r}")
         if not all(bool(torch.isfinite(matrix).all()) for matrix in pair.values()):
             raise CheckpointError(f"adapter {directory} is not finite (it contains NaN or infinity) in {module!r}")
-        rank = pair["A"].shape[0]  # as rank_pattern may have set it
+        rank = pair["A"].shape[0]  # rank_pattern can change the rank of a module
         alpha = next((value for _, matches, value in alphas if matches(module)), config.get("lora_alpha", 8))
         parts.append(
             LowRank(
                 block,
                 family.name_in_block(module + ".").removesuffix("."),
-                alpha / (sqrt(rank) if config.get("use_rslora") else rank),  # as PEFT's LoraLayer.update_layer
+                alpha / (sqrt(rank) if config.get("use_rslora") else rank),  # as in PEFT's LoraLayer.update_layer
                 pair["A"],
                 pair["B"],
                 float(config.get("lora_dropout") or 0.0),
@@ -102,10 +102,10 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:
-    """What adapter_config.json of a LoRA adapter says: its numbers are checked, its regular expressions are not run.
+    """Read adapter_config.json of a LoRA adapter and check its numbers; its regular expressions are not run.
 
     Raises:
-        CheckpointError: there is none, or it is of another type, or has numbers that make no sense.
+        CheckpointError: the file is missing, is of another type, or has numbers that make no sense.
     """
     path = Directory(directory).path(CONFIG_NAME)
     config = read_object(path, MAX_CONFIG_BYTES)
@@ -127,12 +127,12 @@ def read_config(directory: Path) -> Mapping[str, Any]:
 
 
 def adapted_modules(tensor_names: Iterable[str]) -> list[str]:
-    """The modules that have low-rank matrices among these tensors, by their names in the model; sorted."""
+    """Return the sorted names, as in the model, of the modules that have low-rank matrices among these tensors."""
     return sorted({_module(name) for name in tensor_names if _MATRIX.search(name)})
 
 
 def require_names(value: object, directory: Path, option: str) -> None:
-    """Raises CheckpointError unless an option that PEFT makes expressions of is a name, some names, or nothing."""
+    """Raise CheckpointError unless an option that PEFT turns into expressions is a name, a list of names, or None."""
     names = value if isinstance(value, list) else [value] if value is not None else []
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -140,9 +140,9 @@ def require_names(value: object, directory: Path, option: str) -> None:
 
 
 def named_patterns(patterns: Mapping[str, Any], modules: Iterable[str], directory: Path) -> dict[str, Any]:
-    """The same ``rank_pattern`` or ``alpha_pattern`` for these modules, without what ``re`` could hang on.
+    """Return ``rank_pattern`` or ``alpha_pattern`` for these modules, without expressions on which ``re`` could hang.
 
-    Keys that are names stay. Others become an expression that lists the modules for which they are meant.
+    Keys that are names stay. Every other key becomes an expression that lists the modules that it matches.
 
     Raises:
         CheckpointError: a key cannot be matched in linear time.
@@ -157,7 +157,7 @@ def named_patterns(patterns: Mapping[str, Any], modules: Iterable[str], director
 
 
 def _matchers(patterns: Mapping[str, Any], directory: Path) -> list[tuple[str, Callable[[str], object], Any]]:
-    """Each key, whether it is meant for a module of some name, and its value."""
+    """Return each key, a function that returns whether the key matches a module's name, and the key's value."""
     if len(patterns) > MAX_PATTERNS or sum(_NAME.fullmatch(key) is None for key in patterns) > MAX_EXPRESSIONS:
         raise CheckpointError(
             f"adapter {directory} has too many patterns: expected at most {MAX_PATTERNS}, "
@@ -167,10 +167,10 @@ def _matchers(patterns: Mapping[str, Any], directory: Path) -> list[tuple[str, C
 
 
 def _matcher(key: str, directory: Path) -> Callable[[str], object]:
-    """As PEFT's ``get_pattern_key``, in linear time."""
+    """Return a matcher with the result of PEFT's ``get_pattern_key``, but in linear time."""
     whole = rf"(.*\.)?({key})$"
     if _NAME.fullmatch(key):
-        return re.compile(whole).match  # there is nothing in it to try in several ways
+        return re.compile(whole).match  # a plain name causes no exponential backtracking
     try:
         return Pattern(whole).match
     except ValueError as error:
@@ -178,7 +178,7 @@ def _matcher(key: str, directory: Path) -> Callable[[str], object]:
 
 
 def _require_low_rank(config: Mapping[str, Any], directory: Path) -> None:
-    """Raises CheckpointError if it is more than low-rank matrices beside linear layers."""
+    """Raise CheckpointError if the adapter is more than low-rank matrices beside linear layers."""
     for name, why in _REFUSED.items():
         if config.get(name):
             raise CheckpointError(f"adapter {directory} uses {name}, {why}")
@@ -191,5 +191,5 @@ def _require_low_rank(config: Mapping[str, Any], directory: Path) -> None:
 
 
 def _module(key: str) -> str:
-    """Its name in the model to which the adapter was added."""
+    """Return the module's name in the model to which the adapter was added."""
     return _MATRIX.sub("", key).removeprefix(_PREFIX)

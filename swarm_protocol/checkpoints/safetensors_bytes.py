@@ -1,8 +1,8 @@
 """A safetensors file in memory, written and read beside a running event loop.
 
-``safetensors.torch.save`` and ``load`` hold the interpreter's lock while they copy, about a second per gigabyte: called
-in a thread, they stop the loop all the same. Here an anonymous file of the kernel stands between: reading and writing
-files lets go of the lock, and so does torch. Format: https://github.com/huggingface/safetensors
+``safetensors.torch.save`` and ``load`` hold the GIL while they copy, about a second per gigabyte. Even in a thread,
+they stop the event loop. This module copies through an anonymous file of the kernel instead: file I/O and torch release
+the GIL. Format: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 from swarm_protocol.checkpoints.safetensors_file import DTYPES, LENGTH_BYTES, METADATA
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ALIGNMENT = 8  # of the data's beginning
+_ALIGNMENT = 8  # the data begins at a multiple of this many bytes
 
 
 def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The file that ``safetensors`` reads. Raises as ``write``."""
+    """Return the bytes of a safetensors file. Raises the same errors as ``write``."""
     with _anonymous_file() as file:
         write(file, tensors, metadata)
         file.seek(0)
@@ -34,15 +34,14 @@ def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None =
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write the file that ``safetensors`` reads, one tensor after the other, so that it takes no memory besides.
-    ``tensors``: on any device; they must not change meanwhile.
+    """Write tensors on any device to a safetensors file, one at a time to save memory; they must not change meanwhile.
 
     Raises:
         ValueError: a tensor has a dtype that the format does not know.
         OSError: the file cannot be written.
     """
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
-    # the widest first: so that each begins at a multiple of its own elements' size
+    # The widest dtype comes first, so that each tensor begins at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     at = 0
     for name, tensor in ordered:
@@ -58,11 +57,12 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, which may be written to, and the metadata. All share the memory of one file: a copy of those that
-    are kept lets the others go.
+    """Return the tensors, which are writable, and the metadata.
+
+    All tensors share the memory of one file: copy the ones to keep, so that the rest is freed.
 
     Raises:
-        safetensors.SafetensorError: it is no such file.
+        safetensors.SafetensorError: the bytes are not a safetensors file, or a dtype is unsupported.
     """
     try:
         tensors, metadata = _read(data)
@@ -85,7 +85,7 @@ def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _anonymous_file() -> BinaryIO:
-    """In memory where the system has such files, else on disk."""
+    """Open an unnamed file, in memory where the system supports it, else on disk."""
     if hasattr(os, "memfd_create"):
         return io.FileIO(os.memfd_create("safetensors"), "r+")
     return tempfile.TemporaryFile(buffering=0)
@@ -93,5 +93,5 @@ def _anonymous_file() -> BinaryIO:
 
 def _write(file: BinaryIO, data: bytes | memoryview) -> None:
     rest = memoryview(data)
-    while rest:  # one call of the system writes 2 GB at most
+    while rest:  # one system call writes 2 GB at most
         rest = rest[file.write(rest) :]

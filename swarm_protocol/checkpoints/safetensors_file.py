@@ -1,7 +1,7 @@
-"""One safetensors file: its header, checked, and its tensors, read one at a time into memory of their own.
+"""One safetensors file: its header, checked, and its tensors, each read into memory of its own.
 
-The ``safetensors`` library maps files into memory; a server that keeps mapped weights loses them to any process that
-rewrites the file and cannot tell its own memory from the page cache. Format: https://github.com/huggingface/safetensors
+The ``safetensors`` library maps files into memory. A server must not keep mapped weights: they break if any process
+rewrites the file, and their memory looks like page cache. Format: https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import parse_object
 
-MAX_HEADER_BYTES = 32 << 20  # of 300 000 tensors; the format allows 100 MB, which can take gigabytes to read
+MAX_HEADER_BYTES = 32 << 20  # enough for 300 000 tensors; the format allows 100 MB, which can take gigabytes to parse
 MAX_NAME = 512  # characters of a tensor's name
 MAX_DIMS = 16
-MAX_SIZE = 1 << 48  # of one dimension, and offsets
-METADATA = "__metadata__"  # of the header: strings that are no tensor's
+MAX_SIZE = 1 << 48  # limit of one dimension, and of offsets
+METADATA = "__metadata__"  # a key of the header: strings that describe no tensor
 LENGTH_BYTES = 8  # the file begins with the header's length, little endian
 
 DTYPES = {
@@ -47,9 +47,9 @@ class StoredTensor(ABC):
     """A tensor on disk. ``stored[...]`` reads it, which is how transformers reads a tensor lazily.
 
     Attributes:
-        name: under which the model knows it.
-        dtype, shape: of what ``read`` returns.
-        has_tiles: whether ``tiles`` reads part after part.
+        name: the tensor's name in the model.
+        dtype, shape: the dtype and shape of the tensor that ``read`` returns.
+        has_tiles: whether ``tiles`` can read the tensor in parts.
     """
 
     name: str
@@ -59,10 +59,10 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def read(self) -> torch.Tensor:
-        """A new tensor. Raises CheckpointError if a file is damaged."""
+        """Return the data as a new tensor; raise CheckpointError if a file is damaged."""
 
     def tiles(self, min_rows: int) -> Iterator[torch.Tensor]:
-        """Read consecutive rows, along the first dimension, as new tensors.
+        """Yield consecutive rows, along the first dimension, as new tensors.
 
         All tiles but the last have the same number of rows, a multiple of ``min_rows``. A tensor that cannot be read in
         parts comes whole. Raises CheckpointError if a file is damaged.
@@ -72,16 +72,16 @@ class StoredTensor(ABC):
     @property
     @abstractmethod
     def pieces(self) -> tuple[FileTensor, ...]:
-        """The tensors of files that it is made of."""
+        """Return the tensors of files from which this tensor is made."""
 
     @property
     def recipe(self) -> str:
-        """How it is made of its pieces: another one makes another tensor of the same."""
+        """Return how the pieces are combined: the same pieces with another recipe give another tensor."""
         return ""
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory once it is read."""
+        """Return the size in memory of the tensor after it is read."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, everything: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ class FileTensor(StoredTensor):
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # from the beginning of the file
+    offset: int  # from the beginning of the file, in bytes
     has_tiles = True
 
     @property
@@ -112,7 +112,7 @@ class FileTensor(StoredTensor):
             yield self.rows(start, start + min_rows)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Read the rows ``start`` to ``stop``, or to the end if that comes before."""
+        """Read the rows from ``start`` to ``stop``, or to the last row if there are fewer."""
         _, *inner = self.shape
         row_bytes = prod(inner) * self.dtype.itemsize
         return self._read(self.offset + start * row_bytes, (min(stop, self.shape[0]) - start, *inner))
@@ -123,14 +123,14 @@ class FileTensor(StoredTensor):
         return data.view(self.dtype).reshape(shape)
 
     def sample(self, max_bytes: int) -> bytes:
-        """Up to ``max_bytes`` from the middle of the tensor's data."""
+        """Return up to ``max_bytes`` from the middle of the tensor's data."""
         data = bytearray(min(self.size_bytes, max_bytes))
         _read_into(self.path, self.offset + (self.size_bytes - len(data)) // 2, memoryview(data))
         return bytes(data)
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, tiles: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of this shape whose consecutive rows are those of ``tiles``."""
+    """Return a tensor of this shape whose rows are the rows of ``tiles``, in order."""
     whole = torch.empty(shape, dtype=dtype)
     start = 0
     for tile in tiles:
@@ -140,10 +140,10 @@ def filled(shape: Sequence[int], dtype: torch.dtype, tiles: Iterable[torch.Tenso
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """The tensors of a file, by name, without reading them.
+    """Return the tensors of a file, by name, without reading their data.
 
     Raises:
-        CheckpointError: if the file is missing, is no safetensors file, or is shorter or longer than its header says.
+        CheckpointError: the file is missing, is no safetensors file, or has another length than its header says.
     """
     entries, data_start, size_bytes = _read_json(path)
     entries.pop(METADATA, None)
@@ -153,7 +153,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the header says beside the tensors; raises CheckpointError if the file is missing or no safetensors file."""
+    """Return the header's metadata strings; raise CheckpointError if the file is missing or no safetensors file."""
     metadata = _read_json(path)[0].get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path} is damaged: the header's {METADATA} is not an object of strings")
@@ -161,7 +161,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, where the data begin, and the size of the file."""
+    """Return the header, the offset of the data, and the size of the file."""
     try:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -203,7 +203,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
 
 
 def _require_whole(path: Path, data_start: int, size_bytes: int, tensors: dict[str, FileTensor]) -> None:
-    """Raises CheckpointError unless the tensors' data follow one another to the end of the file."""
+    """Raise CheckpointError unless the tensors' data follow one another without gaps to the end of the file."""
     expected = max((tensor.offset + tensor.size_bytes for tensor in tensors.values()), default=data_start)
     if expected != size_bytes:
         state = "truncated" if size_bytes < expected else "damaged"

@@ -1,1 +1,1 @@
-"""How elements of tensors are written in fewer bytes: bfloat16, blocks of int8, blocks of 4 bits."""
+"""Codecs that write the elements of tensors in fewer bytes: bfloat16, blocks of int8, blocks of 4 bits."""

@@ -1,4 +1,4 @@
-"""bfloat16, and blocks of int8."""
+"""The bfloat16 codec, and the codec for blocks of int8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm_protocol.codecs.sizes import INT8_BLOCK
 
 
 def pack_bf16(tensor: torch.Tensor) -> bytes:
-    """Each element rounded to the nearest."""
+    """Encode each element, rounded to the nearest bfloat16."""
     return tensor.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
 
 
@@ -19,7 +19,7 @@ def unpack_bf16(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def pack_int8(tensor: torch.Tensor) -> bytes:
-    """The blocks' maxima, then their elements; a block with an element that is not finite has none that is, decoded."""
+    """Encode the blocks' maxima, then the elements; a non-finite element makes its whole block decode as non-finite."""
     flat = tensor.reshape(-1).float()
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
     absmax = padded.abs().amax(1)
@@ -28,7 +28,7 @@ def pack_int8(tensor: torch.Tensor) -> bytes:
 
 
 def unpack_int8(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of as many bytes as the shape takes."""
+    """Decode ``data``, whose length must match the shape."""
     num_blocks = len(data) // (INT8_BLOCK + 4)
     absmax = torch.frombuffer(data, dtype=torch.float32, count=num_blocks)
     quantized = torch.frombuffer(data, dtype=torch.int8, offset=4 * num_blocks).view(num_blocks, INT8_BLOCK)
@@ -36,7 +36,7 @@ def unpack_int8(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def within_range(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In another dtype: what is finite stays so, though rounding may have carried it beyond the range of float16."""
+    """Convert to another dtype; finite values stay finite, even where rounding exceeded the range of float16."""
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
         tensor = torch.where(tensor.isfinite(), tensor.float().clamp(-most, most), tensor.float())

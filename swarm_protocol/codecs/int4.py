@@ -1,9 +1,10 @@
-"""Rows of hidden states in 4.5 bits per element.
+"""A codec for rows of hidden states, with 4.5 bits per element.
 
-A few channels of language models are tens of times larger than all others (Dettmers et al., "LLM.int8()", 2022), and in
-a block with one of them nothing else would be left. So the largest elements of a row, one of 128, are written by
-themselves; what is left is cut into blocks of 64 that share a scale, the largest being ±7.5 steps. A row's bytes depend
-on nothing but the row. ``benchmarks/README.md`` compares this with a Hadamard rotation and with other sizes and levels.
+A few channels of language models are tens of times larger than all others (Dettmers et al., "LLM.int8()", 2022). Inside
+a block, one of them would leave no precision for the rest. Therefore the largest elements of a row, one per 128, are
+stored separately. The rest is cut into blocks of 64 that share a scale; the largest element is ±7.5 steps. A row's
+bytes depend only on the row. ``benchmarks/README.md`` compares this with a Hadamard rotation and with other sizes and
+levels.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from swarm_protocol.codecs.elements import within_range
 from swarm_protocol.codecs.sizes import INT4_BLOCK, num_outliers
 
 _TINY = 1e-30
-_MIDDLE = 7.5  # between the levels 0 to 15
+_MIDDLE = 7.5  # halfway between the levels 0 to 15
 
 
 def pack_int4(tensor: torch.Tensor) -> bytes:
-    """All scales, then indices and values of all outliers, then all elements; the scales and values as bfloat16.
+    """Encode scales, then outlier indices, outlier values, and elements; scales and values are bfloat16.
 
-    A block with an element that is not finite has none that is, decoded; an outlier that is not finite is alone.
+    A non-finite element makes its whole block decode as non-finite; a non-finite outlier affects only itself.
     """
     rows = tensor.reshape(-1, _width(tensor.shape)).float()
     num_rows, width = rows.shape
@@ -49,7 +50,7 @@ def pack_int4(tensor: torch.Tensor) -> bytes:
 
 
 def unpack_int4(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Of as many bytes as the shape takes, whatever is in them."""
+    """Decode ``data``, whose length must match the shape; its content may be arbitrary."""
     width = _width(shape)
     num_rows, num_blocks, outliers = math.prod(shape) // width, -(-width // INT4_BLOCK), num_outliers(width)
     raw = np.frombuffer(data, np.uint8)
@@ -62,7 +63,7 @@ def unpack_int4(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> 
     blocks[:, INT4_BLOCK // 2 :] = nibbles >> 4
     rows = blocks.sub_(_MIDDLE).mul_(scales[:, None]).view(num_rows, -1)
     if outliers:
-        # A stranger may have written indices that are beyond the row.
+        # An untrusted sender may have written indices beyond the row.
         indices = torch.from_numpy(index_numbers.view(np.uint16).astype(np.int64)).clamp_(max=width - 1)
         values = torch.from_numpy(value_bits.view(np.int16)).view(torch.bfloat16).float()
         rows.scatter_(1, indices.view(num_rows, -1), values.view(num_rows, -1))
@@ -70,5 +71,5 @@ def unpack_int4(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _width(shape: tuple[int, ...]) -> int:
-    """Of a row; a scalar is one."""
+    """Return the width of a row; a scalar counts as 1."""
     return shape[-1] if len(shape) else 1

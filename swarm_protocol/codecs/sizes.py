@@ -1,4 +1,4 @@
-"""The names of codecs, from the most exact to the smallest, and how many bytes they take. Pure."""
+"""The names of codecs, from the most exact to the smallest, and their sizes in bytes. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ CODECS: dict[str, pb.Codec] = {
 CODEC_NAMES = {codec: name for name, codec in CODECS.items()}
 LADDER = tuple(CODECS)
 ALWAYS_KNOWN = frozenset({"raw", "int8"})  # every peer of this wire version reads and writes these
-ANNOUNCED = tuple(name for name in LADDER if name not in ALWAYS_KNOWN)  # what this software knows besides
+ANNOUNCED = tuple(name for name in LADDER if name not in ALWAYS_KNOWN)  # codecs that this version also knows
 INT8_BLOCK = 64  # elements that share one scale
 INT4_BLOCK = 64
-_OUTLIER_EVERY = 128  # one element of so many in a row is written by itself
-_MOST_WIDTH = 1 << 16  # of rows whose elements two bytes can number
+_OUTLIER_EVERY = 128  # one element in this many is stored separately as an outlier
+_MOST_WIDTH = 1 << 16  # the widest row whose elements two bytes can number
 
 
 def encoded_bytes(name: str, num_rows: int, width: int, item_bytes: int) -> int:
-    """Of ``num_rows`` rows of ``width`` elements, which have ``item_bytes`` each when they are raw."""
+    """Return the encoded size of ``num_rows`` rows of ``width`` elements; a raw element has ``item_bytes`` bytes."""
     if name == "raw":
         return num_rows * width * item_bytes
     if name == "bf16":
@@ -33,5 +33,5 @@ def encoded_bytes(name: str, num_rows: int, width: int, item_bytes: int) -> int:
 
 
 def num_outliers(width: int) -> int:
-    """How many elements of a row the 4-bit codec writes by themselves."""
+    """Return how many elements of a row the 4-bit codec stores separately."""
     return width // _OUTLIER_EVERY if width <= _MOST_WIDTH else 0

@@ -1,1 +1,1 @@
-"""Who is there: records of servers in the DHT, and the registry of this machine."""
+"""Peer discovery: records of servers in the DHT, and the registry of this machine."""

@@ -1,6 +1,6 @@
-"""Addresses of DHT nodes and servers: how they are written, and whether somebody answers there.
+"""Addresses of DHT nodes and servers: their format, and whether a peer answers there.
 
-They are checked without libp2p and hivemind, which take long to import.
+The checks need neither libp2p nor hivemind, which take long to import.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def multiaddr(host: str, port: int) -> str:
-    """The TCP multiaddr of a host name or IP address."""
+    """Return the TCP multiaddr of a host name or IP address."""
     if re.fullmatch(r"[\d.]+", host):
         return f"/ip4/{host}/tcp/{port}"
     return f"/ip6/{host.strip('[]')}/tcp/{port}" if ":" in host else f"/dns4/{host}/tcp/{port}"
 
 
 async def require_answer(initial_peers: Sequence[str]) -> None:
-    """Tries a plain TCP connection to every peer: a dead address is found at once, and said clearly."""
+    """Try a plain TCP connection to every peer, so that dead addresses are found at once; raise NoSwarm if all fail."""
     targets = [tcp_target(peer) for peer in initial_peers]
     attempts = [connects(*target) for target in targets if target is not None]
     if attempts and len(attempts) == len(targets) and not any(await asyncio.gather(*attempts)):
@@ -33,10 +33,10 @@ async def require_answer(initial_peers: Sequence[str]) -> None:
 
 
 def tcp_target(peer: str) -> tuple[str, int] | None:
-    """Host and port of a TCP multiaddr; None for other transports, which only libp2p can try.
+    """Return host and port of a TCP multiaddr; None for other transports, which only libp2p can try.
 
     Raises:
-        ValueError: it is no multiaddr with a peer id.
+        ValueError: the text is no multiaddr with a peer id.
     """
     check_peer(peer)
     match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)/p2p/[^/]+$", peer)
@@ -44,7 +44,7 @@ def tcp_target(peer: str) -> tuple[str, int] | None:
 
 
 def check_peer(peer: str) -> None:
-    """Raises ValueError if it cannot be the multiaddr of a peer."""
+    """Raise ValueError if the text cannot be the multiaddr of a peer."""
     match = re.fullmatch(rf"/(?:{_HOSTS})(?:/[^/\s]+)+/p2p/([{_BASE58}]+)", peer)
     is_right = match is not None and _is_peer_id(match[1])
     for protocol, value in re.findall(r"/(ip4|ip6|tcp|udp)/([^/]+)", peer):
@@ -63,7 +63,7 @@ def check_peer(peer: str) -> None:
 
 
 def _is_peer_id(text: str) -> bool:
-    """Whether it is base58 of a multihash: of a key, or a short key itself (libp2p specification "Peer Ids")."""
+    """Return whether the text is base58 of a key's multihash, or of a short key (libp2p specification "Peer Ids")."""
     number = 0
     for letter in text:
         number = number * 58 + _BASE58.index(letter)
@@ -72,10 +72,10 @@ def _is_peer_id(text: str) -> bool:
 
 
 async def connects(host: str, port: int) -> bool:
-    """Whether somebody accepts a TCP connection there."""
+    """Return whether a TCP connection to this address succeeds."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_TIMEOUT_S)
-    except (TimeoutError, OSError, UnicodeError):  # UnicodeError: no possible host name
+    except (TimeoutError, OSError, UnicodeError):  # UnicodeError: not a possible host name
         return False
     writer.close()
     return True

@@ -1,4 +1,4 @@
-"""How a DHT node comes to know others: when it joins, or later, when those it knew are gone or it has been alone."""
+"""The bootstrap of a DHT node: it meets peers when it joins, and again later if it has lost all of them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.printable import printable
 
 _CONNECT_TIMEOUT_S = 3.0
-_BACKOFF_S = 6.0  # libp2p does not dial an address again for 5 s, or more, after it has failed
+_BACKOFF_S = 6.0  # libp2p redials an address only 5 s or more after a failure
 _RETRY_S = 0.25
 _SEARCH_TIMEOUT_S = 3.0
 _LONG_PING_S = 8.0  # for a peer that has not answered within hivemind's 3 s
 
 
 def refused(error: ValidationError) -> JoinRefused:
-    """What hivemind's reason for not joining means to the user."""
+    """Translate hivemind's reason for refusing this node into an error for the user."""
     clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(error))
     if clocks is None:
         return JoinRefused(f"the initial peer refuses this node: {printable(str(error))}")
@@ -47,15 +47,15 @@ def refused(error: ValidationError) -> JoinRefused:
 
 
 async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = False) -> bool:
-    """Makes the node and those at the addresses known to one another; returns whether one of them answered.
+    """Connect the node and the peers at the addresses to each other; return whether one of the peers answered.
 
     Addresses are full multiaddrs, with peer ids. If the node ``joins``, the clocks are compared.
 
     Raises:
-        ValidationError: the node joins, and its clock is another.
+        ValidationError: the node joins, and its clock differs from the peer's.
     """
     answers = await asyncio.gather(*(_meets(node, address, joins) for address in dict.fromkeys(addresses)))
-    if any(answers):  # as hivemind does when a node starts: who is near to it stores what is near to it
+    if any(answers):  # like hivemind at node start: nodes with nearby ids store nearby keys
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), _SEARCH_TIMEOUT_S)
     return any(answers)
@@ -71,12 +71,12 @@ async def start_joined(
     on_wait: Callable[[float], None] = lambda _: None,
     is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
 ) -> DHTNode:
-    """A node that has joined through the initial peers, see ``join_through``, or the first of a new DHT.
+    """Start a node and join through the initial peers (see ``join_through``), or start a new DHT if there are none.
 
-    ``is_reachable`` is asked before others hear of the node; it only asks them if they cannot reach its daemon.
+    ``is_reachable`` runs before other peers learn of the node. If it returns False, the node only queries other peers.
 
     Raises:
-        NoSwarm: no initial peer answered. JoinRefused: one did, but see there.
+        NoSwarm: no initial peer answered. JoinRefused: a peer answered, but this node may not join.
         ValueError: an initial peer is no multiaddr with a peer id.
     """
     if initial_peers:
@@ -106,14 +106,14 @@ async def join_through(
     are_alive: Callable[[], bool],
     on_wait: Callable[[float], None],
 ) -> bool:
-    """Has the node join the DHT of those at the addresses; returns whether one of them answered.
+    """Make the node join the DHT of the peers at the addresses; return whether one of them answered.
 
-    Peers that are there and do not answer, being frozen or busy, are asked again and again for ``timeout_s``: all while
-    some ``are_alive`` for all that is known, else those to whom libp2p has a connection. ``on_wait`` is called once,
-    with how long it may take.
+    Peers that exist but do not answer, because they are frozen or busy, are retried for up to ``timeout_s``. A retry
+    needs ``are_alive`` to return true, or a libp2p connection to one of the peers. ``on_wait`` is called once, with the
+    longest possible wait in seconds.
 
     Raises:
-        ValidationError: the clock of this machine is not that of the swarm.
+        ValidationError: the clock of this machine differs from the swarm's.
     """
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout_s
@@ -133,7 +133,7 @@ async def join_through(
 
 
 async def _is_connected(node: DHTNode, addresses: Sequence[str]) -> bool:
-    """Whether libp2p has a connection to one of them, whatever the process behind its daemon does."""
+    """Return whether libp2p has a connection to one of the peers, even if the process behind its daemon hangs."""
     wanted = {address.rpartition("/p2p/")[2] for address in addresses}
     return any(peer.peer_id.to_base58() in wanted for peer in await node.p2p.list_peers())
 
@@ -141,22 +141,22 @@ async def _is_connected(node: DHTNode, addresses: Sequence[str]) -> bool:
 async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
     transport, _, name = address.rpartition("/p2p/")
     peer, target = PeerID.from_base58(name), tcp_target(address)
-    # A plain connection first: one that fails makes libp2p wait, longer each time, before it dials again.
+    # Try a plain connection first: a failed dial makes libp2p back off, longer each time, before it dials again.
     if peer == node.peer_id or (target is not None and not await connects(*target)):
         return False
     try:
         connecting = _connect(node, peer, Multiaddr(transport))
         await asyncio.wait_for(connecting, _BACKOFF_S + _CONNECT_TIMEOUT_S)
-    # The daemon says that it is somebody else, or does not answer itself.
+    # The daemon has another identity, or does not answer.
     except (TimeoutError, ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError):
         return False
-    node.blacklist.register_success(peer)  # it may be back after a silence
+    node.blacklist.register_success(peer)  # the peer may be back after a silence
     try:
         return await node.protocol.call_ping(peer, validate=joins) is not None
     except ValidationError as error:
         if "local time" in str(error):
             raise
-        return False  # it was too busy to ask back
+        return False  # the peer was too busy to ping back
 
 
 async def _connect(node: DHTNode, peer: PeerID, transport: Multiaddr) -> None:

@@ -1,13 +1,12 @@
-"""What is believed of records that strangers can write as many of as they like: how many of one address, and which
-models there are.
+"""Limits on records that an attacker can create in any number: servers per address, and the list of models.
 
-An identity costs nothing, an address costs something: so few servers of one public address are counted.
+An identity is free, but an address has a cost. Therefore only a few servers per public address count.
 
-The list of models has signed entries, one for a server: its record, under a key of the list. The list has a few keys,
-two of which a model uses, so that it can be read at once however many servers there are. Of a model's servers only
-those few write whose peer ids hash lowest; but if some entry of the model contradicts, all do. So the list says what
-most of a model's servers say, as far as there is room, and who would say otherwise needs more identities than the model
-has servers.
+The list of models has one signed entry per server: the server's record, under a key of the list. The list has a few
+keys, and each model uses two of them, so that one read is enough however many servers there are. Only the few servers
+of a model whose peer ids hash lowest write entries; if entries of the model contradict each other, all its servers
+write. Therefore the list shows what most of a model's servers say, as far as there is room. An attacker needs more
+identities than the model has servers.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from hashlib import sha256
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.net.ip_networks import customer_of, parse_host
 
-# Servers of one machine with many GPUs, or of one household or laboratory behind a router.
+# Enough for one machine with many GPUs, or for one household or laboratory behind a router.
 MAX_PER_ADDRESS = 32
-NUM_SHARDS = 8  # keys of the list
-WRITERS = 8  # servers of a model
-MAX_MODELS = 100  # those of most servers; each is looked at by who shows all
+NUM_SHARDS = 8  # keys of the list of models
+WRITERS = 8  # servers of a model that write entries
+MAX_MODELS = 100  # the models with most servers; a client that shows all of them reads each
 _SHARDS_PER_MODEL = 2
 
 
@@ -34,12 +33,12 @@ def within_addresses(
     salt: bytes = b"",
     most: int = MAX_PER_ADDRESS,
 ) -> tuple[ServerRecord, ...]:
-    """The servers without those beyond ``most`` of one public address, in the same order.
+    """Return the servers in the same order, without those beyond ``most`` of one public address.
 
-    Of an address, the ``preferred`` are counted first, then those that come first in an order that depends on ``salt``:
-    with one that strangers do not know, they cannot make identities that come before others. A server counts at each
-    address that it announces, so that a false one beside the true one does not help. Loopback, private and link-local
-    addresses are not counted.
+    For each address, the ``preferred`` servers count first, then the others in an order that depends on ``salt``. If
+    the salt is secret, attackers cannot choose identities that come first. A server counts at each address that it
+    announces, so that a false address beside the true one does not help. Loopback, private and link-local addresses
+    are not counted.
     """
     listed = list(servers)
     places = {server.peer_id: hosts_of(server) for server in listed}
@@ -61,13 +60,13 @@ def within_addresses(
 
 
 def hosts_of(server: ServerRecord) -> frozenset[str]:
-    """The public hosts among its addresses: names, IPv4 addresses, and networks of IPv6."""
+    """Return the public hosts among the server's addresses: names, IPv4 addresses, and IPv6 networks."""
     return frozenset(host for address in server.addresses if (host := _public_host(address)))
 
 
-@lru_cache(maxsize=1 << 15)  # every choice of a chain looks at all servers
+@lru_cache(maxsize=1 << 15)  # each selection of a chain looks at all servers
 def _public_host(address: str) -> str:
-    """Empty if it is not public. Servers behind one relay count together, apart from those at the relay's address."""
+    """Return the public host, or empty. Servers behind one relay count together, but apart from the relay's address."""
     if address.startswith("/"):
         relay = address.split("/")[2:3]
         host = _public_host(f"{relay[0]}:1") if relay else ""
@@ -83,14 +82,14 @@ def _public_host(address: str) -> str:
 
 
 def shards_of(model: str) -> tuple[int, ...]:
-    """The parts of the list in which a model stands."""
+    """Return the parts of the list in which a model is listed."""
     start, apart = sha256(model.encode()).digest()[:2]
     first = start % NUM_SHARDS
     return tuple((first + number * (1 + apart % (NUM_SHARDS - 1))) % NUM_SHARDS for number in range(_SHARDS_PER_MODEL))
 
 
 def should_write(own: ServerRecord, entries: Iterable[ServerRecord]) -> bool:
-    """Whether a server needs to be on the list, beside the ``entries`` that others have there."""
+    """Return whether a server needs its own entry on the list, beside the ``entries`` of other servers."""
     others = [entry for entry in entries if entry.model == own.model and entry.peer_id != own.peer_id]
     if any(entry.num_blocks != own.num_blocks for entry in others):
         return True
@@ -98,7 +97,7 @@ def should_write(own: ServerRecord, entries: Iterable[ServerRecord]) -> bool:
 
 
 def models_of(entries: Iterable[ServerRecord]) -> dict[str, int]:
-    """Names of models, sorted, with the number of blocks that most of their servers say; ``MAX_MODELS`` at most."""
+    """Return the sorted model names with the block count that most of their servers claim; ``MAX_MODELS`` at most."""
     says = {entry.peer_id: entry for entry in entries if entry.state is not ServerState.OFFLINE}
     claims = Counter((entry.model, entry.num_blocks) for entry in says.values())
     models: dict[str, int] = {}

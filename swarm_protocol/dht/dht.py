@@ -1,4 +1,4 @@
-"""A peer's place in the swarm's DHT: join, publish one's record, read everybody's."""
+"""A peer's node in the swarm's DHT: it joins, publishes its own record, and reads the records of others."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from swarm_protocol.wire.printable import printable
 
-JOIN_TIMEOUT_S = 30.0  # for peers that are there, but frozen or too busy to answer
+JOIN_TIMEOUT_S = 30.0  # for peers that exist, but are frozen or too busy to answer
 _PUBLISH_TIMEOUT_S = 10.0
-_MAX_NAMED = 3  # servers in a message
+_MAX_NAMED = 3  # servers named in a message
 _MAX_REMEMBERED = 8  # peers
-_PARALLEL_READS = 8  # of shards: all that is on its way at once must arrive within hivemind's 3 s for a reply
-_RARELY = 5  # times as seldom servers look at the list of models if the root has no room for them
+_PARALLEL_READS = 8  # reads of shards: the data in flight must arrive within hivemind's 3 s for a reply
+_RARELY = 5  # servers read the list of models less often by this factor, if the root has no room for them
 _logger = logging.getLogger(__name__)
 
-# hivemind reports every hiccup of its daemon on stderr; what matters reaches the user through our own errors.
+# hivemind reports every problem of its daemon on stderr; the user sees relevant failures through this library's errors.
 logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
 class Dht:
-    """A DHT node inside this process; its libp2p daemon leaves with the process.
+    """A DHT node inside this process; its libp2p daemon ends with the process.
 
     Attributes:
-        num_strangers: servers in the list of models that are no members, when it was last read.
+        num_strangers: servers in the list of models that were not members at the last read.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Dht:
         max_lifetime_s: float = MAX_LIFETIME_S,
         access: AccessControl | None = None,
     ) -> None:
-        node.protocol.storage.__class__ = BoundedStorage  # not a new one: joining, the node may have been given records
+        node.protocol.storage.__class__ = BoundedStorage  # kept, because it may hold records received while joining
         node.protocol.storage.capacity = capacity
         node.protocol.storage.access = access
         node.protocol.record_validator.takes_revocations = access is not None
@@ -81,7 +81,7 @@ class Dht:
         self._swarm = swarm
         self._identity = identity
         self._listening = listening
-        self._peers: list[str] = []  # addresses of some that were connected last
+        self._peers: list[str] = []  # addresses of some recently connected peers
         self._restarting = asyncio.Lock()
         self._subkey = subkey_of(identity)
         self._capacity = capacity
@@ -110,19 +110,19 @@ class Dht:
         access: AccessControl | None = None,
         is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
     ) -> Dht:
-        """Joins through ``initial_peers``, or starts a new DHT if there are none.
+        """Join through ``initial_peers``, or start a new DHT if there are none.
 
-        A node that listens (``host`` is given) stores records for others; without ``host`` it only asks.
-        ``announce_host`` is the address others should use, with ``port``, which must then not be 0.
-        ``capacity`` is how many servers may stand under one key, for all nodes of the DHT the same; a server looks for
-        room nearer to the root once in ``climb_every`` publications. Records that expire later than in
-        ``max_lifetime_s`` are neither stored nor read. Initial peers of which some ``are_alive`` for all that is
-        known, or that libp2p has a connection to, are asked for ``JOIN_TIMEOUT_S`` if they do not answer. ``access`` is
-        that of a private swarm: nothing is stored or read but the records of servers that are members. A node that
-        listens and is not ``is_reachable`` stores nothing for others either.
+        A node that listens (``host`` is given) stores records for other nodes; a node without ``host`` only queries.
+        ``announce_host`` is the address that peers should use, with ``port``, which must then not be 0. ``capacity`` is
+        the number of servers that fit under one key; it must be the same for all nodes of the DHT. Every
+        ``climb_every`` publications, a server looks for room nearer to the root. Records that expire later than in
+        ``max_lifetime_s`` are neither stored nor read. Silent initial peers are retried for ``JOIN_TIMEOUT_S`` while
+        ``are_alive`` returns true or libp2p is connected to one. ``access`` is given for a private swarm: only its
+        members' records are stored and read. A node that listens but is not ``is_reachable`` stores nothing for other
+        nodes either.
 
         Raises:
-            NoSwarm: no initial peer answered; where nobody listens, within 4 s. JoinRefused: one did, but see there.
+            NoSwarm: no initial peer answered; within 4 s if no peer listens. JoinRefused: a peer answered but refused.
             ValueError: an initial peer is no multiaddr with a peer id.
         """
 
@@ -149,30 +149,30 @@ class Dht:
 
     @property
     def p2p(self) -> P2P:
-        """The libp2p daemon that runs at present; ``restart`` starts another."""
+        """Return the running libp2p daemon; ``restart`` replaces it."""
         p2p: P2P = self._node.p2p
         return p2p
 
     @property
     def revocations(self) -> Revocations | None:
-        """Those of a private swarm; None in others."""
+        """Return the revocations of a private swarm; None in a public swarm."""
         return None if self._access is None else Revocations(self._node, self._swarm, self._access)
 
     def accusations(self, model: str) -> Accusations:
-        """Those of the servers of a model."""
+        """Return the accusations against servers of a model."""
         return Accusations(lambda: self._node, self._swarm, model, self._identity, self._access)
 
     async def addresses(self) -> list[str]:
-        """Multiaddrs under which others can join through this node."""
+        """Return the multiaddrs under which peers can join through this node."""
         p2p = self._node.p2p
         try:
             return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
-        except (OSError, asyncio.IncompleteReadError):  # the daemon is gone; another will be there
+        except (OSError, asyncio.IncompleteReadError):  # the daemon is gone, and will be replaced
             return [str(address) for address in await p2p.get_visible_maddrs()]
 
     @property
     def is_alive(self) -> bool:
-        """Whether the libp2p daemon runs, without which nobody is reached."""
+        """Return whether the libp2p daemon runs; without it, no peer is reachable."""
         return dht_node.is_alive(self._node)
 
     @property
@@ -184,19 +184,19 @@ class Dht:
         dht_node.set_serving(self._node, serves)
 
     def move(self, host: str) -> None:
-        """Ends the libp2p daemon, which ``restart`` starts again: listening on another address of this machine."""
+        """End the libp2p daemon, so that ``restart`` starts it again on another address of this machine."""
         self._listening = dataclasses.replace(self._listening, host=host)
         with suppress(ProcessLookupError):
             self._node.p2p._child.terminate()
 
     async def daemon_ended(self) -> None:
-        """Returns when the libp2p daemon has ended; somebody may kill it, or it may not get the memory it needs."""
+        """Wait until the libp2p daemon has ended: it may be killed, or run out of memory."""
         await self._node.p2p._child.wait()
 
     async def restart(self) -> None:
-        """Starts the libp2p daemon again if it has ended: with the same identity, at the same address if that is free.
+        """Start the libp2p daemon again if it has ended, with the same identity and, if it is free, the same address.
 
-        What this node stores for others, it still has. It meets those again that it was connected with last.
+        The node keeps what it stores for other nodes, and reconnects to its most recent peers.
 
         Raises:
             NoSwarm: the daemon does not start.
@@ -207,11 +207,11 @@ class Dht:
                 await bootstrap(self._node, self._peers)
 
     async def remember_peers(self) -> None:
-        """Saves the addresses of some that are connected: who they are is lost with the daemon."""
-        self._peers = await self.peers() or self._peers  # all may be gone for a while
+        """Save the addresses of some connected peers, because the daemon's end loses them."""
+        self._peers = await self.peers() or self._peers  # all peers may be gone for a while
 
     async def peers(self) -> list[str]:
-        """Multiaddrs of some nodes of this DHT that are connected, through which others can join."""
+        """Return multiaddrs of some connected nodes of this DHT, through which other nodes can join."""
         with suppress(P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
             peers = await asyncio.wait_for(self._node.p2p.list_peers(), CONNECT_TIMEOUT_S)
             known = [peer for peer in peers if peer.peer_id in self._node.protocol.routing_table and peer.addrs]
@@ -220,19 +220,19 @@ class Dht:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this node knows no other that answers, as far as it has noticed."""
+        """Return whether this node knows no other node that answers, as far as it has noticed."""
         return not self._node.protocol.routing_table.uid_to_peer_id
 
     def knows(self, peer_id: str) -> bool:
-        """Whether this node has a peer in its routing table, as one that answered last."""
+        """Return whether the peer is in this node's routing table, where peers are that answered last time."""
         return PeerID.from_base58(peer_id) in self._node.protocol.routing_table.peer_id_to_uid
 
     async def connect_to(self, addresses: Sequence[str]) -> bool:
-        """Makes this node and those at the addresses known to one another; returns whether one of them answered.
+        """Connect this node and the peers at the addresses to each other; return whether one of the peers answered.
 
-        Joins again what has fallen apart: a client and servers that came after all it knew were gone, or two halves of
-        one swarm, through any member of the other. Its own address among them does no harm. Takes 20 s
-        at most, usually much less.
+        This repairs partitions: between a client and servers that came after all its known peers had left, or between
+        two halves of a swarm, through any member of the other half. The node's own address does no harm. Takes 20 s at
+        most, usually much less.
 
         Raises:
             ValueError: an address is no multiaddr with a peer id.
@@ -242,11 +242,11 @@ class Dht:
         return await bootstrap(self._node, addresses)
 
     async def publish(self, record: ServerRecord, lifetime_s: float = LIFETIME_S) -> bool:
-        """Stores the record, signed with the node's identity; returns whether some node took it."""
+        """Store the record, signed with the node's identity; return whether a node accepted it."""
         assert record.peer_id == self.peer_id
         try:
             stored = await asyncio.wait_for(self._publish(record, lifetime_s), _PUBLISH_TIMEOUT_S)
-            return stored and self.is_alive  # without a daemon, only this node itself has taken it
+            return stored and self.is_alive  # without a daemon, only this node itself has stored it
         except TimeoutError:  # hivemind waits for ever for a daemon that is gone
             return False
 
@@ -266,7 +266,7 @@ class Dht:
         return stored
 
     async def _list(self, place: _Place, record: ServerRecord, looks: bool) -> None:
-        """Adds the server to the list of models if it is needed there; ``looks``: finds that out again."""
+        """Store the server's entry in the list of models if it is needed; ``looks``: read the list to decide."""
         if record.state is not ServerState.OFFLINE and looks:
             entries = self._members(await self._read_list(claims.shards_of(record.model)))
             place.is_listed = claims.should_write(record, entries)
@@ -277,9 +277,9 @@ class Dht:
             await asyncio.gather(*storing)
 
     async def view(self, model: str, num_blocks: int, part: Span | None = None) -> SwarmView:
-        """The servers of a model, or those that hold some block of ``part``; withdrawn ones are left out.
+        """Return the servers of a model, or those that hold some block of ``part``, without withdrawn servers.
 
-        One DHT read while they are few, else one after the other for every level of the tree of shards.
+        One DHT read is enough for few servers; otherwise each level of the tree of shards needs one more read in turn.
         """
         if self.revocations is not None:
             await self.revocations.read()
@@ -300,14 +300,14 @@ class Dht:
         )
 
     async def models(self) -> dict[str, int]:
-        """Names of the models served in this swarm, with their numbers of blocks, as most of their servers say."""
+        """Return the names of the models in this swarm, with the block count that most of their servers claim."""
         records = await self._read_list(range(claims.NUM_SHARDS))
         members = self._members(records)
         self.num_strangers = len({record.peer_id for record in records} - {record.peer_id for record in members})
         return claims.models_of(members)
 
     async def _read_list(self, parts: Sequence[int]) -> list[ServerRecord]:
-        """All that are valid, of whomever."""
+        """Return all valid records in these parts of the list, whether their servers are members or not."""
         found = await asyncio.gather(*(self._items_of(models_key(self._swarm, part)) for part in parts))
         return [record for items in found for record in _valid(items)]
 
@@ -315,7 +315,7 @@ class Dht:
         await dht_node.stop(self._node)
 
     async def _settle(self, place: _Place, record: ServerRecord, withdrawn: ServerRecord) -> bool:
-        """Stores the record in the first shard of its path that has room, ``withdrawn`` where it had other blocks."""
+        """Store the record in the first shard of its path with room, and ``withdrawn`` where it had other blocks."""
         path = shards.path(record.peer_id, record.span, record.num_blocks)
         if path != place.path:
             place.path, place.depth = path, 0
@@ -325,7 +325,7 @@ class Dht:
             stored = await self._store(place, path[depth], record)
             if stored:
                 break
-            if depth >= place.depth:  # not known to be full: nobody may be sent where readers do not look
+            if depth >= place.depth:  # a shard not known to be full: a record below it would be invisible to readers
                 items = await self._read(record.model, path[depth])
                 stored = self._subkey in items and items[self._subkey].expiration_time == record.expires_at
                 if stored or not shards.is_split(len(items), self._capacity):
@@ -341,7 +341,7 @@ class Dht:
         return any(await asyncio.gather(*(self._store(place, shard, withdrawn) for shard in left)))
 
     async def _store(self, place: _Place, shard: str, record: ServerRecord) -> bool:
-        place.standing[shard] = record  # even if it is refused: the nodes that store the key need not agree
+        place.standing[shard] = record  # even if it is refused: the nodes that store the key may disagree
         stored: bool = await self._node.store(
             servers_key(self._swarm, record.model, shard),
             record.to_proto().SerializeToString(),
@@ -351,12 +351,12 @@ class Dht:
         return stored
 
     def _next_expiration(self, lifetime_s: float) -> float:
-        """Later than all before: a later expiration replaces an earlier one."""
+        """Return an expiration later than all before, because a later expiration replaces an earlier one."""
         self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
         return self._expiration
 
     async def _read(self, model: str, shard: str) -> Mapping[Any, Any]:
-        """All that stands in a shard, by subkey, with its expiration."""
+        """Return everything in a shard, by subkey, with its expiration."""
         return await self._items_of(servers_key(self._swarm, model, shard))
 
     async def _items_of(self, key: str) -> Mapping[Any, Any]:
@@ -365,7 +365,7 @@ class Dht:
         return entry.value if entry is not None and isinstance(entry.value, dict) else {}
 
     async def _read_servers(self, model: str, num_blocks: int, shard: str) -> tuple[list[ServerRecord], bool]:
-        """The valid records in a shard, and whether there may be more below it."""
+        """Return the valid records in a shard, and whether there may be more below it."""
         items = await self._read(model, shard)
         records = [
             record
@@ -375,7 +375,7 @@ class Dht:
         return records, shards.is_split(len(items), self._capacity)
 
     def _members(self, records: list[ServerRecord]) -> list[ServerRecord]:
-        """Those of servers that are members; all, if the swarm is not known to be private."""
+        """Return the records of members; all records, if the swarm is not known to be private."""
         if self._access is None:
             return records
         return [record for record in records if self._access.is_server(record.peer_id, record.token)]
@@ -383,18 +383,20 @@ class Dht:
 
 @dataclass
 class _Place:
-    """Where a server's record stands in the tree of shards."""
+    """The place of a server's record in the tree of shards."""
 
     path: tuple[str, ...] = ()
     depth: int = 0
     publications: int = 0
-    is_listed: bool = False  # as one of those who say that there is the model
+    is_listed: bool = False  # the server's entry is in the list of models
     standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
 
 
 def _valid(items: Mapping[Any, Any]) -> list[ServerRecord]:
-    """The records that are well formed, each of which speaks of its owner: the node's validator has checked who signed
-    it, and when it expires."""
+    """Return the well-formed records that describe their own owner.
+
+    The node's validator has already checked signatures and expirations.
+    """
     records = []
     for subkey, item in items.items():
         try:

@@ -1,7 +1,7 @@
-"""Members of a swarm on the local network, found by multicast DNS: service discovery as of RFC 6762 and RFC 6763.
+"""Discovery of swarm members on the local network by multicast DNS (service discovery, RFC 6762 and RFC 6763).
 
-Anybody on the network may answer. So answers are only addresses to try, of this network, and few of them; libp2p makes
-sure that who is reached has the peer id.
+Anybody on the network may answer. Therefore answers are only a few addresses to try, all on this network; libp2p
+verifies the peer id of the peer that is reached.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
 SERVICE = "_swarm-lm._tcp.local."
-FIND_S = 3.0  # for answers; the question is asked three times meanwhile
-_MORE_S = 0.3  # for others, once somebody has answered
-_RESOLVE_S = 3.0  # for the addresses of one member
+FIND_S = 3.0  # wait for answers; the query is sent three times meanwhile
+_MORE_S = 0.3  # extra wait for more members after the first answer
+_RESOLVE_S = 3.0  # timeout to resolve the addresses of one member
 _MAX_TRIES = 3
-_MAX_MEMBERS = 64  # that are kept; and that are resolved at a time
-_MAX_ADDRESSES = 4  # of one member
+_MAX_MEMBERS = 64  # members kept, and members resolved at the same time
+_MAX_ADDRESSES = 4  # per member
 _LOCAL = [
     ipaddress.ip_network(network)
     for network in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7")
@@ -38,18 +38,18 @@ _LOCAL = [
 
 
 def require_zeroconf() -> None:
-    """Raises ValueError if the package that discovery takes is not there."""
+    """Raise ValueError if the package that discovery needs is not installed."""
     if importlib.util.find_spec("zeroconf") is None:
         raise ValueError("discover needs one more package: pip install 'swarm-lm[discover]'")
 
 
 def is_local(address: Address) -> bool:
-    """Whether it is of a local network, and not of this machine alone."""
+    """Return whether the address belongs to a local network, and not to this machine alone."""
     return any(address.version == network.version and address in network for network in _LOCAL)
 
 
 def local_address(preferred: str) -> str:
-    """An address of this machine on a local network: the preferred one if it is. Raises NoSwarm if there is none."""
+    """Return a local-network address of this machine, ``preferred`` if it is one; raise NoSwarm if there is none."""
     import ifaddr
 
     own = [str(ip.ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips if ip.is_IPv4]
@@ -62,7 +62,7 @@ def local_address(preferred: str) -> str:
 def member_addresses(
     swarm: str, properties: Mapping[bytes, bytes | None], addresses: Sequence[Address], port: int | None
 ) -> list[str]:
-    """Multiaddrs of a member of the swarm, from what somebody has answered; none if that is not one."""
+    """Return the multiaddrs of a swarm member from an mDNS answer; empty if the answer is not from a member."""
     if properties.get(b"swarm") != swarm.encode() or not port:
         return []
     peer = (properties.get(b"peer") or b"").decode("ascii", "replace")
@@ -75,23 +75,23 @@ def member_addresses(
 
 
 class LanDiscovery:
-    """Looks for members of one swarm until it is closed. Used on one event loop."""
+    """A continuous search for members of one swarm, until it is closed. Used on one event loop."""
 
     def __init__(self, swarm: str, zeroconf: AsyncZeroconf) -> None:
         from zeroconf.asyncio import AsyncServiceBrowser
 
         self._swarm = swarm
         self._zeroconf = zeroconf
-        self._members: dict[str, list[str]] = {}  # by the name of the service
+        self._members: dict[str, list[str]] = {}  # by service name
         self._resolving: dict[str, asyncio.Task[None]] = {}
-        self._outdated: set[str] = set()  # changed while they were being resolved
+        self._outdated: set[str] = set()  # services that changed while they were being resolved
         self._changed = asyncio.Event()
         self._advertised: ServiceInfo | None = None
         self._browser: AsyncServiceBrowser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._on_change])
 
     @classmethod
     async def start(cls, swarm: str, host: str | None = None) -> LanDiscovery:
-        """``host``: the address of this machine by which others are asked; None: all.
+        """Start searching from the address ``host`` of this machine; None: from all addresses.
 
         Raises:
             NoSwarm: this machine has no network. ValueError: see ``require_zeroconf``.
@@ -107,16 +107,16 @@ class LanDiscovery:
             raise NoSwarm(f"the local network cannot be searched for swarm {swarm!r}: {error}") from None
 
     def members(self) -> list[str]:
-        """Multiaddrs of those found so far, who may be gone."""
+        """Return the multiaddrs of the members found so far; a member may have left."""
         return [address for addresses in self._members.values() for address in addresses]
 
     async def wait_for_members(self, timeout_s: float = FIND_S) -> None:
-        """Until shortly after the first has answered, if anybody does in time."""
+        """Wait until shortly after the first member has answered, or until the timeout."""
         if await self.wait_until(lambda: bool(self._members), timeout_s):
             await asyncio.sleep(_MORE_S)
 
     async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether the condition, on the members, has become true in time."""
+        """Wait for a condition on the members; return whether it became true in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not condition():
@@ -125,16 +125,16 @@ class LanDiscovery:
         return condition()
 
     async def advertise(self, peer_id: str, addresses: Sequence[str]) -> bool:
-        """Answers others who look for the swarm. ``addresses``: multiaddrs of the member; False if none is local.
+        """Answer queries for the swarm with the member's multiaddrs; return False if none of them is local.
 
-        What was advertised before is taken back.
+        This replaces the previous advertisement.
         """
         from zeroconf import ServiceInfo
 
         targets = [target for target in map(tcp_target, addresses) if target is not None]
         hosts = {host: port for host, port in targets if (ip := parse_host(host)) is not None and is_local(ip)}
         before, self._advertised = self._advertised, None
-        if before is not None:  # an update alone is not always noticed
+        if before is not None:  # peers do not always notice a mere update
             await (await self._zeroconf.async_unregister_service(before))
         if not hosts:
             return False
@@ -148,14 +148,14 @@ class LanDiscovery:
             server=f"{peer_id}.local.",
         )
         self._advertised = info
-        is_again = before is not None  # then, whoever still answers to its name is no other
+        is_again = before is not None  # then a peer that answers to this name is this node itself
         await self._zeroconf.async_register_service(info, cooperating_responders=is_again)
         return True
 
     async def close(self) -> None:
-        """Takes back what was advertised."""
+        """Stop the search and withdraw the advertisement."""
         await self._browser.async_cancel()
-        resolving, self._resolving = self._resolving, {}  # what ends now is not resolved again
+        resolving, self._resolving = self._resolving, {}  # a task that ends now must not be resolved again
         for each in resolving.values():
             each.cancel()
         await self._zeroconf.async_unregister_all_services()
@@ -166,7 +166,7 @@ class LanDiscovery:
 
         if state_change is ServiceStateChange.Removed:
             if (resolving := self._resolving.pop(name, None)) is not None:
-                resolving.cancel()  # or it would be a member again
+                resolving.cancel()  # otherwise it would add the member again
             self._outdated.discard(name)
             self._members.pop(name, None)
             self._changed.set()
@@ -180,7 +180,7 @@ class LanDiscovery:
         resolving.add_done_callback(partial(self._resolved, zeroconf, name))
 
     def _resolved(self, zeroconf: Zeroconf, name: str, resolving: asyncio.Task[None]) -> None:
-        """Forget the task, and resolve again if the member has announced something else meanwhile."""
+        """Forget the task, and resolve the member again if it has changed its announcement meanwhile."""
         if self._resolving.get(name) is not resolving:
             return
         del self._resolving[name]
@@ -204,10 +204,10 @@ class LanDiscovery:
 
 
 async def find_members(swarm: str) -> list[str]:
-    """Multiaddrs of members of the swarm on the local network.
+    """Return the multiaddrs of swarm members on the local network.
 
     Raises:
-        NoSwarm: nobody has answered. ValueError: see ``require_zeroconf``.
+        NoSwarm: no member answered. ValueError: see ``require_zeroconf``.
     """
     discovery = await LanDiscovery.start(swarm)
     try:

@@ -1,4 +1,4 @@
-"""A libp2p daemon and the DHT node that stands on it: how they are started, and started again."""
+"""The start and restart of a libp2p daemon and of the DHT node that uses it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import DHTID, P2P, DHTNode, P2PDaemonError, PeerID
 from swarm_protocol.net.identity import Identity
 
-_DAEMON_TIMEOUT_S = 60.0  # on a machine that has much else to do
+_DAEMON_TIMEOUT_S = 60.0  # enough on a busy machine
 _NODE_TIMEOUT_S = 20.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a node listens, and the address it announces; without ``host`` it does not, and only asks."""
+    """The address on which a node listens, and the one that it announces. Without ``host``, the node only queries."""
 
     host: str | None = None
     port: int = 0
@@ -32,10 +32,10 @@ class Listening:
 
 class _Node(DHTNode):  # type: ignore[misc]
     async def _call_find_with_blacklist(self, peer_id: PeerID, keys: Collection[DHTID]) -> Any:
-        """What a peer says of the keys, without this node among the neighbours that it names.
+        """Return a peer's answer for the keys, without this node among the neighbours in the answer.
 
-        A peer names it if it met this node while it served others, or to do harm. hivemind 1.1.12 assumes that none
-        does: its ``store_many`` ends with an AssertionError.
+        A peer names this node if it met the node while it served others, or to do harm. hivemind 1.1.12 assumes that
+        no peer does so: its ``store_many`` would fail with an AssertionError.
         """
         found = await super()._call_find_with_blacklist(peer_id, keys)
         for _, neighbors in (found or {}).values():
@@ -44,7 +44,7 @@ class _Node(DHTNode):  # type: ignore[misc]
 
 
 async def start(identity: Identity, listening: Listening, node_id: DHTID | None = None) -> DHTNode:
-    """A node that knows nobody yet; raises NoSwarm if the daemon does not start."""
+    """Start a node that knows no peers yet; raise NoSwarm if the daemon does not start."""
     try:
         p2p = await _start_daemon(identity, listening)
     except (P2PDaemonError, OSError) as error:
@@ -57,8 +57,8 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
                 client_mode=listening.host is None,
                 record_validator=Validator(identity.private_key),
                 cache_refresh_before_expiry=0,
-                cache_nearest=0,  # else a reader sends all it has read to one more node,
-                cache_on_store=False,  # and a server that has read a key reads it again whenever it stores
+                cache_nearest=0,  # otherwise a reader sends all that it has read to one more node,
+                cache_on_store=False,  # and a server that has read a key reads it again at each store
             ),
             _NODE_TIMEOUT_S,
         )
@@ -71,8 +71,9 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
 
 
 async def start_again(ended: DHTNode, identity: Identity, listening: Listening) -> DHTNode:
-    """A node in place of one whose daemon has ended: with the same id, what it stores for others, and, if it is still
-    free, the same address. It knows nobody yet.
+    """Replace a node whose daemon has ended by one with the same id, stored records and, if it is free, address.
+
+    The new node knows no peers yet.
 
     Raises:
         NoSwarm: the daemon does not start.
@@ -86,7 +87,7 @@ async def start_again(ended: DHTNode, identity: Identity, listening: Listening) 
 
 
 def set_serving(node: DHTNode, serves: bool) -> None:
-    """Whether others may ask this node, which they do if they hear of it; one that cannot be reached only asks."""
+    """Set whether other nodes may query this node; a node that is not reachable should only query."""
     node.protocol.client_mode = not serves
     node.protocol.node_info = type(node.protocol.node_info)(node_id=node.node_id.to_bytes() if serves else b"")
 
@@ -101,7 +102,7 @@ async def stop(node: DHTNode) -> None:
 async def _stop_daemon(p2p: P2P) -> None:
     with suppress(asyncio.TimeoutError):
         await asyncio.wait_for(p2p.shutdown(), _SHUTDOWN_TIMEOUT_S)
-    Path(p2p._daemon_listen_maddr["unix"]).unlink(missing_ok=True)  # one that was killed has left it
+    Path(p2p._daemon_listen_maddr["unix"]).unlink(missing_ok=True)  # a killed daemon leaves it behind
 
 
 def is_alive(node: DHTNode) -> bool:
@@ -119,7 +120,7 @@ async def _start_daemon(identity: Identity, listening: Listening) -> P2P:
     with identity.as_file() as identity_path:
         p2p = await P2P.create(
             identity_path=identity_path,
-            check_if_identity_free=False,  # starts another daemon to find out; our key files are locked
+            check_if_identity_free=False,  # the check starts another daemon; our key files are locked instead
             startup_timeout=_DAEMON_TIMEOUT_S,
             auto_nat=False,
             nat_port_map=False,
@@ -127,19 +128,19 @@ async def _start_daemon(identity: Identity, listening: Listening) -> P2P:
             **options,
         )
     for task in (p2p._client.control._read_task, p2p._client.control._write_task):
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the end of the daemon is no news
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the daemon's end is no error
     return p2p
 
 
 def _same_place(listening: Listening, p2p: P2P) -> Listening:
-    """The port that was chosen when any would do, as others know it, unless somebody else listens there now."""
+    """Return ``listening`` with the automatically chosen port of the old daemon, if that port is still free."""
     if listening.host is None or listening.port:
         return listening
     targets = [tcp_target(f"{address}/p2p/{p2p.peer_id}") for address in p2p._visible_maddrs]
     port = next((target[1] for target in targets if target is not None), 0)
     try:
         with socket.socket(socket.AF_INET6 if ":" in listening.host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its old connections linger
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the old connections linger
             probe.bind((listening.host, port))
     except OSError:
         return listening

@@ -1,4 +1,4 @@
-"""What servers publish about themselves: records, their DHT keys, and the view they add up to."""
+"""Server records: their content, their DHT keys, and the view of a swarm that they form together."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MAX_ADDRESSES, MAX_NAME_CHARS, MAX_TENSOR_BYTES, WIRE_VERSION
 from swarm_protocol.wire.printable import printable
 
-REFRESH_S = 20.0  # nodes that store a record may die with it
+REFRESH_S = 20.0  # servers republish records this often, because the nodes that store them may fail
 LIFETIME_S = 120.0
-CLOCK_TOLERANCE_S = 10.0  # by which another's clock may be ahead
-MAX_LIFETIME_S = LIFETIME_S + CLOCK_TOLERANCE_S  # what expires later is neither stored nor read
-MAX_BLOCKS = 4096  # of a model
-MAX_BLOCKS_PER_S = 100_000.0  # decoding: one takes longer than 10 us, of which launching its kernels is most
-MAX_FORWARD_BLOCKS_PER_S = 1e8  # positions x blocks: what a machine with eight of the fastest GPUs comes near
-MAX_NETWORK_TOKENS_PER_S = 1e8  # small hidden states through a link of 400 Gbit/s
-MAX_WORK = 2**53  # positions x blocks: beyond, languages with one kind of number are not exact
-_MAX_NEIGHBOURS = 64  # whose round-trip times are told; servers tell 8
+CLOCK_TOLERANCE_S = 10.0  # how far another machine's clock may be ahead
+MAX_LIFETIME_S = LIFETIME_S + CLOCK_TOLERANCE_S  # records that expire later are neither stored nor read
+MAX_BLOCKS = 4096  # per model
+MAX_BLOCKS_PER_S = 100_000.0  # decoding: a block takes longer than 10 us, mostly to launch its kernels
+MAX_FORWARD_BLOCKS_PER_S = 1e8  # positions x blocks: about what a machine with eight of the fastest GPUs reaches
+MAX_NETWORK_TOKENS_PER_S = 1e8  # small hidden states over a link of 400 Gbit/s
+MAX_WORK = 2**53  # positions x blocks: a double represents every integer up to this exactly
+_MAX_NEIGHBOURS = 64  # round-trip times in a record; servers publish 8
 _MAX_ADAPTERS = 256
 _MAX_CODECS = 32
 _DIGEST_BYTES = 32
-_KIND = re.compile(r"[\w.-]{0,32}", re.ASCII)  # of quantisation, and of numbers
-ROOT_SHARD = "all"  # where readers begin; swarm_protocol/dht/shards.py has the others
+_KIND = re.compile(r"[\w.-]{0,32}", re.ASCII)  # the name of a quantisation, dtype or device
+ROOT_SHARD = "all"  # readers begin here; swarm_protocol/dht/shards.py has the other shards
 
 
 class ServerState(IntEnum):
     JOINING = pb.JOINING
     ONLINE = pb.ONLINE
     DRAINING = pb.DRAINING
-    OFFLINE = pb.OFFLINE  # withdrawn; stands in the DHT until the older record has expired
+    OFFLINE = pb.OFFLINE  # withdrawn; kept in the DHT until the older record has expired
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a server says that it has computed since it was started; see ``protos/swarm.proto``."""
+    """The work that a server claims to have done since its start; see ``protos/swarm.proto``."""
 
     decoded: int = 0
     prompts: int = 0
@@ -54,7 +54,7 @@ class Work:
 
     @classmethod
     def from_proto(cls, message: pb.Work) -> Work:
-        """No count is higher than hardware can have made it in that time; raises ValueError if that is none."""
+        """Parse the counts, capped at what hardware can do in ``uptime_s``; raise ValueError if that is invalid."""
         if not 0 <= message.uptime_s < inf:
             raise ValueError(f"the uptime is {message.uptime_s}: expected a finite number of at least 0")
         most = int(min(MAX_FORWARD_BLOCKS_PER_S * message.uptime_s, MAX_WORK))
@@ -64,7 +64,7 @@ class Work:
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """One server's row in the DHT; the fields are described in ``protos/swarm.proto``."""
+    """One server's entry in the DHT; ``protos/swarm.proto`` describes the fields."""
 
     peer_id: str
     addresses: tuple[str, ...]
@@ -91,10 +91,10 @@ class ServerRecord:
     next_span: Span | None = None
     work: Work = Work()
     cache_tokens: int = 0
-    codecs: tuple[str, ...] = ()  # names, besides those that all know
+    codecs: tuple[str, ...] = ()  # names, besides the codecs that all peers know
     relay_address: str = ""
-    weights: bytes = b""  # digest of the manifest of the files that it offers
-    token: bytes = field(default=b"", repr=False)  # of a member of a private swarm
+    weights: bytes = b""  # digest of the manifest of the files that the server offers
+    token: bytes = field(default=b"", repr=False)  # shown by a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
     @property
@@ -103,7 +103,7 @@ class ServerRecord:
 
     @property
     def kind(self) -> tuple[str, str, str]:
-        """Quantisation, dtype and device: servers of one kind round alike."""
+        """Return quantisation, dtype and device: servers of the same kind round in the same way."""
         return self.quant, self.dtype, self.device
 
     def to_proto(self) -> pb.ServerRecord:
@@ -141,10 +141,10 @@ class ServerRecord:
 
     @classmethod
     def from_proto(cls, message: pb.ServerRecord) -> ServerRecord:
-        """Raises ValueError if a field is out of range: records come from strangers.
+        """Parse a record from an untrusted peer; raise ValueError if a field is out of range.
 
-        Speeds beyond what hardware can have are cut to that. Nothing that is read from a record takes time in
-        proportion to a number in it.
+        Speeds beyond the limits of hardware are capped. No later use of a record takes time in proportion to a number
+        in the record.
         """
         if message.num_blocks > MAX_BLOCKS:
             raise ValueError(f"the model has {message.num_blocks} blocks: expected at most {MAX_BLOCKS}")
@@ -208,7 +208,7 @@ class ServerRecord:
 
     @classmethod
     def parse(cls, data: bytes) -> ServerRecord:
-        """Raises ValueError if the bytes are no valid record."""
+        """Parse a record; raise ValueError if the bytes are no valid record."""
         try:
             return cls.from_proto(pb.ServerRecord.FromString(data))
         except DecodeError as error:
@@ -216,7 +216,7 @@ class ServerRecord:
 
 
 def short_id(peer_id: str) -> str:
-    """The end of the peer id: enough to tell servers apart in a log line."""
+    """Return the end of the peer id, which is enough to distinguish servers in a log line."""
     return "…" + printable(peer_id[-6:])
 
 
@@ -228,14 +228,14 @@ class SwarmView:
 
     @classmethod
     def of(cls, servers: Iterable[ServerRecord]) -> SwarmView:
-        """Sorted by span, then peer id, so that equal swarms give equal views."""
+        """Create a view whose servers are sorted by span, then peer id, so that equal swarms give equal views."""
         return cls(tuple(sorted(servers, key=lambda server: (server.span, server.peer_id))))
 
     def online(self) -> tuple[ServerRecord, ...]:
         return tuple(server for server in self.servers if server.state is ServerState.ONLINE)
 
     def replicas(self, num_blocks: int) -> list[int]:
-        """For each block of the model, how many online servers hold it."""
+        """Return for each block of the model how many online servers hold it."""
         counts = [0] * num_blocks
         for server in self.online():
             for block in range(server.span.start, min(server.span.end, num_blocks)):
@@ -244,7 +244,7 @@ class SwarmView:
 
 
 def missing_spans(replicas: list[int]) -> tuple[Span, ...]:
-    """The maximal spans of blocks with no replica."""
+    """Return the maximal spans of blocks with no replica."""
     spans: list[Span] = []
     for block, count in enumerate(replicas):
         if count:
@@ -257,20 +257,20 @@ def missing_spans(replicas: list[int]) -> tuple[Span, ...]:
 
 
 def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
-    """DHT key whose subkeys are servers of one model."""
+    """Return the DHT key whose subkeys are servers of one model."""
     return f"swarm.v1/{swarm}/servers/{shard}/{model}"
 
 
 def revocations_key(swarm: str) -> str:
-    """DHT key whose subkeys are the ids of grants that the organiser of a private swarm has revoked."""
+    """Return the DHT key whose subkeys are the ids of grants that a private swarm's organiser has revoked."""
     return f"swarm.v1/{swarm}/revocations"
 
 
 def accusations_key(swarm: str, model: str) -> str:
-    """DHT key whose subkeys are servers that have shown others to answer wrongly."""
+    """Return the DHT key whose subkeys are servers that have accused other servers of wrong answers."""
     return f"swarm.v1/{swarm}/accusations/{model}"
 
 
 def models_key(swarm: str, shard: int) -> str:
-    """DHT key of one part of the list of models, see ``swarm_protocol.dht.claims``; its subkeys are servers."""
+    """Return the DHT key of one part of the list of models (see ``swarm_protocol.dht.claims``), by server."""
     return f"swarm.v1/{swarm}/models/{shard}"

@@ -1,12 +1,12 @@
-"""Under which DHT keys the servers of a model stand, so that any number of them can be read, or only those of a part.
+"""The DHT keys of a model's server records, so that readers can read any number of servers, or only those of a part.
 
-All servers of a model stand under one key, the root, while there are few. Those for which it has no room go down a
-tree: to the group of blocks where their span begins, then by the bits of a hash of their peer id. A server takes the
-first shard of its ``path`` that has room. A reader who finds a shard half full reads its ``children`` too.
+All servers of a model are under one key, the root, while there are few. Servers that find no room there descend a tree:
+to the group of blocks in which their span begins, then by the bits of a hash of their peer id. A server uses the
+first shard of its ``path`` that has room. A reader that finds a shard half full reads its ``children`` too.
 
-Why nobody is overlooked: a server goes past a shard only if that is full of records that will last for another 80 s,
-and looks again every 60 s. So if a shard empties, even at once, those below it have come up before readers find it less
-than half full.
+No server is overlooked: it descends past a shard only if that shard is full of records that last another 80 s, and
+checks again every 60 s. If a shard empties, even at once, the servers below it have come up before readers find the
+shard less than half full.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hashlib import sha256
 from swarm_protocol.dht.records import LIFETIME_S, ROOT_SHARD
 from swarm_protocol.span import Span
 
-CAPACITY = 256  # records of 1.5 KB, at worst three times as many: far below the 4 MiB that hivemind can send
-CLIMB_EVERY = 3  # publications, that is every 60 s
-LONG = "long"  # the group of spans that reach over more than two groups
-_LASTING_S = LIFETIME_S * 2 / 3  # of a record that was renewed at one of the last two times
+CAPACITY = 256  # records of 1.5 KB, at worst three times as many: far below hivemind's limit of 4 MiB
+CLIMB_EVERY = 3  # publications, which is every 60 s
+LONG = "long"  # the group of spans that extend over more than two groups
+_LASTING_S = LIFETIME_S * 2 / 3  # a record with more time left was renewed at one of the last two refreshes
 _MIN_GROUP_BLOCKS = 8
 _MAX_GROUPS = 8
 _MAX_BITS = 12
 
 
 def path(peer_id: str, span: Span, num_blocks: int) -> tuple[str, ...]:
-    """The shards that may hold a server's record, the root first."""
+    """Return the shards that may hold a server's record, root first."""
     width = _group_width(num_blocks)
     first, last = span.start // width, (span.end - 1) // width
     group = str(first) if last - first <= 1 else LONG
@@ -36,7 +36,7 @@ def path(peer_id: str, span: Span, num_blocks: int) -> tuple[str, ...]:
 
 
 def children(shard: str, num_blocks: int, part: Span | None = None) -> tuple[str, ...]:
-    """The shards below this one in which servers may stand that hold some block of ``part`` (by default, any block)."""
+    """Return the shards below this one that may hold servers of blocks in ``part`` (by default, of any block)."""
     if shard != ROOT_SHARD:
         group, _, bits = shard.partition(".")
         return (f"{group}.{bits}0", f"{group}.{bits}1") if len(bits) < _MAX_BITS else ()
@@ -47,12 +47,12 @@ def children(shard: str, num_blocks: int, part: Span | None = None) -> tuple[str
 
 
 def is_split(num_records: int, capacity: int = CAPACITY) -> bool:
-    """Whether there may be servers below a shard that holds so many records, withdrawn and foreign ones included."""
+    """Return whether servers may be below a shard with this many records, including withdrawn and foreign records."""
     return 2 * num_records >= capacity
 
 
 def has_room(lifetimes_left_s: Sequence[float], capacity: int = CAPACITY) -> bool:
-    """Whether a shard takes one more server, beside records that expire after so many seconds."""
+    """Return whether a shard accepts one more server, given the remaining lifetimes of its records in seconds."""
     lasting = sum(left_s > _LASTING_S for left_s in lifetimes_left_s)
     return lasting < capacity and len(lifetimes_left_s) < 3 * capacity
 

@@ -1,4 +1,4 @@
-"""What a node of the DHT stores for others, and what it believes of what others have stored."""
+"""The records that a DHT node stores for other nodes, and the validation of records from other nodes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from swarm_protocol.net.hivemind_parts import (
 from swarm_protocol.net.identity import Identity, peer_id_of
 from swarm_protocol.pb import swarm_pb2 as pb
 
-_MAX_RECORD_BYTES = 8192  # signed; a usual one has 1 KB
+_MAX_RECORD_BYTES = 8192  # including the signature; a usual record has 1 KB
 _MAX_KEY_BYTES = 3 << 20  # under one key: above 4 MiB hivemind fails silently
 _MAX_KNOWN = 100_000  # digests, 10 MB
-# The whole subkey, which leaves no room for a second owner: hivemind asks for the signature of the first it finds.
+# Matches the whole subkey, to exclude a second owner: hivemind requires a signature of the first owner only.
 _SUBKEY = re.compile(r"([1-9A-HJ-NP-Za-km-z]+)\[owner:(ssh-rsa [A-Za-z0-9+/]+=*)\]")
-_REVOKED = re.compile(r"(?:[0-9a-f]{2})+")  # the id of a grant
+_REVOKED = re.compile(r"(?:[0-9a-f]{2})+")  # the id of a grant, in hexadecimal
 
 
 def subkey_of(identity: Identity) -> str:
-    """Under which a peer's records stand: one for each key of the DHT."""
+    """Return the subkey of a peer's records: one for each key of the DHT."""
     return f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
 
 
 @lru_cache(maxsize=20_000)
 def owner_of(subkey: object) -> str:
-    """The peer id of the owner of a record.
+    """Return the peer id of the owner of a record.
 
     Raises:
-        ValueError: there is none, or more than one; the peer id is not that of the owner's key; the key is too short.
+        ValueError: there is not exactly one owner; the peer id does not match the owner's key; the key is too short.
     """
     owner = _SUBKEY.fullmatch(subkey) if isinstance(subkey, str) else None
     if owner is None or owner[1] != peer_id_of(owner[2].encode()):
@@ -52,17 +52,17 @@ def owner_of(subkey: object) -> str:
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """What this node stores for others: no more under one key than fits in a message.
+    """The records that this node stores for other nodes: no more under one key than fits in a message.
 
-    Above 4 MiB hivemind fails silently: to those who ask, the node seems dead.
+    Above 4 MiB hivemind fails silently: the node seems dead to the nodes that query it.
     """
 
     capacity: int
-    access: AccessControl | None = None  # of a private swarm, for which nothing else is stored
+    access: AccessControl | None = None  # set in a private swarm, for which only members' records are stored
     _is_storing = False
 
     def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
-        """Returns False if there is no room; a record that stands there can always be replaced."""
+        """Store a record; return False if there is no room. A record under the same subkey can always be replaced."""
         if len(value) > _MAX_RECORD_BYTES:
             return False
         if self.access is not None and not is_admitted(self.access, subkey, value):
@@ -84,7 +84,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return stored
 
     def get(self, key: Any) -> Any:
-        """In a private swarm a copy: hivemind adds all that it reads elsewhere to what it has got here."""
+        """Return the value; in a private swarm a copy, because hivemind adds to it what it reads elsewhere."""
         found = super().get(key)
         if self.access is None or self._is_storing or found is None or not isinstance(found.value, DictionaryDHTValue):
             return found
@@ -95,10 +95,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def is_admitted(access: AccessControl, subkey: object, value: bytes) -> bool:
-    """Whether a value, as it travels, is the record of a server that is a member, or a revocation, which is noted.
+    """Return whether a serialised value is a member server's record or a revocation; pass the latter to ``access``.
 
-    Not for the validator to say: hivemind refuses all that a node answers for one record that is not valid, and it may
-    have become so a moment ago.
+    The validator must not check this: hivemind discards a node's whole answer for one invalid record, and a record
+    may have become invalid a moment ago.
     """
     try:
         data = MSGPackSerializer.loads(RSASignatureValidator._SIGNATURE_RE.sub(b"", value))
@@ -113,27 +113,27 @@ def is_admitted(access: AccessControl, subkey: object, value: bytes) -> bool:
 
 
 class Validator(RSASignatureValidator):  # type: ignore[misc]
-    """Refuses records that their owner has not signed, and those that would spoil a key for all its readers.
+    """A validator that refuses records not signed by their owner, and records that would spoil a key for its readers.
 
-    Every record has an owner, of whom there is one under a key; in a private swarm also revocations are taken, which
-    carry their organiser's signature. What is stored and what is read are checked alike.
+    Every record has an owner, and an owner has one record under a key. In a private swarm, revocations are accepted
+    too; they carry their organiser's signature. Stored records and read records get the same checks.
 
     Attributes:
-        max_lifetime_s: what expires later than in so many seconds is refused.
-        takes_revocations: it is that of a private swarm.
+        max_lifetime_s: records that expire later than in this many seconds are refused.
+        takes_revocations: the swarm is private.
     """
 
     def __init__(self, private_key: RSAPrivateKey) -> None:
         super().__init__(private_key)
         self.max_lifetime_s = MAX_LIFETIME_S
         self.takes_revocations = False
-        self._known: set[bytes] = set()  # digests of what is valid: it comes from five nodes, and next time again
+        self._known: set[bytes] = set()  # digests of valid records: five nodes send each record, at every read
 
     def validate(self, record: DHTRecord) -> bool:
         if record.subkey == DHTProtocol.IS_REGULAR_VALUE:
-            return False  # it would replace everybody's
+            return False  # it would replace every peer's records
         if not record.expiration_time <= get_dht_time() + self.max_lifetime_s:
-            return False  # nothing newer could take its place
+            return False  # no newer record could replace it
         try:
             digest = hashlib.sha256(self._serialize_record(record)).digest()
             if digest in self._known:
@@ -143,8 +143,8 @@ class Validator(RSASignatureValidator):  # type: ignore[misc]
                 owner_of(subkey)
             if not super().validate(record):
                 return False
-            MSGPackSerializer.loads(self.strip_value(record))  # what cannot be unpacked makes hivemind's search hang
-        except Exception:  # whatever a stranger's bytes provoke
+            MSGPackSerializer.loads(self.strip_value(record))  # unreadable data makes hivemind's search hang
+        except Exception:  # untrusted bytes may raise anything
             return False
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()

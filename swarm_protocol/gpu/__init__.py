@@ -1,1 +1,1 @@
-"""Linear layers on GPUs: weights in int8, and the kernel that few rows are multiplied by."""
+"""Linear layers on GPUs: weights in int8, and the kernel for products with few rows."""

@@ -1,7 +1,7 @@
-"""int8 linear on GPUs: one byte per weight in memory; activations, products and gradients in the dtype that comes.
+"""An int8 linear layer on GPUs: one byte per weight; activations, products and gradients keep the input's dtype.
 
-The weights are rounded as on the CPU, so that servers of both kinds compute the same model. LLM.int8() rounds
-activations, too, and waits for the GPU in every product to see which columns it must not.
+The weights are rounded as on the CPU, so that both kinds of servers compute the same model. LLM.int8() rounds
+activations, too, and in every product it waits for the GPU to find the outlier columns.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from swarm_protocol.kernels.int8_linear import quantize_rows
 from swarm_protocol.kernels.quantized_linear import QuantizedWeight
 
 _FEW_ROWS = 64
-_TRIED = ((1, 70, 300), (17, 4100, 256), (_FEW_ROWS, 70, 128))  # rows, out and in: each is a kernel of its own
-_TOLERANCE = 1e-2  # of sums that are rounded to bfloat16
+_TRIED = ((1, 70, 300), (17, 4100, 256), (_FEW_ROWS, 70, 128))  # rows, out and in: each compiles to a separate kernel
+_TOLERANCE = 1e-2  # for sums that are rounded to bfloat16
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _logger = logging.getLogger(__name__)
 
 
 class GpuInt8Weight(QuantizedWeight):
-    """Few rows are multiplied straight from int8 where there is a kernel; more by expanding the weight for a while."""
+    """A weight that multiplies few rows with an int8 kernel if there is one, and more rows with an expanded copy."""
 
     in_float32 = False
 
     def __init__(
         self, q: torch.Tensor, scale: torch.Tensor, few_rows: Product | None = None, most: int = _FEW_ROWS
     ) -> None:
-        """What ``quantize_rows`` gave.
+        """Take the result of ``quantize_rows``.
 
         Args:
-            q: [out, in] int8. scale: [out] fp32. On the device that they stay on.
-            few_rows: as ``few_rows_product``, for up to ``most`` rows.
+            q: [out, in] int8, on the device where it stays. scale: [out] fp32, on the same device.
+            few_rows: a function like ``few_rows_product``, for up to ``most`` rows.
         """
         self.shape = q.shape
         self.size_bytes = q.nbytes + scale.nbytes
@@ -43,7 +43,7 @@ class GpuInt8Weight(QuantizedWeight):
         self._few_rows, self._most = few_rows, most
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, in] of any float dtype -> [rows, out] of that dtype."""
+        """Multiply x: [rows, in] of any float dtype -> [rows, out] of the same dtype."""
         if self._few_rows is not None and 0 < len(x) <= self._most:
             return self._few_rows(x, self._q, self._scale)
         return x @ self._expanded(x.dtype).T
@@ -61,7 +61,7 @@ class GpuInt8Weight(QuantizedWeight):
 
 @functools.cache
 def few_rows_kernel(device: torch.device, dtype: torch.dtype) -> Product | None:
-    """The kernel for few rows on ``device``; None, and a line in the log, if it does not run there or is wrong."""
+    """Return the kernel for few rows on ``device``; None, with a log line, if it fails there or gives wrong results."""
     try:
         from swarm_protocol.gpu.triton_int8 import few_rows_product
 
@@ -72,7 +72,7 @@ def few_rows_kernel(device: torch.device, dtype: torch.dtype) -> Product | None:
         if all(_is_right(multiply, *shape, device, dtype) for shape in _TRIED):
             return multiply
         refusal = "it gives something else"
-    except Exception as error:  # a driver's, a compiler's: whatever it is, there is another way
+    except Exception as error:  # any error of a driver or compiler: another implementation exists
         refusal = f"{type(error).__name__}: {error}"
     _logger.warning("no int8 kernel on %s, so that few rows take as long as many: %s", device, refusal)
     return None

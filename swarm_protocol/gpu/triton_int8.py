@@ -1,4 +1,4 @@
-"""Products of few rows with an int8 weight on a GPU, in Triton: each weight is read once, as one byte."""
+"""Triton kernel for products of few rows with an int8 weight: each weight is read once, as one byte."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-_MIN_SIDE = 16  # of the matrices that tl.dot multiplies
-# Of 36 settings on an H100, for a row and for 16, at the shapes of a model of 8 B parameters: the fastest, or within
-# 2 % of it, with as many stages as ``_num_stages`` says; 1.1 to 1.9 times as fast as 128 columns in 3 stages.
+_MIN_SIDE = 16  # the smallest side of the matrices that tl.dot multiplies
+# Chosen from 36 settings on an H100, for 1 and 16 rows, at the shapes of an 8 B model: the fastest, or within 2 % of
+# it, with the stages of ``_num_stages``. They are 1.1 to 1.9 times as fast as 128 columns in 3 stages.
 CHANNELS, WIDTH, _FEW_STAGES, _MOST_STAGES = 32, 256, 3, 5
-_MOST_COLUMN_BYTES = 128  # of x, for that width
-_SHARED_BYTES = 48 << 10  # of a program, where it is not known how many there may be
+_MOST_COLUMN_BYTES = 128  # bytes of x per column, for that width
+_SHARED_BYTES = 48 << 10  # per program, if the device's limit is not known
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def few_rows_product(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``x @ (q * scale[:, None]).T`` with sums in fp32.
+    """Return ``x @ (q * scale[:, None]).T`` with sums in fp32.
 
     Args:
         x: [rows, in], fp32 or 16 bits, on the current GPU.
@@ -49,10 +49,10 @@ def few_rows_product(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def _num_stages(stage_bytes: int, programs: int, device: torch.device) -> int:
-    """How many loads are under way at once.
+    """Return the number of loads in flight at once.
 
-    As many as there is room for beside one that is being multiplied; few, where otherwise fewer programs would run at
-    the same time.
+    Use as many stages as fit beside the one that is being multiplied. Use few if more stages would reduce the number of
+    programs that run at the same time.
     """
     shared_bytes, at_once = _SHARED_BYTES, 1
     if device.type == "cuda":

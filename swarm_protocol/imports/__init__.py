@@ -1,1 +1,1 @@
-"""What importing torch, transformers and hivemind costs a server: what it never uses waits until somebody does."""
+"""Deferred imports of torch, transformers and hivemind: parts that a server never uses are not loaded."""

@@ -1,6 +1,6 @@
-"""Modules that are importable before their code has run, which it does once somebody asks for one of their names.
+"""Modules that are importable before their code has run; the code runs at the first access to a missing name.
 
-That of a package runs before that of its modules, too, as Python has it, unless they are said to do without.
+As usual in Python, a package's code runs before its modules' code, except for modules listed in ``alone``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 Execute = Callable[[ModuleType, Loader], None]
 _RUNNING = threading.RLock()
-_WAIT_S = 10.0  # for another thread that runs it; no longer, since it may wait for a module that this one imports
+_WAIT_S = 10.0  # for another thread that runs the code; a longer wait could be a deadlock over a module imported here
 
 
 class _LateModule(ModuleType):
-    """A module whose code has not run yet, or is running: then it has no ``_stand_ins`` any more."""
+    """A module whose code has not run yet, or is running; while it runs, ``_stand_ins`` is absent."""
 
     def __getattr__(self, name: str) -> Any:
         stand_ins = vars(self).get("_stand_ins", {})
@@ -53,13 +53,14 @@ class _LateModule(ModuleType):
 def enter(
     name: str, stand_ins: Mapping[str, Any] | None = None, after: str = "", alone: Collection[str] | None = ()
 ) -> None:
-    """Puts off the code of a module; does nothing if it has run, or there is no such module.
+    """Defer the code of a module; do nothing if it is already in ``sys.modules``, or does not exist.
 
     Args:
-        stand_ins: functions and classes that do instead of the module's own until its code has run. Who has got one by
-            then keeps it.
-        after: a module that is run first, if it has been put off.
-        alone: modules of the package that do without its code; None: all.
+        name: the module.
+        stand_ins: functions and classes to use until the module's code has run. Code that has already fetched a
+            stand-in keeps it.
+        after: a module to run first, if it is deferred.
+        alone: modules of the package that do not need the package's code; None: all.
     """
     spec = None if name in sys.modules else importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
@@ -73,24 +74,24 @@ def enter(
 
 
 def put_off(name: str, alone: Collection[str] | None = ()) -> None:
-    """As ``enter``, for a module whose package has not been imported: puts it off once the package asks for it."""
+    """Defer a module like ``enter``, but only when the package that contains it imports it."""
     import_by(name, lambda module, _loader: _make_late(module, {}, "", alone))
 
 
 def run(name: str) -> None:
-    """Runs a module's code that has been put off; does nothing if it has run, or nobody has imported it."""
+    """Run the code of a deferred module; do nothing if it has run, or the module is not imported."""
     if not has_run(name) and name in sys.modules:
         getattr(sys.modules[name], "any_name", None)
 
 
 def import_by(name: str, execute: Execute) -> None:
-    """Once somebody imports this module, ``execute(module, loader)`` runs it, in the place of its loader."""
+    """Make ``execute(module, loader)`` run this module, in place of its loader, when it is first imported."""
     if name not in sys.modules:
         sys.meta_path.insert(0, _Finder(name, execute))
 
 
 class _Finder(MetaPathFinder):
-    """Of one module, once."""
+    """A finder for one module, which removes itself after one use."""
 
     def __init__(self, name: str, execute: Execute) -> None:
         self._name, self._execute = name, execute
@@ -107,7 +108,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Leaves no trace in the module."""
+    """A loader that calls ``execute`` and leaves no trace of itself in the module."""
 
     def __init__(self, loader: Loader, execute: Execute) -> None:
         self._loader, self._execute = loader, execute
@@ -130,7 +131,7 @@ def _make_late(module: ModuleType, stand_ins: Mapping[str, Any], after: str, alo
 
 
 class _PackageFirst(MetaPathFinder):
-    """Runs a package that has been put off before one of its modules is imported."""
+    """A finder that runs a deferred package before one of its modules is imported."""
 
     def __init__(self, package: str, alone: Collection[str]) -> None:
         self._package, self._alone = package, alone
@@ -144,7 +145,7 @@ class _PackageFirst(MetaPathFinder):
 
 
 class _Imported(Loader):
-    """Of a module that its package has imported while Python was about to."""
+    """The loader of a module that its package imported just before Python would have."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -157,5 +158,5 @@ class _Imported(Loader):
 
 
 def has_run(name: str) -> bool:
-    """Whether the module is there with all it has, and not only entered."""
+    """Return whether the module's code has run, and the module is not just entered."""
     return name in sys.modules and "_stand_ins" not in vars(sys.modules[name])

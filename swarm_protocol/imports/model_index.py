@@ -1,6 +1,6 @@
-"""Where transformers finds its models, kept on disk: to know, it reads the sources of all of them, twice.
+"""An on-disk cache of transformers' model index, which transformers builds by reading all its model sources twice.
 
-That takes half a second of processor time at every start; to see that they are those that were read, 15 ms.
+That takes half a second of processor time at every start. To check that the sources are unchanged takes 15 ms.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from swarm_protocol.imports.late_modules import import_by
 
 _READER = "create_import_structure_from_path"  # of transformers.utils.import_utils
 _MODELS = "models"
-# {model or module: ...} at any depth; in the end {backends: {module: names}}
+# {model or module: ...} at any depth; the innermost is {backends: {module: names}}
 Index = dict[Any, Any]
 Read = Callable[[str], Index]
 
 
 def remember_models() -> None:
-    """From now on, until transformers is imported; does nothing if it has been, or reads its models otherwise."""
+    """Install the cache for transformers' import; do nothing if it is imported, or reads its models in another way."""
     import_by("transformers.utils.import_utils", _with_memory)
 
 
 def _with_memory(module: ModuleType, loader: Loader) -> None:
     loader.exec_module(module)
-    read = getattr(getattr(module, _READER, None), "__wrapped__", None)  # it remembers 128 of five times as many
+    read = getattr(getattr(module, _READER, None), "__wrapped__", None)  # its own cache holds a fifth of the entries
     if read is None:
         return
 
@@ -50,20 +50,21 @@ def _with_memory(module: ModuleType, loader: Loader) -> None:
 
 
 def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | None = None) -> Index:
-    """What ``read(models)`` gives, from a file if it was written for the same sources.
+    """Return ``read(models)``, from the cache file if that was written for the same sources.
 
     Args:
+        read: computes the index of the sources.
         models: the directory of the sources.
-        code: files of what reads them.
-        kept_in: the directory of the file; None: in the user's cache.
+        code: files of the code that reads the sources.
+        kept_in: the directory of the cache file; None: in the user's cache.
     """
     file = (kept_in or platformdirs.user_cache_path("swarm") / "transformers") / f"{_MODELS}.json"
     try:
         states = [*(_state(path, os.stat(path)) for path in code), *_states(models)]
-    except OSError:  # a link that leads nowhere, or something that has just been removed
+    except OSError:  # a dangling link, or a file that has just been removed
         return read(models)
     signature = hashlib.sha256("\n".join(states).encode()).hexdigest()
-    with suppress(OSError, ValueError, TypeError, KeyError):  # it is not there, or damaged
+    with suppress(OSError, ValueError, TypeError, KeyError):  # the file is missing or damaged
         kept = json.loads(file.read_text())
         if kept["signature"] == signature:
             return dict(_decoded(kept["index"]))
@@ -76,7 +77,7 @@ def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | 
 
 
 def _states(directory: str) -> Iterator[str]:
-    """Of all files below."""
+    """Yield the state of every file below the directory."""
     with os.scandir(directory) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
@@ -87,12 +88,12 @@ def _states(directory: str) -> Iterator[str]:
 
 
 def _state(path: str, status: os.stat_result) -> str:
-    """Another one once the file has changed; the second of the times is the system's own and cannot be set back."""
+    """Return a text that changes with the file; st_ctime cannot be set back by a user."""
     return f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _encoded(index: Any) -> Any:
-    """For JSON, whose keys are strings."""
+    """Encode the index for JSON, whose keys are strings."""
     if isinstance(index, dict):
         return [[_encoded(key), _encoded(value)] for key, value in index.items()]
     if isinstance(index, frozenset):

@@ -1,4 +1,4 @@
-"""Compares the versions of installed packages with those that this package was tested with."""
+"""Comparison of the installed package versions with the versions that this package was tested with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DISTRIBUTION = "swarm-lm"
 def required_packages() -> list[str]:
     """Return the requirements of the installed package, in the form of its metadata.
 
-    Raises PackageNotFoundError if only the source is there.
+    Raises PackageNotFoundError if only the source is present.
     """
     return metadata.requires(DISTRIBUTION) or []
 

@@ -1,1 +1,1 @@
-"""Linear layers with int8 and int4 weights: multiplied by C++ that is compiled at installation, or by torch."""
+"""Linear layers with int8 and int4 weights, multiplied by C++ code that is compiled at installation, or by torch."""

@@ -3,15 +3,15 @@
 //   Vec                                 the vector
 //   SUMS                                vectors of sums in registers at a time
 //   fill(x), load(p), store(p, v)       p: of any alignment
-//   in_register(v)                      v, which the compiler is not to load again for every use
-//   load_some(p, n)                     n < LANES floats, then zeros; reads no others
+//   in_register(v)                      v, kept in a register: the compiler must not reload it
+//   load_some(p, n)                     n < LANES floats, then zeros; reads only these n
 //   add, sub, mul(a, b), fma(a, b, c)   fma: a * b + c
 //   max(a, b)                           b where either is NaN
 //   power_of_two(v)                     2**n, of n + 1.5 * 2**23 in every lane
 //   sum_lanes(v)                        of LANES vectors: lane i is the sum of the lanes of v[i]
 #include "each.h"
 
-constexpr int GROUP = 4;  // of the heads that are computed together, those whose scores share a vector
+constexpr int GROUP = 4;  // heads whose scores share a vector
 
 // e**x for x <= 0; NaN stays NaN, less than e**-88 is 0
 ALWAYS_INLINE Vec exp(Vec x) {
@@ -21,7 +21,7 @@ ALWAYS_INLINE Vec exp(Vec x) {
     const Vec shifted = fma(x, fill((float)(1 / ln2)), magic);
     const Vec n = sub(shifted, magic);
     const Vec r = fma(n, fill((float)(high - ln2)), fma(n, fill((float)-high), x));
-    Vec sum = fill(1.0f / 5040);  // the series of e**r, |r| < 0.35: what follows is below 6e-9
+    Vec sum = fill(1.0f / 5040);  // the series of e**r, |r| < 0.35: later terms are below 6e-9
     sum = fma(sum, r, fill(1.0f / 720));
     sum = fma(sum, r, fill(1.0f / 120));
     sum = fma(sum, r, fill(1.0f / 24));
@@ -32,7 +32,7 @@ ALWAYS_INLINE Vec exp(Vec x) {
     return mul(sum, power_of_two(shifted));
 }
 
-// Products of H query heads, [H][stride], with LANES / H keys: lane [head][position]; `soon`: what will be read then
+// Products of H query heads, [H][stride], with LANES / H keys: lane [head][position]; `soon`: the keys to prefetch
 template <int H>
 ALWAYS_INLINE Vec products(const float *query, long stride, const float *const *keys, const float *const *soon, long width) {
     constexpr int POSITIONS = LANES / H;
@@ -59,8 +59,8 @@ ALWAYS_INLINE Vec products(const float *query, long stride, const float *const *
     return sum_lanes(acc);
 }
 
-// Adds to D vectors of H heads' sums, [H][stride], from `at` on, weights times values, after multiplying by a factor per head.
-// In the last vector of a value, `some` floats; 0: it is a whole one.
+// Multiplies D vectors of H heads' sums, [H][stride], from `at` on, by a factor per head, and adds weights times values.
+// `some`: the number of floats in a value's last vector; 0: it is full.
 template <int H, int D>
 ALWAYS_INLINE void add_values(const float *const *values, long count, const float *weights, const float *factors, float *sums,
                               long stride, long at, long some, const float *soon, long soon_stride) {
@@ -100,7 +100,7 @@ ALWAYS_INLINE void add_values(const float *const *values, long count, const floa
     if (at < width) add_values<H, 1>(values, count, weights, factors, sums, stride, at, width - at, soon, soon_stride);
 }
 
-// Lane [head][position] -> the same for all positions of a head: join(a, b) of all of them
+// Reduces lanes [head][position] with join(a, b): every position of a head gets the result of all its positions
 template <int POSITIONS, class Join> ALWAYS_INLINE Vec joined(Vec v, Join join) {
     if constexpr (POSITIONS == 1) return v;
     alignas(64) float lanes[LANES];
@@ -112,7 +112,7 @@ template <int POSITIONS, class Join> ALWAYS_INLINE Vec joined(Vec v, Join join) 
     return load(lanes);
 }
 
-// A chunk of positions after the other: their scores, what the largest so far changes about the sums, their values.
+// Processes chunk after chunk: its scores, the rescaling of the sums for a new largest score, then its values.
 template <int H> static void attend_heads(const Heads &heads, Positions positions) {
     constexpr int G = H < GROUP ? H : GROUP, GROUPS = H / G;
     constexpr int EACH = LANES / G;  // positions in one vector of scores

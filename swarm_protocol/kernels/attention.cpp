@@ -1,6 +1,6 @@
 // Attention of one new position of every row, fp32, on keys and values in the pages where they lie. All query heads that
-// share a key are computed together, so that keys and values are read once. A row is summed up in the order of its
-// positions, in chunks counted from its first: no bit depends on the other rows, on its pages or on threads.
+// share a key are computed together, so that keys and values are read once. Each row is summed in the order of its
+// positions, in chunks that start at its first position: no bit depends on other rows, pages or threads.
 //
 // Needs a C++17 compiler and nothing else; called from Python through the functions at the end of this file.
 #include <cfloat>
@@ -16,15 +16,15 @@
 
 namespace {
 
-constexpr long MAX_WIDTH = 1024;  // of a key or a value: what is kept on the stack is as wide
-constexpr long MOST_HEADS = 8;    // that are computed together
-constexpr long CHUNK = 64;        // positions; their keys and values stay in the first cache
+constexpr long MAX_WIDTH = 1024;  // of a key or a value; limits the arrays on the stack
+constexpr long MOST_HEADS = 8;    // computed together
+constexpr long CHUNK = 64;        // positions whose keys and values fit into the L1 cache
 
-// What Python writes: 64-bit integers throughout
+// Structures that Python writes, made of 64-bit integers
 
 // The keys or the values of one block in one page, [rows][heads][capacity][width]
 struct Channel {
-    float *data;  // null: of another type, or not in this machine's memory
+    float *data;  // null: another dtype, or not in this machine's memory
     int64_t heads, width;
 };
 
@@ -32,7 +32,7 @@ struct Channel {
 struct Part {
     const Channel *channels;  // of the page
     int64_t capacity, row, start, count;
-    int64_t run;  // which of the channel numbers apply
+    int64_t run;  // index into key_channels and value_channels
 };
 
 struct Rows {
@@ -58,7 +58,7 @@ class Positions {
         : key_width(rows.keys(rows.parts[rows.firsts[row]]).width), value_width(rows.values(rows.parts[rows.firsts[row]]).width),
           rows(rows), part(rows.parts + rows.firsts[row]), end(rows.parts + rows.firsts[row + 1]), head(head) {}
 
-    // Where the next keys and values are, CHUNK at most; returns how many.
+    // Finds the next keys and values, at most CHUNK; returns how many.
     long next(const float **keys, const float **values) {
         long count = 0;
         while (part < end && count < CHUNK) {
@@ -83,7 +83,7 @@ class Positions {
     const Rows &rows;
     const Part *part, *const end;
     const long head;
-    long done = 0;  // positions of the part
+    long done = 0;  // positions of the current part
 };
 
 // Query heads of one row that share a kv head
@@ -93,7 +93,7 @@ struct Heads {
     float *out;  // [count][width of the values]
     long count;
     float scale;
-    const float *then;  // the keys that are read next
+    const float *then;  // the keys to read next
 };
 
 struct Kernel {
@@ -158,7 +158,7 @@ ALWAYS_INLINE Vec power_of_two(Vec v) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(v), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(0x3f800000)));
 }
-// In each 128 bits: the sums of a's, b's, c's and d's
+// Returns in each 128-bit lane: the sums of a's, b's, c's and d's lane
 ALWAYS_INLINE Vec sum_four(Vec a, Vec b, Vec c, Vec d) {
     const __m256d ab = _mm256_castps_pd(add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));
     const __m256d cd = _mm256_castps_pd(add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d)));
@@ -195,13 +195,13 @@ ALWAYS_INLINE Vec power_of_two(Vec v) {
     const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(v), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(exponent, _mm512_set1_epi32(0x3f800000)));
 }
-// In each 128 bits: the sums of a's, b's, c's and d's
+// Returns in each 128-bit lane: the sums of a's, b's, c's and d's lane
 ALWAYS_INLINE Vec sum_four(Vec a, Vec b, Vec c, Vec d) {
     const __m512d ab = _mm512_castps_pd(add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
     const __m512d cd = _mm512_castps_pd(add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
     return add(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
 }
-// Of four times 128 bits: those of a added in pairs, then those of b
+// Returns four 128-bit lanes: a's lanes added in pairs, then b's
 ALWAYS_INLINE Vec add_pairs(Vec a, Vec b) { return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); }
 ALWAYS_INLINE Vec sum_lanes(const Vec *v) {
     const Vec low = add_pairs(sum_four(v[0], v[1], v[2], v[3]), sum_four(v[4], v[5], v[6], v[7]));
@@ -244,7 +244,7 @@ ALWAYS_INLINE Vec sum_lanes(const Vec *v) { return vpaddq_f32(vpaddq_f32(v[0], v
 }  // namespace neon
 #endif  // ARM
 
-// ------------------------------------------------------------ which of them
+// ------------------------------------------------------------ choice of an instruction set
 
 struct Choice {
     const char *name;
@@ -275,7 +275,7 @@ bool fits(const Channel &channel, const Channel &as) {
     return channel.data && channel.heads == as.heads && channel.width == as.width && channel.width <= MAX_WIDTH;
 }
 
-// Whether all rows have positions, and keys and values like those of the first
+// Returns whether all rows have positions, with keys and values in the same layout as the first row's
 bool alike(const Rows &rows) {
     for (long row = 0; row < rows.count; row++)
         if (rows.firsts[row] == rows.firsts[row + 1]) return false;
@@ -293,14 +293,14 @@ long length_of(const Rows &rows, long row) {
 
 }  // namespace
 
-// ------------------------------------------------------------ what Python calls
+// ------------------------------------------------------------ functions for Python
 
-// Of the instruction set with this number, best first; null: there are no more.
+// Returns the name of the instruction set with this number, best first; null after the last.
 EXPORT const char *swarm_attention_isa_name(int isa) { return isa < (int)choices().size() ? choices()[isa].name : nullptr; }
 EXPORT int swarm_attention_isa_runs_here(int isa) { return kernel_of(isa) != nullptr; }
 
-// keys: [rows][heads][width], values: [rows][heads][value_width], with these strides between rows and between heads, are
-// written to the last position of each row. 0, or -1: the pages are others; nothing was written.
+// Writes keys: [rows][heads][width] and values: [rows][heads][value_width], with these strides between rows and heads, to
+// the last position of each row. Returns 0, or -1: the pages do not fit, and nothing was written.
 EXPORT int swarm_store(const void *parts, const int64_t *firsts, long count, const int64_t *key_channels,
                        const int64_t *value_channels, const float *keys, long key_row, long key_head, const float *values,
                        long value_row, long value_head, long heads, long width, long value_width) {
@@ -320,8 +320,9 @@ EXPORT int swarm_store(const void *parts, const int64_t *firsts, long count, con
     return 0;
 }
 
-// out: [rows][heads][value_width] = softmax(query @ keys.T * scale) @ values; query: [rows][heads][width], with these strides.
-// Query head h looks at kv head h / (heads / kv_heads). 0, or -1: the pages do not fit, or there is no such kernel.
+// Computes out: [rows][heads][value_width] = softmax(query @ keys.T * scale) @ values;
+// query: [rows][heads][width], with these strides. Query head h uses kv head h / (heads / kv_heads). Returns 0, or -1: the
+// pages do not fit, or there is no such kernel.
 EXPORT int swarm_attend(const void *parts, const int64_t *firsts, long count, const int64_t *key_channels,
                         const int64_t *value_channels, const float *query, long query_row, long query_head, long heads,
                         long width, long value_width, float scale, float *out, int isa, int threads) {
@@ -333,9 +334,9 @@ EXPORT int swarm_attend(const void *parts, const int64_t *firsts, long count, co
     if (rows.keys(rows.parts[0]).width != width || rows.values(rows.parts[0]).width != value_width) return -1;
     if (kv_heads <= 0 || heads % kv_heads) return -1;
     const long shared = heads / kv_heads, steps = (shared + MOST_HEADS - 1) / MOST_HEADS;
-    long total = 0;  // what there is to do, counted in positions
+    long total = 0;  // the work, counted in positions
     for (long row = 0; row < count; row++) total += length_of(rows, row) * kv_heads * steps;
-    const long products = total / steps * shared * (width + value_width) * 4;  // of floats: four times of bytes
+    const long products = total / steps * shared * (width + value_width) * 4;  // a float product costs four byte products
     over(total, products, threads, [&](long first, long last) {
         long at = 0;
         for (long row = 0; row < count; row++) {

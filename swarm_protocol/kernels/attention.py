@@ -1,4 +1,4 @@
-"""Attention of one new position of every row by the C++ kernel, on keys and values where they lie."""
+"""Attention of one new position per row by the C++ kernel, which reads keys and values in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 class Numbers:
-    """64-bit integers in memory that stays where it is."""
+    """An array of 64-bit integers at a fixed address."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._memory = array("q", numbers)
@@ -31,11 +31,11 @@ class Numbers:
 
 
 class PartOfPage(NamedTuple):
-    """Positions ``start`` to ``start + length`` of one row of a page.
+    """The positions ``start`` to ``start + length`` of one row of a page.
 
     Attributes:
-        channels: the address of what ``channel_table`` made for the page.
-        run: which of the channel numbers apply.
+        channels: the address of the page's ``channel_table``.
+        run: the index into the channel numbers of keys and values.
     """
 
     channels: int
@@ -47,7 +47,7 @@ class PartOfPage(NamedTuple):
 
 
 class PagedRows:
-    """Where the positions of the rows of a batch are, the same for all blocks that they go through."""
+    """The locations of the positions of a batch's rows, the same for all blocks that the rows go through."""
 
     def __init__(self, rows: Sequence[Sequence[PartOfPage]]) -> None:
         firsts = [0]
@@ -62,7 +62,7 @@ class PagedRows:
 
 
 def channel_table(data: Sequence[torch.Tensor]) -> Numbers:
-    """What the kernel knows of a page; data: per channel [rows, heads, capacity, width]."""
+    """Return the kernel's description of a page; data: per channel [rows, heads, capacity, width]."""
     table: list[int] = []
     for tensor in data:
         fits = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
@@ -71,15 +71,15 @@ def channel_table(data: Sequence[torch.Tensor]) -> Numbers:
 
 
 class AttentionKernel:
-    """The compiled functions, and the instruction set they are to use.
+    """The compiled functions, and the instruction set to use.
 
     Attributes:
         names: instruction sets that run here, best first.
-        name, isa: the one in use, and its number.
+        name, isa: the instruction set in use, and its number.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Raises AttributeError: the library has been compiled without attention."""
+        """Bind the functions; raise AttributeError if the library was compiled without attention."""
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -99,13 +99,13 @@ class AttentionKernel:
     def store(
         self, rows: PagedRows, channels: tuple[Numbers, Numbers], keys: torch.Tensor, values: torch.Tensor
     ) -> bool:
-        """Writes keys and values, [rows, kv_heads, 1, width of each], to the last position of every row.
+        """Write keys and values, [rows, kv_heads, 1, width of each], to the last position of every row.
 
         Args:
-            channels: of the keys and of the values, for each run.
+            channels: the channel numbers of the keys and of the values, for each run.
 
         Returns:
-            Whether they fit: one new position, fp32, in pages of such rows. If not, nothing was written.
+            Whether they fit: one new position, fp32, in pages of such rows. If not, nothing is written.
         """
         if not (_is_plain(keys) and _is_plain(values) and keys.shape[:2] == values.shape[:2]):
             return False
@@ -137,7 +137,7 @@ class AttentionKernel:
         value_width: int,
         scaling: float | None,
     ) -> torch.Tensor | None:
-        """query: [rows, heads, 1, width] -> [rows, 1, heads, value_width]; None: it does not fit, see ``store``."""
+        """Attend with query [rows, heads, 1, width] -> [rows, 1, heads, value_width]; return None if it cannot."""
         num_rows, heads, _, width = query.shape
         if not (_is_plain(query) and num_rows == rows.num_rows):
             return None
@@ -163,7 +163,7 @@ class AttentionKernel:
 
 
 def _is_plain(new: torch.Tensor) -> bool:
-    """new: [rows, heads, 1, width]."""
+    """Return whether the tensor is fp32 on the CPU, [rows, heads, 1, width] with contiguous width."""
     return (
         new.dtype == torch.float32
         and new.dim() == 4
@@ -175,11 +175,11 @@ def _is_plain(new: torch.Tensor) -> bool:
 
 @functools.cache
 def attention_kernel() -> AttentionKernel | None:
-    """None if it was not built here or ``SWARM_KERNEL`` is "off"."""
+    """Return the kernel; None if it was not built here or ``SWARM_KERNEL`` is "off"."""
     compiled = kernel()
     if compiled is None:
         return None
     try:
         return AttentionKernel(compiled.library)
-    except AttributeError:  # older than this file
+    except AttributeError:  # the library is older than this file
         return None

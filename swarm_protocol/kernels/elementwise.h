@@ -1,6 +1,6 @@
 // Operations on strided fp32 tensors of up to four dimensions, for one instruction set: program.cpp includes this file once
-// for each, inside a namespace in which the compiler may use that set. What rows give does not depend on how many there are:
-// every element, and every sum, is computed in one order.
+// for each, inside a namespace in which the compiler may use that set. A row's result does not depend on the row count:
+// every element, and every sum, is computed in a fixed order.
 
 // exp(x) within 2 units in the last place, in a form that compilers turn into vector code. Saturates instead of overflowing.
 ALWAYS_INLINE float fast_exp(float x) {

@@ -1,4 +1,4 @@
-// Functions of one source file that others call.
+// Functions that other source files call.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-"""int4 linear on CPU: half a byte per weight in memory, and two bytes per group of 32 inputs; fp32 in and out.
+"""An int4 linear layer on CPU: half a byte per weight, and two bytes per group of 32 inputs; fp32 in and out.
 
-``KernelInt4Weight`` multiplies by the C++ kernel, ``PlainInt4Weight`` by torch alone, slowly; their results are the
-same, bit for bit.
+``KernelInt4Weight`` uses the C++ kernel. ``PlainInt4Weight`` uses torch alone, and is slow. Their results are equal
+bit for bit.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWe
 L = TypeVar("L", bound="Int4Linear")
 
 GROUP = 32  # inputs that share a scale and a zero point
-GROUP_BYTES = STRIP * (2 + GROUP // 2)  # of the 64 outputs that are packed together
+GROUP_BYTES = STRIP * (2 + GROUP // 2)  # for the 64 outputs that are packed together
 LEVELS = 15
-CLIPPED = 0.97  # of the range, for the smallest error of normally distributed weights
+CLIPPED = 0.97  # fraction of the range; it minimises the error of normally distributed weights
 
 
 def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Asymmetric int4 per output channel and group of 32 inputs: ``weight ≈ (q - zero) * scale``, to the nearest.
+    """Quantise to asymmetric int4 per output channel and group of 32 inputs: ``weight ≈ (q - zero) * scale``, rounded.
 
-    weight: [out, in], any float dtype and strides -> q: [out, in] uint8 from 0 to 15, groups: [out, groups] int16: the
-    upper 12 bits of the scale, an fp32 number, and the zero point in the lower four. Never holds more than ``TILE``
-    rows in fp32.
+    weight: [out, in], any float dtype and strides -> q: [out, in] uint8 from 0 to 15, groups: [out, groups] int16.
+    A group is the upper 12 bits of the fp32 scale, with the zero point in the lower four bits. Never holds more than
+    ``TILE`` rows in fp32.
     """
     num_channels, width = weight.shape
     num_groups = -(-width // GROUP)
@@ -51,22 +51,22 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def groups_of(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """What ``quantize_groups`` makes of scales above 0, of which it keeps 12 bits, and zero points: [out, groups]."""
+    """Return [out, groups] like ``quantize_groups``, for scales above 0 (kept to 12 bits) and zero points."""
     return _scale_and_zero(_rounded_scale(scale.float().clamp(min=TINY)), zero).to(torch.int16)
 
 
 def _rounded_scale(scale: torch.Tensor) -> torch.Tensor:
-    """To the upper 12 bits after the sign's; contiguous fp32, which is changed."""
+    """Round to the upper 12 bits after the sign bit, in place; the scale must be contiguous fp32."""
     return scale.view(torch.int32).add_(1 << 18).bitwise_and_(-1 << 19).view(torch.float32)
 
 
 def _scale_and_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """int32, of which the lower 16 bits count."""
+    """Return int32 values of which the lower 16 bits count."""
     return (scale.view(torch.int32) >> 15).bitwise_or_(zero.int())
 
 
 def scales_and_zeros(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in fp32, of the shape of ``groups``."""
+    """Return scales and zero points, both in fp32 and in the shape of ``groups``."""
     bits = groups.int() & 0xFFFF
     return ((bits & 0xFFF0) << 15).view(torch.float32), (bits & 15).float()
 
@@ -74,22 +74,22 @@ def scales_and_zeros(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Int4Weight(QuantizedWeight):
     """One frozen weight [out, in] in int4 with a scale and a zero point per output channel and group of 32 inputs.
 
-    An activation is ``unit * n``, with the unit of its row, n an integer of 14 bits. The product with a group is exact
-    in integers; scaled, they are added in fp32 in the order of the inputs: no bit of a row depends on the other rows.
+    An activation is ``unit * n``, with a unit per row and n an integer of 14 bits. The product with a group is exact in
+    integers. Scaled products are added in fp32 in the order of the inputs: no bit of a row depends on the other rows.
     """
 
     @abstractmethod
     def __init__(self, q: torch.Tensor, groups: torch.Tensor) -> None:
-        """From the result of ``quantize_groups``."""
+        """Take the result of ``quantize_groups``."""
 
     @classmethod
     def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
-        """From the results of ``quantize_groups`` for tiles of a weight of this shape, whole strips of 64 rows each."""
+        """Create a weight of this shape from ``quantize_groups`` results for its tiles, each of whole 64-row strips."""
         return cls(*joined(tiles))
 
     @abstractmethod
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(output channels, dequantised weight: [tile, in] fp32, valid until the next), tile by tile."""
+        """Yield tile by tile (output channels, dequantised weight: [tile, in] fp32, valid until the next tile)."""
 
     def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(grad), self.shape[1], dtype=torch.float32)
@@ -105,13 +105,13 @@ class Int4Weight(QuantizedWeight):
 
 
 class KernelInt4Weight(Int4Weight):
-    """A weight as the kernel reads it: strips of 64 outputs, each in groups of 32 inputs.
+    """A weight in the kernel's layout: strips of 64 outputs, each in groups of 32 inputs.
 
     Attributes:
-        parts: all that the weight is made of, contiguous: with the same bytes in them, another one is the same weight.
+        parts: the contiguous tensors that hold the whole weight: another weight with the same bytes is equal.
     """
 
-    FORMAT: ClassVar[str] = "int4-groups32-strips64-1"  # of ``parts``, and how they are rounded
+    FORMAT: ClassVar[str] = "int4-groups32-strips64-1"  # identifies the layout and the rounding of ``parts``
 
     def __init__(self, q: torch.Tensor, groups: torch.Tensor) -> None:
         self._place(q.shape)
@@ -119,14 +119,14 @@ class KernelInt4Weight(Int4Weight):
 
     @classmethod
     def empty(cls, shape: Sequence[int]) -> Self:
-        """Whose ``parts`` are to be filled."""
+        """Create a weight whose ``parts`` are still to be filled."""
         weight = cls.__new__(cls)
         weight._place(torch.Size(shape))
         return weight
 
     @classmethod
     def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
-        """Packs each tile where it belongs: tiles of whole strips can be joined."""
+        """Pack each tile at its place, which works because tiles consist of whole strips."""
         weight, start = cls.empty(shape), 0
         for q, groups in tiles:
             weight._library.pack4(q.contiguous(), groups.contiguous(), weight._packed[packed4_bytes(start, shape[1]) :])
@@ -152,7 +152,7 @@ class KernelInt4Weight(Int4Weight):
 
     @staticmethod
     def matmul_shared(x: torch.Tensor, weights: Sequence[KernelInt4Weight]) -> list[torch.Tensor]:
-        """The product with each weight, for which x is written as digits once."""
+        """Return the product with each weight; the digits of x are computed once."""
         ys = [torch.empty(len(x), weight.shape[0], dtype=torch.float32) for weight in weights]
         weights[0]._library.matmul4(x.contiguous(), [weight.address for weight in weights], ys)
         return ys
@@ -167,9 +167,9 @@ class KernelInt4Weight(Int4Weight):
 
 
 class PlainInt4Weight(Int4Weight):
-    """Two weights in a byte, multiplied by torch: the integers of a group are exact in fp32, too."""
+    """A weight with two elements per byte, multiplied by torch: the integers of a group are exact in fp32, too."""
 
-    CHUNK = 8  # groups that are expanded at a time
+    CHUNK = 8  # groups expanded at a time
 
     def __init__(self, q: torch.Tensor, groups: torch.Tensor) -> None:
         self.shape = q.shape
@@ -204,13 +204,13 @@ class PlainInt4Weight(Int4Weight):
             yield channels, tile.flatten(1)[:, :width]
 
     def _levels(self, channels: slice, groups: slice) -> torch.Tensor:
-        """[channels, groups, GROUP] fp32, from 0 to 15."""
+        """Return the levels of these channels and groups: [channels, groups, GROUP] fp32, from 0 to 15."""
         pairs = self._pairs.view(len(self._pairs), -1, GROUP // 2)[channels, groups]
         return torch.stack([pairs & 15, pairs >> 4], -1).flatten(2).float()
 
 
 def _in_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(units, integers) as the kernel writes them: x ~ units * integers, which are -8192 … 8192; fp32."""
+    """Return (units, integers) like the kernel: x ~ units * integers, with integers in -8192 … 8192; fp32."""
     top = x.abs().amax(1, True) if x.numel() else torch.zeros(len(x), 1, dtype=torch.float32)
     finite = top < torch.inf
     units = top / 8192
@@ -225,7 +225,7 @@ def packed4_bytes(num_channels: int, width: int) -> int:
 
 
 def fastest() -> type[Int4Weight]:
-    """The implementation that multiplies fastest on this machine."""
+    """Return the fastest implementation on this machine."""
     return KernelInt4Weight if KernelInt4Weight.is_available() else PlainInt4Weight
 
 
@@ -239,5 +239,5 @@ class Int4Linear(QuantizedLinear):
         bias: torch.Tensor | None = None,
         implementation: type[Int4Weight] | None = None,
     ) -> L:
-        """Quantises weight [out, in]; ``implementation`` is the fastest that runs here unless given."""
+        """Quantise weight [out, in]; ``implementation`` defaults to the fastest on this machine."""
         return cls((implementation or fastest())(*quantize_groups(weight.detach())), bias)

@@ -1,10 +1,10 @@
 // int8 linear on CPU: x [rows, in] fp32 times a packed int8 weight [out, in] with a scale per output, and the product with
-// its transpose from the same packed bytes. Each row of x is written with two digits to base 128 in a unit of its own, so
-// that a product is exact in integers and no bit of a row depends on the other rows.
+// its transpose from the same packed bytes. Each row of x has its own unit, and is written in it with two digits to base
+// 128, so that a product is exact in integers and no bit of a row depends on the other rows.
 //
 // Packed: [out / 64][in / 4][64][4] unsigned bytes, weight + 128; padding is 128. One strip of 64 outputs is read as one
-// stream: with four of 16 outputs, reading takes 12 % longer. With digits from -64 to 64, AVX2's sums of two products in
-// 16 bits cannot overflow: 2 * 255 * 64 < 2**15.
+// stream: four streams of 16 outputs each would take 12 % longer. The digits are -64 to 64, so that AVX2's sums of two
+// products in 16 bits cannot overflow: 2 * 255 * 64 < 2**15.
 //
 // Needs a C++17 compiler and nothing else; called from Python through the functions at the end of this file.
 #include <atomic>
@@ -21,8 +21,8 @@
 #include "threads.h"
 
 static constexpr long STRIP = 64;  // outputs that are packed together
-static constexpr long LINE = 64;   // bytes that memory is read by
-static constexpr long GROUP = 32;  // inputs that have a scale of their own in int4
+static constexpr long LINE = 64;   // bytes per read of memory
+static constexpr long GROUP = 32;  // inputs that share a scale in int4
 static constexpr long GROUP_BYTES = 2 * STRIP + GROUP / 2 * STRIP;
 
 namespace {
@@ -148,7 +148,7 @@ using avx2::add_group, avx2::expand, avx2::high, avx2::load, avx2::low, avx2::sp
 using avx2::widen, avx2::zero;
 using Vec = __m256i;
 constexpr int LANES = 8, REGISTERS = 16, ROWS = 2, OFFSET = 128;
-// as an instruction, not an intrinsic: compilers older than the instruction know their assembler's name for it
+// as assembly, not an intrinsic: compilers older than the instruction can still assemble it by name
 ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(digits));
 }
@@ -180,7 +180,7 @@ ALWAYS_INLINE Vec transpose(Vec v) {
     return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(_mm_setr_epi8(BYTES_OF_FOUR_TRANSPOSED)));
 }
 ALWAYS_INLINE void dot(Vec &sum, Vec weights, Vec digits) {
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(digits));  // the intrinsic has GCC copy every sum twice
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(digits));  // the intrinsic would copy every sum twice
 }
 ALWAYS_INLINE Vec low(Vec v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 ALWAYS_INLINE Vec high(Vec v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
@@ -250,7 +250,7 @@ ALWAYS_INLINE void add_group(float *sums, Vec hi, Vec lo, Vec digit_sum, Vec gro
 #endif
 #endif  // ARM
 
-// ------------------------------------------------------------ which of them
+// ------------------------------------------------------------ choice of an instruction set
 
 struct Choice {
     const char *name;
@@ -312,12 +312,12 @@ struct Scratch {
         return bytes;
     }
 };
-thread_local Scratch scratch;  // of the thread that calls
+thread_local Scratch scratch;  // one per calling thread
 
 long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
-// Calls body(activations, first row) with the digits of as many rows as scratch may hold, and the sums of their groups if
-// there are any. False: no memory.
+// Calls body(activations, first row) with the digits of as many rows as scratch can hold, and the sums of their groups if
+// there are groups. Returns false if there is no memory.
 template <class Body>
 bool with_digits(const Kernel &kernel, const float *x, const float *factor, long rows, long width, long padded, long groups,
                  int threads, const Body &body) {
@@ -372,14 +372,14 @@ int multiply(const Kernel &kernel, decltype(Kernel::times_strips) times_strips, 
 
 }  // namespace
 
-// ------------------------------------------------------------ what Python calls
+// ------------------------------------------------------------ functions for Python
 
-// Of the instruction set with this number, best first; null: there are no more.
+// Returns the name of the instruction set with this number, best first; null after the last.
 EXPORT const char *swarm_isa_name(int isa) { return isa < (int)choices().size() ? choices()[isa].name : nullptr; }
 EXPORT int swarm_isa_runs_here(int isa) { return kernel_of(isa) != nullptr; }
 EXPORT void swarm_use_openmp(void *gomp_parallel) { parallel = (Parallel)gomp_parallel; }
 
-// q: [out][in] -> packed: round_up(out, 64) * round_up(in, 4) bytes
+// Packs q: [out][in] -> packed: round_up(out, 64) * round_up(in, 4) bytes
 EXPORT void swarm_pack(const int8_t *q, long out, long in, uint8_t *packed, int threads) {
     const long width4 = round_up(in, 4);
     over(round_up(out, STRIP) / STRIP, out * in, threads, [&](long first, long last) {
@@ -402,7 +402,7 @@ EXPORT void swarm_pack(const int8_t *q, long out, long in, uint8_t *packed, int 
     });
 }
 
-// Output channels first to last -> q: [last - first][in]
+// Unpacks output channels first to last -> q: [last - first][in]
 EXPORT void swarm_unpack(const uint8_t *packed, long in, long first, long last, int8_t *q) {
     const long width4 = round_up(in, 4);
     for (long c = first; c < last; c++, q += in) {
@@ -411,7 +411,7 @@ EXPORT void swarm_unpack(const uint8_t *packed, long in, long first, long last, 
     }
 }
 
-// x: [rows][in] times `count` weights of `in` inputs -> ys[i]: [rows][outs[i]]. 0, or -1: no memory, or no such kernel.
+// Multiplies x: [rows][in] by `count` weights -> ys[i]: [rows][outs[i]]. Returns 0, or -1: no memory, or no such kernel.
 EXPORT int swarm_matmul(const float *x, long rows, long in, int count, const uint8_t *const *packed,
                         const float *const *scales, float *const *ys, const long *outs, int isa, int threads) {
     const Kernel *kernel = kernel_of(isa);
@@ -420,7 +420,7 @@ EXPORT int swarm_matmul(const float *x, long rows, long in, int count, const uin
                   : -1;
 }
 
-// As swarm_matmul, with int4 weights
+// Like swarm_matmul, with int4 weights
 EXPORT int swarm_matmul4(const float *x, long rows, long in, int count, const uint8_t *const *packed, float *const *ys,
                          const long *outs, int isa, int threads) {
     const Kernel *kernel = kernel_of(isa);
@@ -430,7 +430,7 @@ EXPORT int swarm_matmul4(const float *x, long rows, long in, int count, const ui
                   : -1;
 }
 
-// grad: [rows][out] -> y: [rows][in] = (grad * scale) @ q. 0, or -1: no memory, or no such kernel.
+// Maps grad: [rows][out] -> y: [rows][in] = (grad * scale) @ q. Returns 0, or -1: no memory, or no such kernel.
 EXPORT int swarm_matmul_transposed(const float *grad, long rows, long out, long in, const uint8_t *packed,
                                    const float *scale, float *y, int isa, int threads) {
     const Kernel *kernel = kernel_of(isa);
@@ -443,7 +443,7 @@ EXPORT int swarm_matmul_transposed(const float *grad, long rows, long out, long 
     }) ? 0 : -1;
 }
 
-// int4: q, [out][in] from 0 to 15, and descriptions, [out][in / 32], -> packed
+// Packs int4: q, [out][in] from 0 to 15, and descriptions, [out][in / 32] (see nibbles.h) -> packed
 EXPORT void swarm_pack4(const uint8_t *q, const uint16_t *descriptions, long out, long in, uint8_t *packed, int threads) {
     const long groups = round_up(in, GROUP) / GROUP;
     over(round_up(out, STRIP) / STRIP, out * in, threads, [&](long first, long last) {
@@ -461,7 +461,7 @@ EXPORT void swarm_pack4(const uint8_t *q, const uint16_t *descriptions, long out
     });
 }
 
-// Output channels first to last -> the weight: [last - first][in]
+// Unpacks int4 output channels first to last -> weight: [last - first][in]
 EXPORT void swarm_unpack4(const uint8_t *packed, long in, long first, long last, float *weight, int threads) {
     const long groups = round_up(in, GROUP) / GROUP;
     over(last - first, (last - first) * in, threads, [&](long start, long stop) {

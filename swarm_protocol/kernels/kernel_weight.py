@@ -1,4 +1,4 @@
-"""int8 weights that are multiplied by the C++ kernel."""
+"""The int8 weights that the C++ kernel multiplies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from swarm_protocol.kernels.huge_pages import in_huge_pages
 from swarm_protocol.kernels.int8_linear import TILE, Int8Weight
 from swarm_protocol.kernels.library import Address, kernel
 
-STRIP, STEP = 64, 4  # the packed weight is padded to multiples of these outputs and inputs
+STRIP, STEP = 64, 4  # outputs and inputs of the packed weight are padded to multiples of these
 FAST = ("avx512-vnni", "avx-vnni", "neon-dotprod")
 
 
 class KernelWeight(Int8Weight):
-    """A weight as the kernel reads it: one byte per element and an fp32 scale per output channel.
+    """A weight in the kernel's layout: one byte per element and an fp32 scale per output channel.
 
-    The arithmetic is that of ``FbgemmWeight``: two digits to base 128 per activation in a unit of the row's own, exact
-    integer products, so that no bit of a row depends on the others. Gradients are computed from the same bytes.
+    The arithmetic is that of ``FbgemmWeight``: two digits to base 128 per activation, with a unit per row, and exact
+    integer products, so that no bit of a row depends on the others. Gradients use the same bytes.
 
     Attributes:
-        parts: all that the weight is made of, contiguous: with the same bytes in them, another one is the same weight.
+        parts: the contiguous tensors that hold the whole weight: another weight with the same bytes is equal.
     """
 
     FORMAT: ClassVar[str] = (
-        "int8-rows-strips64-1"  # of ``parts``, and how they are rounded: another one for other bytes
+        "int8-rows-strips64-1"  # identifies the layout and the rounding of ``parts``; must change with the bytes
     )
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
@@ -35,14 +35,14 @@ class KernelWeight(Int8Weight):
 
     @classmethod
     def empty(cls, shape: Sequence[int]) -> Self:
-        """Whose ``parts`` are to be filled."""
+        """Create a weight whose ``parts`` are still to be filled."""
         weight = cls.__new__(cls)
         weight._place(torch.Size(shape), torch.empty(shape[0], dtype=torch.float32))
         return weight
 
     @classmethod
     def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
-        """Packs each tile where it belongs: tiles of whole strips can be joined."""
+        """Pack each tile at its place, which works because tiles consist of whole strips."""
         weight, start = cls.empty(shape), 0
         for q, scale in tiles:
             weight._library.pack(q.contiguous(), weight._packed[packed_bytes(start, shape[1]) :])
@@ -66,7 +66,7 @@ class KernelWeight(Int8Weight):
 
     @classmethod
     def is_fastest(cls) -> bool:
-        """Whether it multiplies faster here than torch: with AVX2 alone, fbgemm does."""
+        """Return whether this is faster here than torch; fbgemm is faster on processors with only AVX2."""
         library = kernel()
         return library is not None and library.name in FAST
 
@@ -75,7 +75,7 @@ class KernelWeight(Int8Weight):
 
     @staticmethod
     def matmul_shared(x: torch.Tensor, weights: Sequence[KernelWeight]) -> list[torch.Tensor]:
-        """The product with each weight, for which x is written as digits once."""
+        """Return the product with each weight; the digits of x are computed once."""
         ys = [torch.empty(len(x), weight.shape[0], dtype=torch.float32) for weight in weights]
         weights[0]._library.matmul(x.contiguous(), [weight.address for weight in weights], ys)
         return ys

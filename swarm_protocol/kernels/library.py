@@ -1,4 +1,4 @@
-"""Loads the compiled kernel and says which of the instruction sets it was written for this processor has."""
+"""Loader of the compiled kernel, which also selects one of the instruction sets that this processor has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-ENV_ISA = "SWARM_KERNEL"  # a name of `Kernel.names`, or "off": for tests and comparisons
+ENV_ISA = "SWARM_KERNEL"  # a name of `Kernel.names`, or "off"; for tests and comparisons
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "swarm_isa_name": (c_char_p, [c_int]),
@@ -30,23 +30,23 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 class Address(NamedTuple):
-    """Where a weight lies in memory."""
+    """The location of a weight in memory."""
 
     packed: int
     scale: int
 
 
 class Kernel:
-    """The compiled functions, and the instruction set they are to use.
+    """The compiled functions, and the instruction set to use.
 
     Attributes:
         names: instruction sets that run here, best first.
-        isa: the number of the one in use.
-        library: everything that was compiled into it.
+        isa: the number of the instruction set in use.
+        library: the loaded library with all compiled functions.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError or AttributeError: not a library, or of another version."""
+        """Load the library; raise OSError or AttributeError if it is no library, or of another version."""
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
@@ -72,24 +72,24 @@ class Kernel:
         return next(name for name, number in self._numbers.items() if number == self.isa)
 
     def pack(self, q: torch.Tensor, packed: torch.Tensor) -> None:
-        """q: [out, in] int8 -> packed: uint8, of ``packed_bytes``."""
+        """Pack q: [out, in] int8 -> packed: uint8, of ``packed_bytes``."""
         self._library.swarm_pack(q.data_ptr(), *q.shape, packed.data_ptr(), torch.get_num_threads())
 
     def unpack(self, packed: int, first: int, q: torch.Tensor) -> None:
-        """Output channels from ``first`` on of the weight at this address -> q: [channels, in] int8."""
+        """Unpack output channels from ``first`` on, from the weight at this address -> q: [channels, in] int8."""
         self._library.swarm_unpack(packed, q.shape[1], first, first + len(q), q.data_ptr())
 
     def pack4(self, q: torch.Tensor, groups: torch.Tensor, packed: torch.Tensor) -> None:
-        """q: [out, in] uint8 from 0 to 15, groups: [out, groups] int16 -> packed: uint8, of ``packed4_bytes``."""
+        """Pack q: [out, in] uint8 from 0 to 15, groups: [out, groups] int16 -> packed: uint8, of ``packed4_bytes``."""
         self._library.swarm_pack4(q.data_ptr(), groups.data_ptr(), *q.shape, packed.data_ptr(), torch.get_num_threads())
 
     def unpack4(self, packed: int, first: int, weight: torch.Tensor) -> None:
-        """Output channels from ``first`` on of the int4 weight at this address -> weight: [channels, in] fp32."""
+        """Unpack output channels from ``first`` on, from the int4 weight at this address -> [channels, in] fp32."""
         channels, width = weight.shape
         self._library.swarm_unpack4(packed, width, first, first + channels, weight.data_ptr(), torch.get_num_threads())
 
     def matmul(self, x: torch.Tensor, weights: Sequence[Address], ys: Sequence[torch.Tensor]) -> None:
-        """x: [rows, in] fp32, contiguous, times each weight -> ys: [rows, out] each."""
+        """Multiply x: [rows, in] fp32, contiguous, by each weight -> ys: [rows, out] each."""
         count = len(weights)
         failed = self._library.swarm_matmul(
             x.data_ptr(),
@@ -106,7 +106,7 @@ class Kernel:
             raise MemoryError(f"no memory for a product with {len(x)} rows of {x.shape[1]} inputs")
 
     def matmul4(self, x: torch.Tensor, packed: Sequence[int], ys: Sequence[torch.Tensor]) -> None:
-        """x: [rows, in] fp32, contiguous, times each int4 weight at these addresses -> ys: [rows, out] each."""
+        """Multiply x: [rows, in] fp32, contiguous, by each int4 weight at these addresses -> ys: [rows, out] each."""
         count = len(packed)
         failed = self._library.swarm_matmul4(
             x.data_ptr(),
@@ -122,7 +122,7 @@ class Kernel:
             raise MemoryError(f"no memory for a product with {len(x)} rows of {x.shape[1]} inputs")
 
     def matmul_transposed(self, grad: torch.Tensor, weight: Address, y: torch.Tensor) -> None:
-        """grad: [rows, out] fp32, contiguous, times scales and weight -> y: [rows, in]."""
+        """Multiply grad: [rows, out] fp32, contiguous, by scales and weight -> y: [rows, in]."""
         failed = self._library.swarm_matmul_transposed(
             grad.data_ptr(),
             *grad.shape,
@@ -137,7 +137,7 @@ class Kernel:
             raise MemoryError(f"no memory for a product with {len(grad)} rows of {grad.shape[1]} gradients")
 
     def choose(self, name: str) -> None:
-        """Raises ValueError: it does not run here."""
+        """Select an instruction set; raise ValueError if it does not run here."""
         if name not in self._numbers:
             raise ValueError(f"the kernel {name!r} does not run here: choose one of {', '.join(self.names)}")
         self.isa = self._numbers[name]
@@ -145,7 +145,7 @@ class Kernel:
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """The kernel, or None if it was not built here or ``SWARM_KERNEL`` is "off".
+    """Return the kernel, or None if it was not built here or ``SWARM_KERNEL`` is "off".
 
     Raises:
         ValueError: ``SWARM_KERNEL`` names an instruction set that does not run here.
@@ -156,7 +156,7 @@ def kernel() -> Kernel | None:
     for path in _compiled():
         try:
             loaded = Kernel(path)
-        except (OSError, AttributeError):  # for another machine, or older than this file
+        except (OSError, AttributeError):  # the library is for another machine, or older than this file
             continue
         if wanted:
             loaded.choose(wanted)
@@ -165,7 +165,7 @@ def kernel() -> Kernel | None:
 
 
 def why_none() -> str:
-    """Why there is no ``kernel()``."""
+    """Return why there is no ``kernel()``."""
     if os.environ.get(ENV_ISA) == "off":
         return f"{ENV_ISA} is off"
     for path in _compiled():
@@ -179,7 +179,7 @@ def _compiled() -> list[Path]:
 
 
 def _gomp_parallel() -> int | None:
-    """The address of OpenMP's entry point in the library that torch uses, so that threads are shared."""
+    """Return the address of OpenMP's entry point in the library that torch uses, so that both share threads."""
     libraries = sorted(Path(torch.__file__).parent.glob("lib/lib[gi]omp*"))
     for path in [*map(str, libraries), None]:
         try:

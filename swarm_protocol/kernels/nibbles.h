@@ -1,7 +1,7 @@
-// The loops for int4 weights, included after tiles.h in the namespace of each instruction set. Besides what stands there,
-// it has defined:
+// The loops for int4 weights, included after tiles.h in the namespace of each instruction set. The namespace must define,
+// besides what tiles.h needs:
 //   low(v), high(v)                     the nibbles of each byte
-//   dot4(sum, weights, digits)          as dot, for weights from 0 to 15 and at most 8 times into one sum
+//   dot4(sum, weights, digits)          like dot, for weights from 0 to 15 and at most 8 times into one sum
 //   total(sum)                          the sum of these products in each lane
 //   widen(p)                            LANES 16-bit integers
 //   add_group(sums, hi, lo, digit_sum, group)
@@ -56,11 +56,11 @@ ALWAYS_INLINE void add_group_products(const int8_t *digits, long rows, long padd
     }
 }
 
-// Strips first to last of y = x @ weight.T
+// Computes strips first to last of y = x @ weight.T
 static void times_strips4(const Activations &x, const Weight &weight, float *y, long first, long last) {
-    constexpr long BLOCK = 32;  // rows whose sums are kept
-    constexpr long ROWS4 = 8;   // of them, whose digits do not evict one another from the first cache
-    constexpr long CHUNK = 8;   // groups whose weights stay in it, too
+    constexpr long BLOCK = 32;  // rows whose sums are kept in memory
+    constexpr long ROWS4 = 8;   // rows whose digits fit into the L1 cache together
+    constexpr long CHUNK = 8;   // groups whose weights fit into the L1 cache, too
     alignas(64) float sums[BLOCK * STRIP];
     const long all_groups = x.padded / GROUP;
     for (long strip = first; strip < last; strip++) {
@@ -74,7 +74,7 @@ static void times_strips4(const Activations &x, const Weight &weight, float *y, 
                 for (long r = 0; r < rows; r += ROWS4)
                     for (long g = begin; g < end; g++) {
                         const uint8_t *group = weights + g * GROUP_BYTES;
-                        if (r == 0)  // for one row, too: the processor fetches too late by itself
+                        if (r == 0)  // even for one row: the processor's own prefetch is too late
                             for (long i = 0; i < GROUP_BYTES; i += LINE) PREFETCH_NEAR(group + CHUNK * GROUP_BYTES + i);
                         add_group_products(x.digits + (row + r) * 2 * x.padded + g * GROUP, rows - r < ROWS4 ? rows - r : ROWS4,
                                            x.padded, x.group_sums + (row + r) * all_groups + g, group, sums + r * STRIP);

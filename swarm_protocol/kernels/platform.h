@@ -1,4 +1,4 @@
-// What differs between processors and compilers: which instruction sets there may be, and how functions are marked.
+// Differences between processors and compilers: the possible instruction sets, and the attributes of functions.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -15,8 +15,8 @@
 #if defined(__GNUC__)
 #define INLINE __attribute__((always_inline))
 #define ALWAYS_INLINE INLINE static inline
-#define PREFETCH_FAR(address) __builtin_prefetch(address, 0, 2)  // into the second cache: does not hold up nearer reads
-#define PREFETCH_NEAR(address) __builtin_prefetch(address, 0, 3)  // into the first one
+#define PREFETCH_FAR(address) __builtin_prefetch(address, 0, 2)  // into the L2 cache: does not delay nearer reads
+#define PREFETCH_NEAR(address) __builtin_prefetch(address, 0, 3)  // into the L1 cache
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #else
 #define INLINE

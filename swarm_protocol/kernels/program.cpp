@@ -1,6 +1,6 @@
 // Runs a list of instructions on fp32 tensors: a decode step of several blocks in one call, without an interpreter between
-// two products. Instructions name memory by its address; whoever wrote the list (swarm_server/graph) has made sure that all
-// of it is there.
+// two products. Instructions name memory by its address; the code that writes the list (swarm_server/graph) guarantees that
+// all of this memory is valid.
 //
 // Needs a C++17 compiler and nothing else; called from Python through the function at the end of this file.
 #include <cmath>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// In the order of `Kind` in instructions.py
+// In the order of `Kind` in program.py
 enum Kind : int64_t {
     COPY, NEG, RSQRT, SILU, SIGMOID, TANH, RELU, GELU, GELU_TANH, COS, SIN, SQUARE, CUBE, FROM_INT64,
     ADD, SUB, MUL, DIV, MEAN, LAYER_NORM, PRODUCT, ATTEND
@@ -26,7 +26,7 @@ struct Operand {
     float *at(long i, long j, long k) const { return address + i * strides[0] + j * strides[1] + k * strides[2]; }
 };
 
-// PRODUCT: a, [rows][in], times the packed weight b with the scales c, [out], of int8, or without of int4 -> out; sizes: rows, in, out.
+// PRODUCT: a, [rows][in], times the packed weight b (int8: with scales c, [out]; int4: no c) -> out; sizes: rows, in, out.
 // ATTEND: query a, keys b and values c of the new position -> out, [rows][heads][value width]; strides between rows and
 // heads; sizes: rows, heads, key heads, width.
 // LAYER_NORM: a times b plus c; b or c may be missing. Others: out = f(a) or f(a, b), element by element; sizes of out, but
@@ -35,7 +35,7 @@ struct Instruction {
     int64_t kind, sizes[4];
     Operand out, a, b, c;
     double scalar;  // scaling of ATTEND, epsilon of LAYER_NORM
-    int64_t number, other;  // ATTEND: which block; the width of its values
+    int64_t number, other;  // ATTEND: the block's index; the width of its values
 };
 
 using Compute = void (*)(const Instruction &);
@@ -81,7 +81,7 @@ Compute best() {
     return generic::compute;
 }
 
-// Where the rows of a batch are, as attention knows it
+// The location of a batch's rows, as attention.cpp takes it
 struct Places {
     const void *parts;
     const int64_t *firsts, *key_channels, *value_channels;
@@ -89,7 +89,7 @@ struct Places {
 
 }  // namespace
 
-// places: of each block. Returns -1 when all instructions have been run, or the number of the one that could not.
+// places: one per block. Returns -1 if all instructions have run, else the number of the one that failed.
 EXPORT long swarm_run_program(const Instruction *program, long count, const Places *places, int isa, int attention_isa,
                               int threads) {
     static const Compute compute = best();

@@ -1,4 +1,4 @@
-"""Lists of instructions that the C++ kernel runs in one call."""
+"""Programs: lists of instructions that the C++ kernel runs in one call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DIMENSIONS = 4
 
 
 class Kind(enum.IntEnum):
-    """In the order of ``Kind`` in program.cpp, which says what each does."""
+    """The kinds of instructions, in the order of ``Kind`` in program.cpp, which describes them."""
 
     COPY = 0
     NEG = enum.auto()
@@ -48,7 +48,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """Elements in memory; address in bytes, four strides in elements."""
+    """An operand in memory: the address is in bytes, the four strides are in elements."""
 
     address: int = 0
     strides: tuple[int, ...] = (0,) * MAX_DIMENSIONS
@@ -59,7 +59,7 @@ NOTHING = Operand()
 
 @dataclass(frozen=True)
 class Instruction:
-    """As ``Instruction`` in program.cpp: ``operands`` are out, a, b and c."""
+    """An instruction like ``Instruction`` in program.cpp; ``operands`` are out, a, b and c."""
 
     kind: Kind
     sizes: tuple[int, ...]
@@ -69,7 +69,7 @@ class Instruction:
     other: int = 0
 
     def words(self) -> list[int]:
-        """As 64-bit integers."""
+        """Return the instruction as 64-bit integers."""
         words = [int(self.kind), *self.sizes]
         for operand in self.operands:
             words += (operand.address, *operand.strides)
@@ -77,7 +77,7 @@ class Instruction:
 
 
 class Program:
-    """Instructions, ready to be run as often as wanted on the memory that they name."""
+    """A list of instructions that can run repeatedly on the memory that they name."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         function = _function()
@@ -88,11 +88,11 @@ class Program:
 
     @staticmethod
     def is_available() -> bool:
-        """Whether the kernel was built here."""
+        """Return whether the kernel was built here."""
         return _function() is not None
 
     def run(self, places: np.ndarray) -> bool:
-        """Whether all were run; if not, what they write is undefined.
+        """Run the instructions; return whether all of them ran. If not, their output is undefined.
 
         places: [blocks, 4] int64: the addresses of the parts and firsts of ``PagedRows``, and of the numbers of key
         and value channels.
@@ -112,7 +112,7 @@ def _function() -> ctypes._NamedFuncPointer | None:
         return None
     try:
         function = compiled.library.swarm_run_program
-    except AttributeError:  # older than this file
+    except AttributeError:  # the library is older than this file
         return None
     function.restype, function.argtypes = c_long, [c_void_p, c_long, c_void_p, c_int, c_int, c_int]
     return function

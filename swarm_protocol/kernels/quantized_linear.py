@@ -1,4 +1,4 @@
-"""A frozen linear layer over a weight that is kept in few bits, whatever the format."""
+"""A frozen linear layer over a weight that is stored in few bits, in any format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class QuantizedWeight(ABC):
     """One frozen weight [out, in] in a format of few bits.
 
     Attributes:
-        in_float32: whether products are of fp32 alone; else they are of any float dtype, and in that.
+        shape, size_bytes: the weight's shape, and the memory that it takes.
+        in_float32: inputs must be fp32; otherwise products have the input's float dtype.
     """
 
     shape: torch.Size
@@ -23,19 +24,19 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, in] fp32 -> x @ weight.T: [rows, out] fp32. A non-finite row spoils no other row."""
+        """Multiply x: [rows, in] fp32 -> x @ weight.T: [rows, out] fp32. A non-finite row affects no other row."""
 
     @abstractmethod
     def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
-        """grad: [rows, out] fp32 -> gradient of ``matmul`` with respect to x, ``grad @ weight``: [rows, in]."""
+        """Map grad: [rows, out] fp32 -> gradient of ``matmul`` with respect to x, ``grad @ weight``: [rows, in]."""
 
     @abstractmethod
     def dequantize(self) -> torch.Tensor:
-        """The weight the products are computed with: [out, in] fp32, a new tensor."""
+        """Return the weight that the products use: [out, in] fp32, a new tensor."""
 
 
 class _Matmul(torch.autograd.Function):
-    """``x @ weight.T``, differentiable in x alone: the weight is frozen, so nothing needs to be saved."""
+    """The product ``x @ weight.T``, differentiable in x alone: the weight is frozen, so no tensor needs to be saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
@@ -54,7 +55,7 @@ class QuantizedLinear(torch.nn.Module):
     bias: torch.nn.Parameter | None
 
     def __init__(self, quantized: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
-        """bias: [out]; copied."""
+        """Create the layer; bias: [out], copied."""
         super().__init__()
         self.out_features, self.in_features = quantized.shape
         self.quantized = quantized
@@ -64,7 +65,7 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantised weight, [out, in] fp32, made again at each access: for model code that looks at it."""
+        """Return the dequantised weight, [out, in] fp32, newly made at each access: for model code that reads it."""
         return self.quantized.dequantize()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
-// Threads for all kernels of the library: those that torch has, or none.
+// Threads for all kernels of the library: torch's own if possible.
 #pragma once
 
 #include <atomic>
 #include <thread>
 #include <vector>
 
-// GOMP_parallel: the threads that torch has anyway. A second pool would compete with them, because they spin.
+// GOMP_parallel, which runs on torch's threads. A second pool would compete with these, because they spin.
 using Parallel = void (*)(void (*)(void *), void *, unsigned threads, unsigned flags);
 inline std::atomic<Parallel> parallel{nullptr};
 
-constexpr long SERIAL = 1 << 18;  // products of bytes that take less than threads take to wake up, tens of microseconds
+constexpr long SERIAL = 1 << 18;  // byte products that take less time than to wake threads up, tens of microseconds
 
 struct Job {
     void (*part)(const void *, long number);
@@ -39,7 +39,7 @@ template <class Body> void over(long n, long products, int threads, const Body &
             },
             &data, parts};
     if (const Parallel run = parallel) return run(work, &job, (unsigned)parts, 0);
-    std::vector<std::thread> others;  // without OpenMP: worth it only where there is much to do
+    std::vector<std::thread> others;  // without OpenMP: only for much work
     if (products / parts > 64 * SERIAL)
         for (long i = 1; i < parts; i++) others.emplace_back(work, &job);
     work(&job);

@@ -8,7 +8,7 @@
 //   expand(p)                           LANES bytes: four of them in all lanes of each 128 bits
 //   transpose(v)                        the 4 x 4 bytes of each 128 bits transposed
 //   dot(sum, weights, digits)           adds to each lane four products of stored weights and digits
-//   OFFSET                              by how much the weights in these products are too large: 128, or 0
+//   OFFSET                              the excess of the weights in these products: 128, or 0
 
 #include "each.h"
 
@@ -22,7 +22,7 @@ static void make_digits(const float *x, const float *factor, long rows, long wid
             for (long i = 0; i < width; i++) scaled[i] = x[i] * factor[i];
             row = scaled;
         }
-        uint32_t top_bits = 0;  // of floats without sign, integers have the order of the numbers, NaN above infinity
+        uint32_t top_bits = 0;  // bits of unsigned floats sort like the numbers, with NaN above infinity
         for (long i = 0; i < width; i++) {
             uint32_t bits;
             memcpy(&bits, row + i, 4);
@@ -32,7 +32,7 @@ static void make_digits(const float *x, const float *factor, long rows, long wid
         float top;
         memcpy(&top, &top_bits, 4);
         const bool finite = top_bits < 0x7f800000u;
-        const float unit = top / 8192;  // a power of two: exact, unless it is subnormal
+        const float unit = top / 8192;  // exact unless subnormal, since 8192 is a power of two
         float per_unit = finite && top > 0 ? 1 / unit : 0;
         if (!(per_unit < INFINITY)) per_unit = 0;
         const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, ties to even
@@ -56,12 +56,12 @@ static void make_digits(const float *x, const float *factor, long rows, long wid
     }
 }
 
-// (128 * hi + lo) * unit, of two sums of products and the sums of their digits
+// Returns (128 * hi + lo) * unit, from two sums of products and the sums of their digits
 static inline float combined(int32_t hi, int32_t lo, const int32_t *sums, float unit) {
     return ((float)(hi - OFFSET * sums[0]) * 128 + (float)(lo - OFFSET * sums[1])) * unit;
 }
 
-// Vectors of outputs in registers at a time, beside which there is room for their weights, digits and two more
+// Returns how many output vectors to keep in registers, with room for their weights, digits and two more
 constexpr int tiles_of(int vectors) {
     int tiles = STRIP / LANES;
     while (tiles > 1 && tiles * vectors + tiles + 3 > REGISTERS) tiles /= 2;
@@ -95,15 +95,15 @@ ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t
     }
 }
 
-// R rows times `steps` times four inputs of a strip. What follows in memory, as much, is fetched meanwhile, evenly over
-// `passes` calls for as many groups of rows; this one is number `pass`.
+// Multiplies R rows by `steps` times four inputs of a strip. It prefetches the next equally large piece of memory, spread
+// evenly over `passes` calls, one per group of rows; this call is number `pass`.
 template <int R>
 static void add_rows(const int8_t *digits, long padded, const uint8_t *weights, long steps, int32_t *sums, long pass,
                      long passes) {
     constexpr int PARTS = STRIP / LANES / tiles_of(2 * R), ALL = STRIP * 4 / LINE / PARTS;  // lines per step
     constexpr int HALF = (ALL + 1) / 2, QUARTER = (ALL + 3) / 4;
     const uint8_t *ahead = weights + steps * STRIP * 4;
-    if (passes == 1)  // whole strips are one stream, which the processor itself fetches better
+    if (passes == 1)  // whole strips are one stream, which the processor prefetches better itself
         add_products<2 * R, PARTS == 1 ? 0 : ALL>(digits, padded, weights, steps, sums, ahead);
     else if (passes < 4)
         add_products<2 * R, HALF>(digits, padded, weights, steps, sums, ahead + pass * PARTS * HALF * steps * LINE);
@@ -111,10 +111,10 @@ static void add_rows(const int8_t *digits, long padded, const uint8_t *weights, 
         add_products<2 * R, QUARTER>(digits, padded, weights, steps, sums, ahead + pass * PARTS * QUARTER * steps * LINE);
 }
 
-// Strips first to last of y = x @ weight.T
+// Computes strips first to last of y = x @ weight.T
 static void times_strips(const Activations &x, const Weight &weight, float *y, long first, long last) {
-    constexpr long BLOCK = 32;  // rows whose sums are kept
-    constexpr long CHUNK = 64;  // steps whose weights stay in the first cache while all these rows are multiplied
+    constexpr long BLOCK = 32;  // rows whose sums are kept in memory
+    constexpr long CHUNK = 64;  // steps whose weights stay in the L1 cache while all these rows are multiplied
     alignas(64) int32_t sums[2 * BLOCK * STRIP];
     const long all_steps = x.padded / 4;
     for (long strip = first; strip < last; strip++) {
@@ -148,7 +148,7 @@ static void times_strips(const Activations &x, const Weight &weight, float *y, l
     }
 }
 
-// R rows of gradients times STEPS groups of four inputs, over all strips: 4 * STEPS columns of y = grad @ q
+// Multiplies R rows of gradients by STEPS groups of four inputs, over all strips: 4 * STEPS columns of y = grad @ q
 template <int R, int STEPS>
 static void rows_times_columns(const Activations &grad, long row, const Weight &weight, long step, float *y) {
     constexpr int N = 2 * R;
@@ -189,7 +189,7 @@ template <int STEPS> static void all_rows_times_columns(const Activations &grad,
     for (; row < grad.rows; row++) rows_times_columns<1, STEPS>(grad, row, weight, step, y);
 }
 
-// Groups of four inputs first to last of y = grad @ q; grad has been multiplied by the scales
+// Computes groups of four inputs first to last of y = grad @ q; grad is already multiplied by the scales
 static void times_columns(const Activations &grad, const Weight &weight, float *y, long first, long last) {
     constexpr int STEPS = LANES == 16 ? 4 : 2;
     long step = first;

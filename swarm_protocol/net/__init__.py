@@ -1,1 +1,1 @@
-"""Who a peer is: identity, certificates, pinned channels, and the parts of hivemind that we use."""
+"""The identity of peers: keys, certificates, pinned channels, and the parts of hivemind that are used."""

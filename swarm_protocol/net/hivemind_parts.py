@@ -1,7 +1,7 @@
-"""The parts of hivemind we use: its DHT, and what that stands on.
+"""The parts of hivemind that are used: its DHT, and the modules below the DHT.
 
-hivemind's own ``__init__`` imports averaging, experts and optimisers too, and with them SciPy: 50 MB of memory and most
-of a second at every start. Here the package is entered without it; it runs if somebody asks for one of its names.
+hivemind's own ``__init__`` also imports averaging, experts and optimisers, and through them SciPy: 50 MB of memory and
+most of a second at every start. Here ``enter`` defers its code until a caller needs one of its names.
 """
 
 # ruff: noqa: E402
@@ -67,8 +67,7 @@ class P2P(AnyP2P):  # type: ignore[misc]
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """A lookup that is cancelled, by a deadline for instance, leaves a waiting task behind for each node that it was
-    asking (hivemind 1.1.12, ``traverse_dht``). Nothing is lost with it, but asyncio complains when it is collected."""
+    """Return False for asyncio's harmless errors about cancelled lookups' tasks (hivemind 1.1.12, ``traverse_dht``)."""
     text = record.getMessage()
     return not (text.startswith("Task was destroyed but it is pending") and "coro=<Event.wait()" in text)
 

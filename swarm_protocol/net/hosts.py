@@ -1,4 +1,4 @@
-"""Hosts and ports: how they are written together."""
+"""Parsing and formatting of hosts and ports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def split_address(address: str, default_port: int) -> tuple[str, int]:
-    """Host and port of ``HOST`` or ``HOST:PORT``; raises ValueError if it is neither.
+    """Parse ``HOST`` or ``HOST:PORT`` into host and port; raise ValueError if the text is neither.
 
     An IPv6 address before a port is in brackets, which are not part of the host.
     """
@@ -25,7 +25,7 @@ def split_address(address: str, default_port: int) -> tuple[str, int]:
 
 
 def host_port(host: str, port: int) -> str:
-    """Both together; an IPv6 address is in brackets there, and may be before."""
+    """Return ``HOST:PORT``; an IPv6 address gets brackets, unless it has them already."""
     host = _without_brackets(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

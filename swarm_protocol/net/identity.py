@@ -1,4 +1,4 @@
-"""Who a peer is: its libp2p key, and the peer id derived from it."""
+"""The identity of a peer: its libp2p key, and the peer id derived from the key."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from swarm_protocol.net.hivemind_parts import (
 )
 
 MIN_KEY_BITS, MAX_KEY_BITS = 2048, 8192  # libp2p's own bounds
-_LOCK_WAIT_S = 3.0  # a process that was killed a moment ago lets go of its files only when the kernel has ended it
+_LOCK_WAIT_S = 3.0  # a killed process keeps its files until the kernel has ended it
 _LOCK_RETRY_S = 0.05
 
 
 class Identity:
-    """An RSA key in libp2p's file format. Records are signed with it and the peer id is derived from it."""
+    """An RSA key in libp2p's file format. It signs records, and the peer id is derived from it."""
 
     def __init__(self, private_key: RSAPrivateKey, lock: IO[bytes] | None = None) -> None:
         self.lock = lock  # held open as long as this process uses a key file
@@ -43,7 +43,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Reads the key file, writing a new one if there is none.
+        """Read the key file, or write a new one if there is none.
 
         Raises:
             ValueError: the file is no key, its directory is missing, or another process of this machine uses it.
@@ -66,7 +66,7 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Of a client, of whom several processes may use one key file. Raises ValueError if it is none."""
+        """Load a client's key file, which several processes may share; raise ValueError if it holds no key."""
         try:
             return cls.from_bytes(path.read_bytes(), str(path))
         except OSError as error:
@@ -74,7 +74,7 @@ class Identity:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "this", lock: IO[bytes] | None = None) -> Identity:
-        """The key in libp2p's format, which was read from ``where``. Raises ValueError if it is none, or too short."""
+        """Parse a key in libp2p's format, read from ``where``; raise ValueError if it is no key, or too short."""
         try:
             identity = cls(_rsa_key(data), lock)
         except (DecodeError, ValueError, TypeError):  # TypeError: the key is encrypted
@@ -87,12 +87,12 @@ class Identity:
 
     @contextmanager
     def as_file(self) -> Iterator[str]:
-        """The path of a private copy in memory for the libp2p daemon, which reads it when it starts."""
+        """Yield the path of a private copy in memory for the libp2p daemon, which reads the file when it starts."""
         with file_in_memory(self.to_bytes()) as path:
             yield path
 
     def to_bytes(self) -> bytes:
-        """The private key in libp2p's format."""
+        """Return the private key in libp2p's format."""
         message = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=self.private_key.to_bytes())
         serialized: bytes = message.SerializeToString()
         return serialized
@@ -100,7 +100,7 @@ class Identity:
 
 @contextmanager
 def file_in_memory(data: bytes) -> Iterator[str]:
-    """A path for those who read keys from files only; nobody but this user can read it."""
+    """Yield a path for libraries that can read keys only from files; only this user can read the file."""
     with open(os.memfd_create("identity"), "wb") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(data)
@@ -109,12 +109,12 @@ def file_in_memory(data: bytes) -> Iterator[str]:
 
 
 def locked_key_file(path: Path) -> IO[bytes]:
-    """Open a key file and lock it, because two servers with one key would be one peer.
+    """Open a key file and lock it, because two servers with one key would be the same peer.
 
     Waits up to three seconds for a process that is ending.
 
     Raises:
-        ValueError: another process uses the file, or it cannot be read.
+        ValueError: another process uses the file, or the file cannot be read.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115  (closing it would release the lock)
@@ -130,7 +130,7 @@ def locked_key_file(path: Path) -> IO[bytes]:
 
 
 def _write_key(path: Path, data: bytes) -> None:
-    """All or nothing: the disk may be full."""
+    """Write the key file completely or not at all, because the disk may be full."""
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
@@ -142,10 +142,10 @@ def _write_key(path: Path, data: bytes) -> None:
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """The libp2p peer id of an OpenSSH-encoded RSA public key.
+    """Return the libp2p peer id of an OpenSSH-encoded RSA public key.
 
     Raises:
-        ValueError: if it is no such key, or one that is too short to be trusted.
+        ValueError: the bytes are no such key, or the key is too short to be trusted.
     """
     try:
         key: rsa.RSAPublicKey = RSAPublicKey.from_bytes(public_key)._public_key
@@ -157,7 +157,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def peer_id_of_key(public_key: rsa.RSAPublicKey) -> str:
-    """See the libp2p specification, "Peer Ids"."""
+    """Return the peer id of a key, see the libp2p specification, "Peer Ids"."""
     der = public_key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     multihash = b"\x12\x20" + hashlib.sha256(message).digest()  # 0x12: SHA-256, 0x20: 32 bytes

@@ -1,4 +1,4 @@
-"""How much of something one caller may have: much while it is alone, less as others come, never all."""
+"""The share of a resource that one caller may have: much while it is alone, less as others come, never all."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from urllib.parse import unquote
 
 from swarm_protocol.net.ip_networks import customer_of, parse_host
 
-_OF_A_CLIENT = 3  # times what is left: 3/4 of all if it is alone, 3/7 each if there are two
+_OF_A_CLIENT = 3  # times what is left: 3/4 of all for one client, 3/7 each for two
 _NO_ORIGINS: Mapping[tuple[str, int], str] = {}
-_OF_AN_ADDRESS = 7  # 7/8 of all for everybody behind one address, if there are no others
+_OF_AN_ADDRESS = 7  # 7/8 of all for all callers behind one address, if there are no others
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls.
+    """The identity of a caller.
 
     Attributes:
-        peer_id: of its key.
-        address: IP address or IPv6 network; empty if it says nothing about who calls: identities are free to make,
-            addresses are not.
+        peer_id: the peer id of the caller's key.
+        address: IP address or IPv6 network; empty if the address does not identify the caller. Identities are free to
+            make, addresses are not.
     """
 
     peer_id: str
@@ -31,17 +31,18 @@ class Caller:
 def address_at(host: str) -> str:
     """Return the ``address`` of a caller at this IP address.
 
-    It is empty for what is no IP address, and for this machine itself: proxies bring everybody by the same address.
+    It is empty if the host is no IP address. It is empty for this machine too: all callers of a proxy share one
+    address.
     """
     address = parse_host(host)
     return "" if address is None or address.is_loopback else customer_of(address)
 
 
 def address_of(peer: str, origins: Mapping[tuple[str, int], str] = _NO_ORIGINS) -> str:
-    """The ``address`` of a caller, given gRPC's name for the other end, such as ``ipv4:192.0.2.1:5000``.
+    """Return the ``address`` of a caller from gRPC's name for the remote end, such as ``ipv4:192.0.2.1:5000``.
 
-    See ``address_at``. ``origins``: where those of this machine that are ends of tunnels come from, by address and
-    port.
+    See ``address_at``. ``origins``: the true remote host of each local tunnel end, by the address and port of that
+    tunnel end.
     """
     kind, _, rest = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
@@ -53,25 +54,25 @@ def address_of(peer: str, origins: Mapping[tuple[str, int], str] = _NO_ORIGINS) 
 
 
 class Shares:
-    """Dynamic thresholds: nobody may have more than a few times what is left for the others.
+    """Dynamic thresholds for one resource: no caller may hold more than a few times what is left for the others.
 
-    A fixed share would waste room while one is alone, or leave none to those who come; what is left here is never
-    nothing, whoever comes first (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
-    switches", 1998). For what cannot be taken back once it was given.
+    A fixed share would waste room while one caller is alone, or leave none for later callers. Here some room is always
+    left, whoever comes first (Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet
+    switches", 1998). This suits resources that cannot be revoked once they are granted.
     """
 
     def __init__(self, capacity: int, minimum: int = 0) -> None:
-        """``minimum``: so much everybody may have if there is room, however little is left."""
+        """Set the capacity; each caller may hold ``minimum`` if there is room, however little is left."""
         self.capacity = capacity
         self.used = 0
         self._minimum = minimum
-        self._held: Counter[Hashable] = Counter()  # by caller's peer id, and by address
+        self._held: Counter[Hashable] = Counter()  # by the caller's peer id, and by its address
 
     def held(self, caller: Caller) -> int:
         return self._held[caller.peer_id]
 
     def fits(self, caller: Caller, amount: int) -> bool:
-        """Whether the caller may have so much more."""
+        """Return whether the caller may hold this much more."""
         left = self.capacity - self.used - amount
         if left < 0:
             return False
@@ -81,11 +82,11 @@ class Shares:
         )
 
     def most(self) -> int:
-        """What one that is alone may have."""
+        """Return how much a caller may hold if it is alone."""
         return max(self.capacity * _OF_A_CLIENT // (_OF_A_CLIENT + 1), self._minimum)
 
     def add(self, caller: Caller, amount: int) -> None:
-        """Counts so much more of the caller's, or less; whether it ``fits`` is known before."""
+        """Add an amount, which may be negative, to the caller's share; check ``fits`` before a positive one."""
         self.used += amount
         for holder in _holders(caller):
             self._held[holder] += amount
@@ -94,7 +95,7 @@ class Shares:
 
 
 def _holders(caller: Caller) -> dict[Hashable, int]:
-    """For whom something of the caller's counts, and how many times what is left they may have."""
+    """Return the keys that the caller's share counts for, each with its multiple of what is left."""
     holders: dict[Hashable, int] = {caller.peer_id: _OF_A_CLIENT}
     if caller.address:
         holders["address", caller.address] = _OF_AN_ADDRESS

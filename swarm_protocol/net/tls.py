@@ -1,4 +1,4 @@
-"""Connections on which both sides know each other: a server by the certificate in its record, a client by its key."""
+"""Mutually authenticated connections: a server proves the certificate in its record, and a client proves its key."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from swarm_protocol.wire.printable import printable
 # The name in every peer's certificate. Trust comes from the fingerprint in the signed record, not from this name.
 _TLS_NAME = "swarm"
 
-# gRPC takes a client's certificate only if an authority has signed it. The key of this one is public, so it vouches for
-# nothing: the handshake itself proves that the client has the private key of its certificate.
+# gRPC accepts a client's certificate only if an authority has signed it. The key of this authority is public, so its
+# signature proves nothing. The handshake itself proves that the client has the private key of its certificate.
 _AUTHORITY_NAME = "swarm clients"
 _AUTHORITY_SECRET = hashlib.sha256(b"the key of this authority is public").digest()
-_MOST_KNOWN = 1024  # certificates of clients
-# A client's certificate has its membership token in this extension. The number is a random one, see ITU-T X.667.
+_MOST_KNOWN = 1024  # cached certificates of clients
+# A client's certificate has its membership token in this extension. The number is random, see ITU-T X.667.
 _TOKEN_OID = x509.ObjectIdentifier("2.25.57207744209203973774103382683557686505")
-_SHOWN_CHARS = 80  # of an address
+_SHOWN_CHARS = 80  # per address in a message
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,24 @@ class Certificate:
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of the DER certificate."""
+        """Return the SHA-256 of the DER certificate."""
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.certificate_pem.decode())).digest()
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Clients must show a certificate; ``peer_of`` says whose it is."""
+        """Return credentials that require a certificate from clients; ``peer_of`` returns the client's peer id."""
         _, authority_pem = _authority()
         keys = [(self.key_pem, self.certificate_pem)]
         return grpc.ssl_server_credentials(keys, root_certificates=authority_pem, require_client_auth=True)
 
 
 class ClientCredentials:
-    """What a peer shows to the servers it connects to: a certificate over the key of its identity."""
+    """The credentials that a peer shows to servers: a certificate over the key of its identity."""
 
     def __init__(self, identity: Identity, token: bytes = b"") -> None:
-        """Takes a few milliseconds, so that it is made once and not for each connection.
+        """Create the certificate. This takes a few milliseconds, so create one object and reuse it for all connections.
 
-        ``token``: that of a member of a private swarm, see ``swarm_protocol.access``; servers find it by ``token_of``.
+        ``token``: that of a member of a private swarm, see ``swarm_protocol.access``; servers read it with
+        ``token_of``.
         """
         authority_key, _ = _authority()
         self.peer_id = identity.peer_id
@@ -81,7 +82,7 @@ class ClientCredentials:
             self._context.load_cert_chain(path)
 
     async def certificate_at(self, address: str, timeout_s: float) -> bytes:
-        """The certificate, DER, of whoever answers at ``HOST:PORT``; raises PeerUnavailable if nobody does."""
+        """Return the certificate, DER, of the server at ``HOST:PORT``; raise PeerUnavailable if no server answers."""
         host, _, port = address.rpartition(":")
         shown = printable(address, _SHOWN_CHARS)
         try:
@@ -91,15 +92,15 @@ class ClientCredentials:
             raise PeerUnavailable(f"no server answered at {shown} within {timeout_s:g} s") from None
         except OSError as error:
             raise PeerUnavailable(f"no server answers at {shown}: {error.strerror or error}") from None
-        except (ValueError, OverflowError):  # addresses come from strangers
+        except (ValueError, OverflowError):  # addresses come from untrusted records
             raise PeerUnavailable(f"no server answers at {shown!r}: it is no address, expected HOST:PORT") from None
         der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        # close() would wait for a goodbye that gRPC does not send, and keep the server waiting
+        # close() would wait for a TLS close message that gRPC does not send, and keep the server waiting
         writer.transport.abort()
         return der
 
     def for_server(self, certificate_pem: bytes) -> grpc.ChannelCredentials:
-        """For channels to the server that has this certificate, and to no other."""
+        """Return credentials for channels to the server with this certificate, and to no other."""
         return grpc.ssl_channel_credentials(certificate_pem, self._key_pem, self._certificate_pem)
 
 
@@ -110,11 +111,11 @@ async def pinned_channel(
     options: Sequence[tuple[str, object]],
     timeout_s: float = 5.0,
 ) -> grpc.aio.Channel:
-    """A channel to ``HOST:PORT`` that trusts only the certificate with this SHA-256 fingerprint.
+    """Open a channel to ``HOST:PORT`` that trusts only the certificate with this SHA-256 fingerprint.
 
     Raises:
-        PeerUnavailable: nobody answers there within ``timeout_s``.
-        BadReply: somebody else answers there.
+        PeerUnavailable: no server answers there within ``timeout_s``.
+        BadReply: another server answers there.
     """
     der = await credentials.certificate_at(address, timeout_s)
     if hashlib.sha256(der).digest() != fingerprint:
@@ -128,10 +129,10 @@ async def pinned_channel(
 
 
 def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> str:
-    """The peer id of a client, given the ``auth_context`` of its call.
+    """Return the peer id of a client, given the ``auth_context`` of its call.
 
     Raises:
-        AccessDenied: it has shown no certificate, or one with a key that is no peer's.
+        AccessDenied: the client has shown no certificate, or its key cannot be a peer's.
     """
     certificate_pem = next(iter(auth_context.get("x509_pem_cert", ())), None)
     if certificate_pem is None:
@@ -140,9 +141,9 @@ def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> str:
 
 
 def token_of(auth_context: Mapping[str, Iterable[bytes]]) -> bytes:
-    """The membership token in the certificate of a client that ``peer_of`` knows; empty if it has shown none.
+    """Return the membership token in a client's certificate; empty if the client has shown none.
 
-    Nobody has checked the token. That the client has the key of its certificate, the handshake has proved.
+    The token is not verified here. The handshake has already proved that the client has the certificate's key.
     """
     certificate_pem = next(iter(auth_context.get("x509_pem_cert", ())), None)
     return b"" if certificate_pem is None else _token_of(certificate_pem)
@@ -172,7 +173,7 @@ def _peer_of(certificate_pem: bytes) -> str:
 
 @cache
 def _authority() -> tuple[ec.EllipticCurvePrivateKey, bytes]:
-    """Its private key, which is no secret, and its certificate, PEM."""
+    """Return the authority's private key, which is not secret, and its certificate, PEM."""
     key = ec.derive_private_key(int.from_bytes(_AUTHORITY_SECRET), ec.SECP256R1())
     return key, _certificate_pem(_AUTHORITY_NAME, key.public_key(), _AUTHORITY_NAME, key)
 
@@ -197,7 +198,7 @@ def _certificate_pem(
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # clocks of volunteers differ
+        .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of volunteers differ
         .not_valid_after(now + datetime.timedelta(days=3650))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(_TLS_NAME)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)

@@ -1,1 +1,1 @@
-"""How a process is called, its network loop, what it leaves behind and how it ends."""
+"""The process: its command line, network loop, temporary files, registry entry, logs, and end."""

@@ -1,7 +1,7 @@
-"""A file whose keys are the flags of commands, ``~/.config/swarm/config.toml``.
+"""The configuration file, ``~/.config/swarm/config.toml``, whose keys are flags of commands.
 
-What stands at its top holds for all commands that have such a flag; a table is for the command that it is named after:
-``[server]``, ``[chat]``, ``[train.join]``. What is typed comes before it, and so does the environment.
+A key at the top applies to all commands that have this flag. A table applies to the command of the same name:
+``[server]``, ``[chat]``, ``[train.join]``. Typed flags and environment variables take precedence over the file.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import platformdirs
 ENVIRONMENT, NONE = "SWARM_CONFIG", "none"
 _NO_KEYS = {"help", "version", "config"}
 _EXPECTED = {int: "a whole number", float: "a number", Path: "the path of a file, in quotes", None: "text in quotes"}
-Name = tuple[str, ...]  # of a command: ("keys", "grant")
+Name = tuple[str, ...]  # the words of a command: ("keys", "grant")
 Parsers = Mapping[Name, argparse.ArgumentParser]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the file says of one flag of one command.
+    """The file's value for one flag of one command.
 
     Attributes:
-        table: where it stands; empty: at the top.
-        value: as ``argparse`` would give it.
+        action: the flag's argparse action.
+        value: the value as ``argparse`` would store it.
+        table: the table that holds the key; empty: the top.
     """
 
     action: argparse.Action
@@ -40,11 +41,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class ConfigRules:
-    """What a package's flags are to the file.
+    """A package's rules for its flags in the file.
 
     Attributes:
-        environment: variables that come before a key.
-        exclusive: keys of which one replaces the others: a flag that is typed, those that the file has.
+        environment: by key, the variable that takes precedence over the key.
+        exclusive: groups of keys that replace each other: a typed flag replaces the file's other keys of its group.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -64,10 +65,10 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def config_path(argv: Sequence[str]) -> Path | None:
-    """The file that holds for this command line; None if there is none, or none is wanted.
+    """Return the file to use for this command line; None if there is none, or the user wants none.
 
     Raises:
-        ValueError: one was asked for by name, and is not there.
+        ValueError: the user named a file that does not exist.
     """
     asked = _typed_path(argv) or os.environ.get(ENVIRONMENT, "")
     if asked == NONE:
@@ -98,14 +99,15 @@ def apply_config(
     rules: ConfigRules = ConfigRules(),
     all_parsers: Callable[[], Parsers] | None = None,
 ) -> None:
-    """Makes the file's values the defaults of parsers.
+    """Make the file's values the defaults of the parsers.
 
     Args:
-        all_parsers: those of all commands, to tell keys of theirs from mistakes. Without it, keys at the top and tables
-            that are for none of ``parsers`` are passed over.
+        parsers: the parsers to change, by command.
+        all_parsers: returns the parsers of all commands, so that other commands' keys are not reported. Without it,
+            top-level keys and tables that match none of ``parsers`` are ignored.
 
     Raises:
-        ValueError: the file cannot be read, has keys that nobody knows, or a value of a wrong kind.
+        ValueError: the file cannot be read, has unknown keys, or has a value of a wrong type.
     """
     path = config_path(argv)
     if path is None:
@@ -120,16 +122,16 @@ def apply_config(
 
 
 def _replaced(key: str, argv: Sequence[str], exclusive: Sequence[Collection[str]]) -> bool:
-    """Whether another flag is typed that says it otherwise."""
+    """Return whether a typed flag of the same exclusive group replaces the key."""
     typed = {word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
     return any(key in group and typed & (set(group) - {key}) for group in exclusive)
 
 
 def leaves(parser: argparse.ArgumentParser, name: Name = ()) -> Iterator[tuple[Name, argparse.ArgumentParser]]:
-    """The parsers of commands that have no subcommands.
+    """Yield the parsers of commands that have no subcommands.
 
     Args:
-        name: of the command that the parser is for; empty: its subcommands stand for themselves.
+        name: the words of the parser's command; empty for the main parser.
     """
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below:
@@ -140,7 +142,7 @@ def leaves(parser: argparse.ArgumentParser, name: Name = ()) -> Iterator[tuple[N
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Those that can stand in the file, by their keys."""
+    """Return the flags that can be in the file, by their keys."""
     found = {}
     for action in parser._actions:
         if action.option_strings and isinstance(action, argparse._StoreAction | argparse._StoreTrueAction):
@@ -151,7 +153,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def read_config_file(
     path: Path, parsers: Parsers, all_parsers: Callable[[], Parsers] | None = None
 ) -> dict[Name, dict[str, Setting]]:
-    """What the file says of each of these commands, by keys. Raises ValueError, see ``apply_config``."""
+    """Return the file's settings for each of these commands, by key. Raises ValueError, see ``apply_config``."""
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:  # includes TOMLDecodeError and UnicodeDecodeError
@@ -172,7 +174,7 @@ class _Reader:
         for key, value in content.items():
             if not isinstance(value, dict):
                 self._read_key(table, key, value)
-        for key, value in content.items():  # after the keys, which hold for more commands
+        for key, value in content.items():  # after the keys, because those apply to more commands
             if isinstance(value, dict):
                 self._enter((*table, key), value)
 
@@ -199,7 +201,7 @@ class _Reader:
         return {name: flags_of(parser) for name, parser in _within(parsers, table).items()}
 
     def _checked(self, table: Name, key: str, value: Any, action: argparse.Action) -> Any:
-        """As ``argparse`` would make it of what is typed."""
+        """Return the value as ``argparse`` would store it."""
         wrong = f"{self._path}: {'.'.join((*table, key))} is {value!r}"
         if isinstance(action, argparse._StoreTrueAction):
             if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""A process that nobody waits for, by more than its number."""
+"""A handle to a process that is safer than its pid."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from contextlib import suppress
 
 
 class ProcessHandle:
-    """Once a process has ended and been waited for, its number may be another's, or that of any thread: whoever sends a
-    signal to it may end something else. A handle has a descriptor of the process itself (pidfd_open(2), of Linux).
+    """A handle to one process through its own descriptor (pidfd_open(2), Linux).
+
+    The pid of an ended process may be reused, so that a signal to the pid could end another process.
 
     Attributes:
-        pid: its number while it runs.
+        pid: the process's number while it runs.
     """
 
     def __init__(self, pid: int) -> None:
-        """``pid``: of a process that has just started; it may have ended already."""
+        """Open the handle; ``pid`` is of a process that has just started, and may have ended already."""
         self.pid = pid
         self._close: weakref.finalize[[int], ProcessHandle] | None = None
         self._descriptor = -1
@@ -28,7 +29,7 @@ class ProcessHandle:
 
     @property
     def is_alive(self) -> bool:
-        """Whether some of its threads run: what they have open is closed after that."""
+        """Return whether some of its threads run; the process's open files are closed only after all have ended."""
         if self._close is None:
             return False
         poll = select.poll()
@@ -40,7 +41,7 @@ class ProcessHandle:
         return False
 
     def signal(self, number: signal.Signals) -> None:
-        """Does nothing if it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, number)

@@ -1,4 +1,4 @@
-"""What users type: ``swarm server``, or ``python -m swarm_server`` if that is how this process was started."""
+"""The command that the user typed: ``swarm server``, or ``python -m swarm_server`` if the process was started so."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ CONSOLE_SCRIPT = "swarm"
 
 
 def typed(command: str = "") -> str:
-    """How a user of this process starts ``server``, ``generate`` and so on; without a command, what comes first."""
+    """Return how this process's user starts ``server``, ``generate`` and so on; without a command, the prefix."""
     if Path((sys.argv or [""])[0]).name == CONSOLE_SCRIPT:
         return f"{CONSOLE_SCRIPT} {command}".rstrip()
     return "python -m swarm_server" if command == "server" else f"python -m swarm_client {command}".rstrip()
 
 
 def add_common_flags(parser: argparse.ArgumentParser, level: str = "warning") -> None:
-    """Those of every command. ``level``: what is logged by default."""
+    """Add the flags that every command has; ``level``: the default log level."""
     parser.add_argument("--log-level", default=level, choices=LEVELS)
     parser.add_argument("--log-format", default="text", choices=FORMATS, help="of what is said on stderr")
     add_config_flag(parser)
 
 
 def typed_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """The flags that are there, by their long names without dashes; the parser is of no use afterwards."""
+    """Return the long names, without dashes, of the typed flags; this makes the parser unusable afterwards."""
     names: dict[str, str] = {}
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -43,7 +43,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 
 class _ShowVersion(argparse.Action):
-    """Looks the version up only when it is asked for, unlike argparse's own action."""
+    """An argparse action that looks the version up only when it is needed, unlike argparse's own action."""
 
     def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **options)

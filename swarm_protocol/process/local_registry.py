@@ -1,8 +1,8 @@
-"""A registry in the user's cache directory, by which peers of one machine find their swarm without flags.
+"""The registry in the user's cache directory, where peers of one machine find their swarm without flags.
 
-The directory may be shared with containers and other machines, where a pid means nothing and a loopback address leads
-elsewhere. So an entry says on which host its process runs and in which network its addresses hold, and its server
-renews it as long as it lives.
+The directory may be shared with containers and other machines, where a pid is meaningless and a loopback address leads
+elsewhere. Therefore an entry names the host of its process and the network in which its addresses are valid, and the
+server renews the entry as long as it lives.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from swarm_protocol.untrusted.json_file import parse_object
 
 DEFAULT_SWARM = "default"
 RENEW_S = 5.0
-FRESH_S = 60.0  # a server of another host that has not renewed its entry for so long is hardly alive
-STALE_S = 600.0  # after which such an entry is deleted; a server that wakes up writes it again
+FRESH_S = 60.0  # a server of another host that has not renewed its entry for this long is probably dead
+STALE_S = 600.0  # such an entry is deleted after this time; a server that wakes up writes it again
 _LOCK_POLL_S = 0.05
 _MAX_ENTRY_BYTES = 1 << 16
 _LOOPBACK = re.compile(r"/(?:ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def checked_name(swarm: str) -> str:
-    """Raises ValueError unless the swarm's name can name a directory anywhere."""
+    """Return the swarm's name; raise ValueError unless it is a valid directory name on any system."""
     if not _NAME.fullmatch(swarm):
         raise ValueError(
             f"swarm name {swarm!r} is not usable: expected 1 to 64 letters, digits, '.', '_' or '-', "
@@ -47,11 +47,12 @@ def checked_name(swarm: str) -> str:
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """A server that has registered itself.
+    """The registry entry of one server.
 
     Attributes:
-        addresses: multiaddrs that may lead to it from here; none if it listens on the loopback of another network only.
-        is_alive: its process lives, or has renewed the entry a short time ago. Others may be dead.
+        addresses: multiaddrs that may lead to the server from here; empty if it listens only on another network's
+            loopback.
+        is_alive: the process lives, or has renewed the entry recently. Otherwise the server may be dead.
     """
 
     peer_id: str
@@ -60,9 +61,9 @@ class RegistryEntry:
 
 
 class LocalRegistry:
-    """One file per running server of a named swarm.
+    """The entries of a named swarm, one file per running server.
 
-    An entry is deleted by its server, or by others when its process is gone for certain, or when it is stale.
+    An entry is deleted by its server, or by other processes when its process is certainly gone, or when it is stale.
     """
 
     def __init__(self, swarm: str = DEFAULT_SWARM, directory: Path | None = None) -> None:
@@ -72,9 +73,9 @@ class LocalRegistry:
 
     @asynccontextmanager
     async def locked(self, timeout_s: float = inf) -> AsyncIterator[bool]:
-        """Held while a server decides whether to join or to start the swarm, so that two do not both start it.
+        """Hold a lock while a server decides whether to join or to start the swarm, so that two do not both start it.
 
-        False, and not held, after ``timeout_s`` (whoever holds it may be frozen), or if the directory cannot be used.
+        Yields False, without the lock, after ``timeout_s`` (the holder may be frozen), or if the directory is unusable.
         """
         deadline = time.monotonic() + timeout_s
         with ExitStack() as opened:
@@ -93,27 +94,27 @@ class LocalRegistry:
         return open(self._directory / "lock", "w")
 
     def _has(self, lock: IO[str]) -> bool:
-        """Whether it is still the lock of the directory."""
+        """Return whether the open lock file is still the directory's lock file."""
         try:
             return os.path.samestat(os.fstat(lock.fileno()), (self._directory / "lock").stat())
         except FileNotFoundError:
             return False
 
     def remove_if_ended(self) -> None:
-        """Removes the directory if no server of the swarm is left, and none is about to start."""
+        """Remove the directory if no server of the swarm is left, and no server is about to start."""
         with suppress(OSError), self._open_lock() as lock:
             if try_lock(lock) and self._has(lock) and not self.servers():
-                for pattern in (f".*{PARTIAL_SUFFIX}", "*.[0-9]*"):  # of a process that was killed; of an older version
+                for pattern in (f".*{PARTIAL_SUFFIX}", "*.[0-9]*"):  # from a killed process, or from an older version
                     for partial in self._directory.glob(pattern):
                         partial.unlink(missing_ok=True)
                 (self._directory / "lock").unlink()
                 self._directory.rmdir()
 
     def servers(self) -> list[RegistryEntry]:
-        """All that may be alive, those that are surely dead being forgotten."""
+        """Return the entries of all servers that may be alive; delete the entries of servers that are surely dead."""
         entries = []
         for path in sorted(self._directory.glob("*.json")):
-            with suppress(OSError):  # it is gone at this moment, or not ours to read or to delete
+            with suppress(OSError):  # the file has just been deleted, or permissions deny access
                 entry = _parse(path.stem, _beginning(path), time.time() - path.stat().st_mtime)
                 if entry is None:
                     path.unlink(missing_ok=True)
@@ -122,16 +123,16 @@ class LocalRegistry:
         return entries
 
     def read(self) -> list[str]:
-        """Multiaddrs that may lead to a server from here, those of living servers first."""
+        """Return multiaddrs that may lead to a server from here, those of living servers first."""
         return addresses_of(self.servers())
 
     def some_live(self, known: Iterable[RegistryEntry]) -> bool:
-        """Whether one of these servers is alive, and has not left the swarm since they were read."""
+        """Return whether one of these servers is alive, and has not left the swarm since its entry was read."""
         peer_ids = {entry.peer_id for entry in known}
         return any(entry.is_alive for entry in self.servers() if entry.peer_id in peer_ids)
 
     def write(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Says that this process is a server of the swarm."""
+        """Register this process as a server of the swarm."""
         self._directory.mkdir(parents=True, exist_ok=True)
         pid = os.getpid()
         fields = {
@@ -145,7 +146,7 @@ class LocalRegistry:
             partial.write_text(json.dumps(fields))
 
     def renew(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Says that the server still lives; its entry may have been deleted while it was frozen."""
+        """Renew the entry of a living server; write it again if it was deleted while the server was frozen."""
         try:
             os.utime(self._directory / f"{peer_id}.json")
         except FileNotFoundError:
@@ -156,27 +157,27 @@ class LocalRegistry:
 
 
 def addresses_of(entries: Iterable[RegistryEntry]) -> list[str]:
-    """Multiaddrs that may lead to these servers from here, those of living ones first."""
+    """Return multiaddrs that may lead to these servers from here, those of living servers first."""
     return [address for entry in sorted(entries, key=lambda entry: not entry.is_alive) for address in entry.addresses]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of one machine, or one network namespace of it, can use the multiaddr."""
+    """Return whether only processes of one machine, or of one network namespace, can use the multiaddr."""
     return _LOOPBACK.match(address) is not None
 
 
 def host_id() -> str:
-    """Where a pid names the same process: one boot of one kernel, and one pid namespace."""
+    """Return the scope in which pids are unique: one boot of one kernel, and one pid namespace."""
     return f"{_boot_id()}/{_namespace('pid')}"
 
 
 def network_id() -> str:
-    """Where a loopback address leads to the same process: one boot of one kernel, and one network namespace."""
+    """Return the scope in which loopback addresses are valid: one boot of one kernel, and one network namespace."""
     return f"{_boot_id()}/{_namespace('net')}"
 
 
 def _parse(peer_id: str, data: bytes, age_s: float) -> RegistryEntry | None:
-    """None if it is damaged, its process is gone, or it is stale."""
+    """Parse an entry; return None if it is damaged or stale, or its process is gone."""
     try:
         fields = parse_object(data, peer_id)
         addresses = tuple(map(str, fields["addresses"]))
@@ -193,14 +194,14 @@ def _parse(peer_id: str, data: bytes, age_s: float) -> RegistryEntry | None:
 
 
 def _beginning(path: Path) -> bytes:
-    """So much of an entry as a real one can have."""
+    """Read as much of an entry as a valid one can have."""
     with path.open("rb") as file:
         return file.read(_MAX_ENTRY_BYTES)
 
 
 def _is_alive(pid: int, started: object) -> bool:
-    """Whether the process lives that had this pid and was started then; another may have got its number since."""
-    if pid < 1:  # not of one process
+    """Return whether the process with this pid and start time lives; the pid may belong to a new process by now."""
+    if pid < 1:  # not the id of one process
         return False
     try:
         os.kill(pid, 0)
@@ -213,7 +214,7 @@ def _is_alive(pid: int, started: object) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When the process was started, in clock ticks since boot; -1 if it has ended, None where that is not known."""
+    """Return the process's start in clock ticks since boot; -1 if it has ended, None if that is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -236,12 +237,12 @@ def _namespace(kind: str) -> int:
 
 
 def registered_swarms() -> list[str]:
-    """Names of the swarms that have living servers on this machine."""
+    """Return the names of the swarms that have servers on this machine."""
     return [registry.swarm for registry in _all_entries() if registry.read()]
 
 
 def remove_ended_swarms() -> None:
-    """Removes what is left of swarms whose servers have ended, as those of demos do."""
+    """Remove the directories of swarms whose servers have ended, such as demos."""
     for registry in _all_entries():
         registry.remove_if_ended()
 

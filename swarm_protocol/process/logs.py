@@ -1,4 +1,4 @@
-"""What a process says on stderr: lines of text for people, or an object of JSON in each line for programs."""
+"""Logging to stderr: lines of text for people, or one JSON object per line for programs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 LEVELS, FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 _QUIET = ("httpx", "huggingface_hub", "asyncio", "grpc", "bitsandbytes")
-_FIELDS = "fields"  # of a record: what a program would otherwise have to read out of the message
+_FIELDS = "fields"  # of a record: values that a program would otherwise have to parse from the message
 _logger = logging.getLogger("swarm")
 
 
 class JsonLines(logging.Formatter):
-    """``time`` (RFC 3339, UTC), ``level``, ``logger``, ``message``, fields of events, ``exception`` if any."""
+    """A JSON formatter: ``time`` (RFC 3339, UTC), ``level``, ``logger``, ``message``, event fields, ``exception``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -35,10 +35,10 @@ class JsonLines(logging.Formatter):
 
 
 def start_logging(args: argparse.Namespace, text: logging.Formatter | None = None) -> None:
-    """As ``--log-level`` and ``--log-format`` say; libraries of others speak up only if something is wrong.
+    """Set up logging from ``--log-level`` and ``--log-format``; third-party libraries log only errors.
 
     Args:
-        text: of lines for people; by default the message alone.
+        text: the formatter for text lines; by default the message alone.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if args.log_format == "json" else text or logging.Formatter("%(message)s"))
@@ -58,17 +58,17 @@ def writes_json() -> bool:
 
 
 def shows_progress() -> bool:
-    """Whether somebody looks at stderr who may be shown bars."""
+    """Return whether progress bars may be shown: stderr is a terminal, and logs are not JSON."""
     return sys.stderr.isatty() and not writes_json()
 
 
 def log_event(logger: logging.Logger, message: str, **fields: Any) -> None:
-    """A message whose parts programs get as fields."""
+    """Log a message; JSON output contains its parts as fields."""
     logger.info("%s", message, extra={_FIELDS: fields})
 
 
 def say_error(error: BaseException) -> None:
-    """What ends a command, in one line."""
+    """Print or log the error that ends a command, in one line."""
     if writes_json():
         _logger.error("%s", error)
     else:

@@ -1,6 +1,6 @@
-"""The event loop on which all network traffic of this process runs, in a thread of its own; coroutines for it.
+"""The event loop for all network traffic of this process, in its own thread, and functions to run coroutines on it.
 
-Clients of a swarm and peers of a training run share it: grpc.aio wants one loop for all that a process has.
+Swarm clients and training peers share it, because grpc.aio needs one loop for everything in a process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_lock = threading.RLock()  # reentrant: garbage collection inside may close a session, which comes back here
+_lock = threading.RLock()  # reentrant: garbage collection inside it may close a session, which calls back here
 _loop: asyncio.AbstractEventLoop | None = None
 _owner_pid = 0
 _STOP_TIMEOUT_S = 2.0
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs the coroutine on the network loop and waits for its result, in another thread; Ctrl-C cancels it."""
+    """Run the coroutine on the network loop and wait for its result in the calling thread; Ctrl-C cancels it."""
     future = submit(coroutine)
     try:
         return future.result()
@@ -32,14 +32,14 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Starts the coroutine on the network loop."""
+    """Start the coroutine on the network loop."""
     return asyncio.run_coroutine_threadsafe(coroutine, _running_loop())
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
     global _loop, _owner_pid
     with _lock:
-        if _loop is None or _owner_pid != os.getpid():  # a forked child starts its own
+        if _loop is None or _owner_pid != os.getpid():  # a forked child starts its own loop
             _loop = _new_loop()
             _owner_pid = os.getpid()
             thread = threading.Thread(target=_loop.run_forever, name="swarm network", daemon=True)
@@ -49,7 +49,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner_pid: int) -> None:
-    """Ends the loop before the interpreter does: a thread that is inside gRPC at that moment can crash it."""
+    """End the loop before the interpreter ends: a thread that is inside gRPC at that moment can crash it."""
     if os.getpid() != owner_pid:
         return
     with contextlib.suppress(concurrent.futures.TimeoutError):
@@ -68,6 +68,6 @@ async def _cancel_tasks() -> None:
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # not on Windows
+    except ImportError:  # absent on Windows
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()

@@ -1,4 +1,4 @@
-"""What a server does again and again."""
+"""Repetition of a server's periodic work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _logger = logging.getLogger(__name__)
 
 
 async def repeat(action: Callable[[], Awaitable[T | None]], pause_s: tuple[float, float]) -> T:
-    """After pauses of random length, until it returns something. What goes wrong once must not end a server."""
+    """Repeat the action after random pauses until it returns a result; an error must not end the server."""
     while True:
         await asyncio.sleep(random.uniform(*pause_s))
         try:

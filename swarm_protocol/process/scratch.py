@@ -1,4 +1,4 @@
-"""A process's temporary directory, which is gone after it: if it is killed, the next process to start removes it."""
+"""A process's temporary directory, removed at exit; if the process is killed, the next process to start removes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_protocol.errors import SwarmError
 
 _PREFIX, _LOCK = "swarm-lm-", ".swarm-lm-lock"
 _NEW = f"{_PREFIX}new-"  # not locked yet
-_MAX_PATH = 60  # the path of a Unix socket in it must be shorter than 108 bytes
+_MAX_PATH = 60  # a Unix socket's path in it must be shorter than 108 bytes
 
 _directory: Path | None = None
 _lock: IO[str] | None = None
@@ -23,9 +23,9 @@ _owner_pid = 0
 
 
 def scratch_directory() -> Path:
-    """The same for all calls of a process. Raises SwarmError if there is no room for temporary files."""
+    """Return the process's directory, the same for all calls; raise SwarmError if it cannot be created."""
     global _directory, _lock, _owner_pid
-    if _directory is None or _owner_pid != os.getpid():  # a forked child makes its own
+    if _directory is None or _owner_pid != os.getpid():  # a forked child makes its own directory
         try:
             _directory, _lock = _make()
         except OSError as error:
@@ -46,13 +46,13 @@ def _make() -> tuple[Path, IO[str]]:
     parent = _parent()
     remove_dead(parent)
     new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
-    lock = open(new / _LOCK, "w")  # noqa: SIM115  (held as long as the process lives: the lock goes with it)
+    lock = open(new / _LOCK, "w")  # noqa: SIM115  (held as long as the process lives: the lock ends with it)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return new.rename(parent / f"{_PREFIX}{os.getpid()}-{new.name.removeprefix(_NEW)}"), lock
 
 
 def remove_scratch() -> None:
-    """To be called before a process ends by ``os._exit``."""
+    """Remove the directory; call this before a process ends by ``os._exit``."""
     global _directory
     if _directory is not None and _owner_pid == os.getpid():
         shutil.rmtree(_directory, ignore_errors=True)
@@ -60,12 +60,12 @@ def remove_scratch() -> None:
 
 
 def remove_dead(parent: Path | None = None) -> None:
-    """Removes the directories whose processes have ended: nobody holds their locks any more."""
+    """Remove the directories of ended processes, whose locks are free."""
     parent = parent or _parent()
     for directory in parent.glob(f"{_PREFIX}[0-9]*-*"):
         with contextlib.suppress(OSError):
             if directory.stat().st_uid != os.getuid():
                 continue
-            with open(directory / _LOCK) as lock:  # there is none in what is not ours
+            with open(directory / _LOCK) as lock:  # a foreign directory has no such file
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""How the process of a command answers signals: while it starts, while it works, and when its terminal is gone."""
+"""Signal handling of a command's process: while it starts, while it works, and when its terminal is gone."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import signal
 import sys
 from types import FrameType
 
-INTERRUPTED = 130  # exit code of a shell's command that Ctrl-C has ended: 128 + SIGINT
+INTERRUPTED = 130  # the exit code in a shell of a command ended by Ctrl-C: 128 + SIGINT
 
 
 def exit_on_interrupt() -> None:
-    """From now on Ctrl-C ends the process at once and without a word: for as long as modules are imported.
+    """Make Ctrl-C end the process at once and silently, for the time while modules are imported.
 
-    An exception in the midst of an import would end in a traceback, or be swallowed.
+    An exception in the middle of an import would print a traceback, or be swallowed.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a shell's background
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
 
 
 def unwind_on_signals() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt, and SIGTERM and SIGHUP raise SystemExit: what is open is closed.
+    """Make Ctrl-C raise KeyboardInterrupt, and SIGTERM and SIGHUP raise SystemExit, so that resources are closed.
 
-    A second SIGTERM ends the process at once. A second SIGHUP does not: a terminal that closes may send several.
+    A second SIGTERM ends the process at once. A second SIGHUP does not, because a closing terminal may send several.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,7 +33,7 @@ def unwind_on_signals() -> None:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Those besides Ctrl-C that end a process: SIGHUP is not among them under ``nohup``."""
+    """Return the signals besides Ctrl-C that end the process; under ``nohup``, SIGHUP is not among them."""
     asked = (signal.SIGTERM, signal.SIGHUP)
     return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -48,14 +48,14 @@ def _unwind(number: int, _frame: FrameType | None) -> None:
 
 
 def leave_terminal() -> None:
-    """What is still written to a terminal that was closed goes nowhere instead of raising OSError."""
+    """Redirect output for a closed terminal to /dev/null, so that writes do not raise OSError."""
     import termios
 
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
         except (termios.error, OSError) as error:
-            if error.args[0] == errno.EIO:  # ENOTTY: a file or a pipe
+            if error.args[0] == errno.EIO:  # a closed terminal; a file or a pipe gives ENOTTY
                 with contextlib.suppress(OSError):
                     nowhere = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(nowhere, descriptor)

@@ -1,1 +1,1 @@
-"""gRPC as all packages use it: a service that knows its callers, channels that stay open, errors as ours."""
+"""gRPC for all packages: authenticated services, persistent channels, and errors as this library's exceptions."""

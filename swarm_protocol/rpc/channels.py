@@ -1,4 +1,4 @@
-"""Channels to peers, each known by the TLS certificate that its signed record promises."""
+"""Channels to peers, each verified by the TLS certificate in the peer's signed record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONNECT_TIMEOUT_S = 3.0
 
 
 class PinnedChannels:
-    """Channels are kept open, and those who need one at once wait for the same. Used on one event loop."""
+    """A pool of channels that stay open; concurrent callers share one connection attempt. Used on one event loop."""
 
     def __init__(self, credentials: ClientCredentials) -> None:
         self._credentials = credentials
@@ -26,9 +26,9 @@ class PinnedChannels:
         self._is_closed = False
 
     async def to(self, address: str, tls_fingerprint: bytes, peer_id: str) -> grpc.aio.Channel:
-        """That to ``HOST:PORT``; raises PeerUnavailable if the peer is not reached there, or all are closed.
+        """Return the channel to ``HOST:PORT``; raise PeerUnavailable if the peer is not reached, or the pool is closed.
 
-        A stub made for it without waiting in between is safe: for a channel that is closed, gRPC ends the process.
+        Create a stub for the channel without awaiting in between: with a closed channel, gRPC ends the process.
         """
         if self._is_closed:
             raise _closed(peer_id)
@@ -62,7 +62,7 @@ def _closed(peer_id: str) -> PeerUnavailable:
 
 @asynccontextmanager
 async def translated(peer_id: str = "", first: FirstStatus | None = None) -> AsyncIterator[None]:
-    """gRPC's errors as ours, of this peer. ``first``: of the call, if it is one that is written to."""
+    """Raise gRPC's errors as SwarmErrors of this peer; ``first``: the first status of a call that is written to."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -1,4 +1,4 @@
-"""A gRPC service: it listens, knows who calls and whether that may be, and says what went wrong."""
+"""The server side of gRPC: it listens, authenticates and authorises callers, and reports errors as statuses."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _logger = logging.getLogger(__name__)
 
 
 def admitted(context: _Context, access: AccessControl | None, role: Role = Role.TRAINER) -> str:
-    """The caller's peer id; ``access`` is that of a private swarm.
+    """Return the caller's peer id; ``access`` is that of a private swarm.
 
     Raises:
-        AccessDenied: it has shown no certificate, or may not do what takes this role.
+        AccessDenied: the caller has shown no certificate, or may not act in this role.
     """
     auth = context.auth_context()
     peer_id = peer_of(auth)
@@ -38,7 +38,7 @@ def admitted(context: _Context, access: AccessControl | None, role: Role = Role.
 
 @asynccontextmanager
 async def errors_as_status(context: _Context) -> AsyncIterator[None]:
-    """The handler must return then, see ``end_with``."""
+    """End the call with a status if the context raises; the handler must return afterwards, see ``end_with``."""
     try:
         yield
     except SwarmError as error:
@@ -54,10 +54,10 @@ async def errors_as_status(context: _Context) -> AsyncIterator[None]:
 async def start_server(
     add_services: Callable[[grpc.aio.Server], None], certificate: Certificate, host: str, port: int
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that listens, and its port; ``add_services`` is given it before it starts.
+    """Start a server, and return it with its port; ``add_services`` receives the server before it starts.
 
     Raises:
-        ValueError: the address cannot be listened on.
+        ValueError: the server cannot listen on the address.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_services(server)

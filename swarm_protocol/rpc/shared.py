@@ -1,4 +1,4 @@
-"""Work that several wait for."""
+"""Work with several waiters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class SharedReading:
-    """Reads something again for all who ask for it, one reading after the other."""
+    """A shared read of changing data: concurrent callers share reads, and reads run one at a time."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -25,9 +25,9 @@ class SharedReading:
     async def after_now(
         self, read: Callable[[], Awaitable[Any]], pause: Callable[[], Awaitable[Any]] | None = None
     ) -> None:
-        """Returns when a reading has ended that began after the call: this one's, after the pause, or another's.
+        """Wait for a read that begins after this call: another caller's, or a new one after ``pause``.
 
-        One that raises has not ended.
+        A read that raises does not count.
         """
         awaited = self._num_begun + 1
         async with self._lock:
@@ -41,10 +41,10 @@ class SharedReading:
 
 
 async def result_of(task: asyncio.Future[T], peer_id: str = "") -> T:
-    """What it returns or raises; it goes on if who waits here is cancelled.
+    """Return or raise the task's result; the task goes on if the waiter is cancelled.
 
-    Raises PeerUnavailable if it was cancelled itself: connections are being closed. ``CancelledError`` would have
-    who waits taken for cancelled.
+    Raises PeerUnavailable if the task itself was cancelled because connections are being closed. ``CancelledError``
+    would look as if the waiter had been cancelled.
     """
     try:
         return await asyncio.shield(task)
@@ -55,6 +55,6 @@ async def result_of(task: asyncio.Future[T], peer_id: str = "") -> T:
 
 
 def is_cancelled() -> bool:
-    """Whether the task that runs now is asked to end, rather than what it waits for."""
+    """Return whether the current task itself is being cancelled, rather than the task that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,1 +1,1 @@
-"""A checkpoint's files given from member to member: what they are called, where they are kept, how they are fetched."""
+"""Sharing of a checkpoint's files between members: their manifest, their storage, and their download."""

@@ -1,9 +1,9 @@
-"""Pieces from several members at once, each verified before it counts, until all that are wanted are there.
+"""A parallel download of pieces from several members; each piece is verified before it counts.
 
-A member is asked for the next piece whenever it has sent one, so that fast members send more. A piece that is late is
-asked for elsewhere too. A member that fails or is too slow makes room for others, and a member that sends wrong bytes
-is never asked again. As many pieces travel at a time as each arrive at the least speed (AIMD, as TCP's congestion
-control): a slow line is not divided among more.
+A member gets its next request whenever it has sent a piece, so that fast members send more. A late piece is requested
+from another member, too. A member that fails or is too slow is replaced, and a member that sends wrong bytes is never
+asked again. The number of pieces in flight adapts so that each keeps a minimum speed (AIMD, as in TCP's congestion
+control): a slow line is not divided further.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from swarm_protocol.sharing.piece_store import PieceStore
 
 InThread = Callable[..., Awaitable[Any]]
 Wanted = Iterable[tuple[SharedFile, Iterable[int]]]
-_STREAMS = 2  # of one member, so that it reads a piece while another travels
-_MAX_MEMBERS = 8  # at a time: a piece in memory for each stream
-_IDLE_S = 10.0  # between two parts of a piece
+_STREAMS = 2  # per member, so that it reads a piece while another one travels
+_MAX_MEMBERS = 8  # at a time: each stream needs memory for one piece
+_IDLE_S = 10.0  # timeout between two parts of a piece
 _POLL_S = 0.2
-_MAX_FAILURES = 4  # of a member, one after the other
-_BACKOFF_S = 0.5  # after a failure, twice as long after each further one
-_AGAIN_S = 2.0  # until members are looked for again, when nobody sends
-_LOOK_S = 30.0  # until new members are looked for, while others send
-LEAST_BYTES_PER_S = 64 * 1024  # of a piece that has travelled for some time
-_BUSY_S = 5.0  # until a busy member is asked again
-PATIENCE_S = 60.0  # while no piece arrives at the least speed and no member is merely busy
-_MAX_WAIT_S = 3600.0  # for one piece, whatever members say
-_LEAST_STEAL_S = 1.0  # that a piece is under way before another member is asked too
+_MAX_FAILURES = 4  # of a member, in a row
+_BACKOFF_S = 0.5  # after a failure, doubled after each further one
+_AGAIN_S = 2.0  # pause before members are looked for again, when none sends
+_LOOK_S = 30.0  # pause before new members are looked for, while others send
+LEAST_BYTES_PER_S = 64 * 1024  # minimum for a piece that has travelled for some time
+_BUSY_S = 5.0  # pause before a busy member is asked again
+PATIENCE_S = 60.0  # maximum time in which no piece arrives at the minimum speed and no member is merely busy
+_MAX_WAIT_S = 3600.0  # maximum for one piece, even if members say that they are busy
+_LEAST_STEAL_S = 1.0  # minimum time before a piece in flight is requested from another member too
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class OfferingMember:
-    """A member, what it has, and how a piece is read from it by its digest; reading raises SwarmError."""
+    """A member with its offer, and a function that reads a piece by its digest; reading raises SwarmError."""
 
     peer_id: str
     offer: HeldPieces
@@ -69,7 +69,7 @@ class Piece:
 
 
 class Download:
-    """Fetches what is missing in a store. Used on one event loop."""
+    """The download of pieces that are missing in a store. Used on one event loop."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Download:
         on_wrong: Callable[[str], None] = lambda _peer_id: None,
         in_thread: InThread = asyncio.to_thread,
     ) -> None:
-        """``find``: members that offer something now. ``on_wrong`` is told the peer id of who sends wrong bytes."""
+        """Set how to ``find`` members with offers; ``on_wrong`` gets the peer id of a member that sends wrong bytes."""
         self.store = store
         self.find = find
         self._on_wrong = on_wrong
@@ -87,11 +87,11 @@ class Download:
         self._one_at_a_time = asyncio.Lock()
 
     async def fetch(self, wanted: Wanted) -> None:
-        """Return when these pieces are there.
+        """Wait until these pieces are in the store.
 
         Raises:
-            CheckpointError: no member has sent one of them for ``PATIENCE_S`` (busy members: for an hour), or the disk
-                is full.
+            CheckpointError: no member has sent a piece for ``PATIENCE_S`` (busy members: for an hour), or the disk is
+                full.
         """
         async with self._one_at_a_time:
             found = await self._in_thread(self._missing, list(wanted))
@@ -115,7 +115,7 @@ class Download:
         return [Piece(file, index) for file, indices in wanted for index in self.store.missing(file, indices)]
 
     async def keep(self, piece: Piece, data: bytearray, member: OfferingMember) -> bool:
-        """Return whether the piece is right; who has sent a wrong one is blocked."""
+        """Store a piece; return whether it is right. A member that sends a wrong piece is blocked."""
         try:
             await self._in_thread(self.store.write, piece.file, piece.index, data)
             return True
@@ -128,29 +128,29 @@ class Download:
 
 
 class _TooSlow(PeerUnavailable):
-    """A piece that arrives at less than the least speed."""
+    """A piece arrives at less than the minimum speed."""
 
 
 class _Transfers:
-    """The pieces of one download that are missing, and who sends them."""
+    """The missing pieces of one download, and the members that send them."""
 
     def __init__(self, download: Download, pieces: Iterable[Piece], bar: tqdm[Any]) -> None:
         self._download, self._bar = download, bar
         self._clock = asyncio.get_running_loop().time
         self._todo = dict.fromkeys(pieces)
         self._senders: dict[Piece, set[str]] = {piece: set() for piece in self._todo}  # peer ids
-        self._begun_s: dict[Piece, float] = {}  # when a piece was last asked for; without those being written
+        self._begun_s: dict[Piece, float] = {}  # when last requested; without pieces being written
         self._num_travelling = self._num_written = 0  # pieces, at this moment
-        self._most = _STREAMS * _MAX_MEMBERS  # pieces that travel at a time
+        self._most = _STREAMS * _MAX_MEMBERS  # limit of pieces in flight
         self._members: dict[str, OfferingMember] = {}
-        self._failures: Counter[str] = Counter()  # by peer id, one after the other
-        self._refusals: Counter[str] = Counter()  # by peer id: how often it was busy
+        self._failures: Counter[str] = Counter()  # in a row, by peer id
+        self._refusals: Counter[str] = Counter()  # by peer id: how often the member was busy
         self._working: dict[str, list[asyncio.Task[None]]] = {}
-        self._arrived_s = self._alive_s = self._clock()  # the last piece; the last sign that waiting is worth it
+        self._arrived_s = self._alive_s = self._clock()  # last piece arrived; last sign that waiting is worthwhile
         self._is_done = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises CheckpointError if what has come cannot be written, or if nothing comes."""
+        """Run until all pieces are there; raise CheckpointError if a piece cannot be written, or none arrives."""
         seeking = asyncio.ensure_future(self._seek())
         done = asyncio.ensure_future(self._is_done.wait())
         try:
@@ -164,7 +164,7 @@ class _Transfers:
             await asyncio.gather(*ending, return_exceptions=True)
 
     async def _seek(self) -> None:
-        """Look for members, and have them asked for pieces, as long as some are missing."""
+        """Look for members, and start requests to them, as long as pieces are missing."""
         looked_s = -inf
         while self._todo:
             if not self._working or self._clock() - looked_s >= _LOOK_S:
@@ -183,7 +183,7 @@ class _Transfers:
     def _start(self) -> None:
         useful = [each for each in self._members.values() if any(map(each.has, self._todo))]
         least = min((self._failures[each.peer_id] for each in useful), default=0)
-        if self._most < _STREAMS * _MAX_MEMBERS:  # who drips would take the little that is left
+        if self._most < _STREAMS * _MAX_MEMBERS:  # slow members would take the little bandwidth that is left
             useful = [each for each in useful if self._failures[each.peer_id] == least]
         idle = [each for each in useful if each.peer_id not in self._working]
         idle.sort(key=lambda each: (self._failures[each.peer_id], self._refusals[each.peer_id]))
@@ -204,7 +204,7 @@ class _Transfers:
     async def _work(self, member: OfferingMember) -> None:
         peer_id, took_s = member.peer_id, _LEAST_STEAL_S
         while self._todo:
-            member = self._members.get(peer_id, member)  # what it has may have become more
+            member = self._members.get(peer_id, member)  # the member may have more pieces by now
             piece = self._next(member, took_s)
             if piece is None:
                 if not any(map(member.has, self._todo)):
@@ -228,7 +228,7 @@ class _Transfers:
                 self._alive_s, wait_s = self._clock(), _BUSY_S
                 self._refusals[peer_id] += 1
                 if len(self._working) >= _MAX_MEMBERS:
-                    return  # so that others are asked
+                    return  # so that other members are asked
             except CheckpointError:
                 raise
             except SwarmError as error:
@@ -244,7 +244,7 @@ class _Transfers:
             await asyncio.sleep(wait_s)
 
     def _next(self, member: OfferingMember, took_s: float) -> Piece | None:
-        """One that nobody sends; or that others have been sending for twice as long as this member takes."""
+        """Return a piece that no member sends, or one that has been in flight for twice this member's usual time."""
         if self._num_travelling >= self._most:
             return None
         free = (piece for piece, senders in self._senders.items() if not senders and member.has(piece))
@@ -262,7 +262,7 @@ class _Transfers:
                 self._begun_s.pop(piece, None)
 
     async def _read(self, member: OfferingMember, piece: Piece) -> bytearray | None:
-        """None: another member was faster. What is too long is not read to its end."""
+        """Read a piece, but not past its size; return None if another member was faster."""
         data, start_s = bytearray(), self._clock()
         async with aclosing(member.read(piece.file.pieces[piece.index])) as parts:
             while len(data) <= piece.size_bytes:
@@ -286,7 +286,7 @@ class _Transfers:
         return data
 
     async def _take(self, piece: Piece, data: bytearray, member: OfferingMember) -> bool:
-        """Return whether the member is asked for more. Nobody else is asked for a piece while it is written."""
+        """Return whether to ask the member for more. While a piece is written, no other member is asked for it."""
         self._begun_s.pop(piece, None)
         self._num_written += 1
         try:

@@ -1,4 +1,4 @@
-"""The digests of a file and its pieces. Those of large files are kept in the user's cache until the file changes."""
+"""The digests of files and their pieces; for large files, a cache holds them until the file changes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.sharing.manifest import PIECE_BYTES, SharedFile
 from swarm_protocol.wire.constants import MIB
 
-_LEAST_KEPT_BYTES = 64 * MIB  # smaller files are read again
+_LEAST_KEPT_BYTES = 64 * MIB  # smaller files are hashed each time
 _READ_BYTES = 1 * MIB
 _LOWEST_PRIORITY = 19
 
 
 class FileHashes:
-    """The digests of files of this user."""
+    """The digests of this user's files."""
 
     def __init__(self, directory: Path | None = None, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """``is_stopped`` ends the reading of a file with InterruptedError."""
+        """Set the cache directory; if ``is_stopped`` returns True, reading a file ends with InterruptedError."""
         self._directory = directory or platformdirs.user_cache_path("swarm") / "digests"
         self._is_stopped = is_stopped
 
     def of(self, path: Path, name: str) -> SharedFile:
-        """Read the file, unless that was done before. Raises OSError, also if the file changes meanwhile.
+        """Return the digests, cached if the file is unchanged; raise OSError, also if the file changes meanwhile.
 
-        ``name``: what it is called in the checkpoint; in the hub's cache, the path leads to a file of another name.
+        ``name``: the file's name in the checkpoint; in the hub's cache, the path leads to a file of another name.
         """
         before = _identity(path)
         kept = self._directory / f"{sha256(before.encode()).hexdigest()[:40]}.json"
@@ -70,7 +70,7 @@ class FileHashes:
 
 
 def lower_priority() -> None:
-    """Let other threads go first, where the system has priorities of threads; for good."""
+    """Give this thread a low priority permanently, where the system has priorities of threads."""
     with suppress(AttributeError, OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 

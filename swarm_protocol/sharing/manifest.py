@@ -1,7 +1,7 @@
-"""What a checkpoint's files are, by content: the list that members offer, and the one that most of them agree on.
+"""The content of a checkpoint's files: the manifest that members offer, and the one that most of them agree on.
 
-Only data are shared. Whatever is executed when it is loaded (Python, pickles), and whatever leads elsewhere (links,
-paths), has no name that a manifest may have.
+Only data are shared. A manifest accepts no name of a file that is executed when it is loaded (Python, pickles), or
+that leads elsewhere (links, paths).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from swarm_protocol.wire.printable import printable
 
 PIECE_BYTES = 16 * MIB
 DIGEST_BYTES = 32
-MAX_MANIFEST_BYTES = 4 * MIB  # of a checkpoint of 2 TiB
+MAX_MANIFEST_BYTES = 4 * MIB  # enough for a checkpoint of 2 TiB
 _MAX_FILES = 2048
 _MAX_FILE_BYTES = 1 << 43
-_MAX_SMALL_BYTES = 64 * MIB  # of a file without weights
+_MAX_SMALL_BYTES = 64 * MIB  # limit of a file without weights
 SMALL_FILES = (
     *(CONFIG, GENERATION_CONFIG, INDEX),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -52,8 +52,8 @@ class SharedFile:
     """One file of a checkpoint.
 
     Attributes:
-        sha256: of the whole file.
-        pieces: SHA-256 of each piece of ``PIECE_BYTES``; the last one is shorter.
+        sha256: the SHA-256 of the whole file.
+        pieces: the SHA-256 of each piece of ``PIECE_BYTES``; the last piece is shorter.
     """
 
     name: str
@@ -66,12 +66,12 @@ class SharedFile:
         return min(PIECE_BYTES, self.size_bytes - index * PIECE_BYTES)
 
     def pieces_of(self, start: int, end: int) -> range:
-        """Return the indices of the pieces that have some byte of ``start`` to ``end``."""
+        """Return the indices of the pieces that contain some byte from ``start`` to ``end``."""
         return range(start // PIECE_BYTES, -(-min(end, self.size_bytes) // PIECE_BYTES)) if start < end else range(0)
 
     @cached_property
     def key(self) -> str:
-        """A name for this content, pieces included."""
+        """Return a name for this content, including its division into pieces."""
         return sha256(self._message().SerializeToString(deterministic=True)).hexdigest()
 
     def _message(self) -> pb.SharedFile:
@@ -81,7 +81,7 @@ class SharedFile:
 
     @classmethod
     def from_proto(cls, message: pb.SharedFile) -> SharedFile:
-        """Raises ValueError if it is no file that may be shared."""
+        """Parse a file; raise ValueError if it may not be shared."""
         name, size = message.name, message.size_bytes
         if not may_be_shared(name):
             raise ValueError(f"{printable(name, 40)!r} is no file that is shared: expected safetensors, GGUF or text")
@@ -104,22 +104,22 @@ class Manifest:
 
     @cached_property
     def data(self) -> bytes:
-        """As it is sent; see ``protos/swarm.proto``."""
+        """Return the serialised manifest that is sent; see ``protos/swarm.proto``."""
         files = [file._message() for file in self.files]
         return pb.Manifest(model=self.model, revision=self.revision, files=files).SerializeToString(deterministic=True)
 
     @cached_property
     def digest(self) -> bytes:
-        """The SHA-256 that stands in the record of whoever offers these files."""
+        """Return the SHA-256 that is in the record of every server that offers these files."""
         return sha256(self.data).digest()
 
     def file(self, name: str) -> SharedFile | None:
-        """Return the file of this name if there is one."""
+        """Return the file of this name, or None."""
         return next((file for file in self.files if file.name == name), None)
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Raises ValueError if the bytes are no manifest of files that may be shared."""
+        """Parse a manifest; raise ValueError if it is invalid, or names files that may not be shared."""
         try:
             message = pb.Manifest.FromString(data)
         except DecodeError as error:
@@ -138,7 +138,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class HeldPieces:
-    """What one member offers: a manifest, and for the key of each file the indices of the pieces that it has."""
+    """The offer of one member: a manifest and, by file key, the indices of the pieces that it has."""
 
     manifest: Manifest
     held: Mapping[str, frozenset[int]]
@@ -149,7 +149,7 @@ class HeldPieces:
 
     @classmethod
     def parse(cls, data: bytes, digest: bytes, known: Manifest | None = None) -> HeldPieces:
-        """Raises BadReply if it is no offer of the manifest with this digest, which may be ``known`` already."""
+        """Parse an offer; raise BadReply unless its manifest has this digest. The manifest may be ``known`` already."""
         try:
             message = pb.Offer.FromString(data)
             if sha256(message.manifest).digest() != digest:
@@ -164,11 +164,11 @@ class HeldPieces:
 
 
 def agreed(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the files that most of the manifests have, which are of one model and revision.
+    """Return the files that most of the manifests have; all manifests are of one model and revision.
 
     The config is chosen first; then each other file by itself, among the manifests with that config. A file without
-    weights is left out if most of them lack it. A file of weights is not, since a member may have some of those only.
-    With equal votes the lowest digest wins: all who read the same manifests choose the same.
+    weights is left out if most manifests lack it. A file of weights is kept, since a member may have only some of them.
+    With equal votes the lowest digest wins, so that all readers of the same manifests choose the same.
     """
     assert manifests, "somebody must offer something"
     config = _most([manifest.file(CONFIG) for manifest in manifests])

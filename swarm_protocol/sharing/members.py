@@ -1,4 +1,4 @@
-"""Which members offer a model's files, and how they are asked for them."""
+"""The members that offer a model's files, and the requests to them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swarm_protocol.sharing.download import OfferingMember
 from swarm_protocol.sharing.manifest import MAX_MANIFEST_BYTES, HeldPieces, Manifest, agreed
 
 _MAX_ASKED = 16
-MAX_PER_ADDRESS = 2  # who would decide what most say needs many addresses
+MAX_PER_ADDRESS = 2  # an attacker needs many addresses to decide what the majority says
 _OFFER_S = 30.0
-_MAX_AGE_S = 10.0  # of what is known
+_MAX_AGE_S = 10.0  # maximum age of the known offers
 _logger = logging.getLogger(__name__)
 
 
 class OfferingMembers:
-    """The members that offer files of one revision of a model, as the DHT and they themselves say."""
+    """The members that offer files of one revision of a model, according to the DHT and the members themselves."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class OfferingMembers:
         stub: Callable[[ServerRecord], Awaitable[BlocksStub]],
         is_left_out: Callable[[str], bool] = lambda _peer_id: False,
     ) -> None:
-        """``view``: the servers of the model. ``stub`` connects to one. ``is_left_out``: by peer id."""
+        """Set how to read the ``view`` of the model's servers, connect a ``stub`` to one, and skip peer ids."""
         self._revision = revision
         self._view, self._stub, self._is_left_out = view, stub, is_left_out
         self._known: list[OfferingMember] = []
@@ -44,7 +44,7 @@ class OfferingMembers:
         self._parsing = asyncio.Lock()
 
     async def find(self) -> list[OfferingMember]:
-        """Ask some of them what they have, unless that was done just now."""
+        """Ask some of the members for their offers, or return the known offers if they are recent."""
         clock = asyncio.get_running_loop().time
         if clock() - self._known_s > _MAX_AGE_S or not self._known:
             try:
@@ -62,10 +62,10 @@ class OfferingMembers:
         return self._known
 
     async def manifest(self, wanted: bytes | None) -> Manifest | None:
-        """Return the one with the digest that is ``wanted``, or that most agree on; None if nobody offers anything.
+        """Return the manifest with the digest ``wanted``, or the one most members agree on; None if there is no offer.
 
         Raises:
-            CheckpointError: others are offered, and not the one that is wanted.
+            CheckpointError: members offer other manifests, but not the wanted one.
         """
         manifests = [member.offer.manifest for member in await self.find()]
         if not manifests:
@@ -84,7 +84,7 @@ class OfferingMembers:
         return is_there and is_same and not self._is_left_out(server.peer_id)
 
     async def _ask(self, server: ServerRecord) -> OfferingMember | None:
-        """None if it does not answer as it should."""
+        """Ask a server for its offer; return None if it does not answer correctly."""
         try:
             async with asyncio.timeout(_OFFER_S), translated(server.peer_id):
                 stub = await self._stub(server)

@@ -1,4 +1,4 @@
-"""Where a peer takes the files of a model from that its swarm serves: its own, the hub's, or those of other members."""
+"""The source of the files of a model that the swarm serves: this machine, the hub, or other members."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from swarm_protocol.sharing.piece_store import PieceStore, remembered
 from swarm_protocol.sharing.swarm_files import Run, SwarmFiles
 
 _SHOWN_MODELS = 5
-_LOOKS, _LOOK_S = 10, 3.0  # for somebody who offers something
-_MODEL_LOOKS = 4  # for somebody who serves something
-_DHT_S = 60.0  # until it is taken for gone: hivemind waits for ever for a daemon that has ended
+_LOOKS, _LOOK_S = 10, 3.0  # for members that offer files
+_MODEL_LOOKS = 4  # for servers
+_DHT_S = 60.0  # then the DHT counts as gone: hivemind waits for ever for a daemon that has ended
 _REVISION = re.compile(r"[0-9a-f]{16}|[0-9a-f]{40}")
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SharingSwarm:
-    """The swarm as a peer sees it that has no copy.
+    """The swarm from the viewpoint of a peer that has no copy of the model.
 
     Attributes:
-        models: names of the models that it serves, with their numbers of blocks.
-        view: the servers of one.
-        stub: connects to one of those.
-        run: runs a coroutine on the loop of all these, and waits for it in another thread.
-        on_wrong: is told the peer id of who sends wrong bytes.
+        models: returns the names of the served models, with their numbers of blocks.
+        view: returns the servers of one model.
+        stub: connects to one of those servers.
+        run: runs a coroutine on the event loop of these functions, and waits for it in another thread.
+        on_wrong: called with the peer id of a member that sends wrong bytes.
     """
 
     models: Callable[[], Awaitable[dict[str, int]]]
@@ -68,15 +68,15 @@ async def open_from_swarm(
     *,
     failure: CheckpointError | None = None,
 ) -> Checkpoint:
-    """Open a model as ``open_served`` does; without a name, the default model if the swarm serves none.
+    """Open a model with ``open_served``; without a name, open the default model if the swarm serves none.
 
-    Only a model without a name is looked for on the hub: who names one has tried that, or wants members to give it.
+    The hub is searched only without a name: with a name, the caller has tried the hub, or wants members' files.
 
     Args:
-        failure: why the model of this name is not to be had elsewhere.
+        failure: the reason why the model of this name is not available elsewhere.
 
     Raises:
-        CheckpointError: see ``open_served``; with the ``failure``.
+        CheckpointError: see ``open_served``; the message includes ``failure``.
     """
     try:
         return await open_served(swarm, name, revision, weights, asks_hub=not name)
@@ -95,13 +95,13 @@ async def open_served(
     """Open a model that the swarm serves: from this machine, the hub's cache, the hub, or members, in this order.
 
     Args:
-        name: of the model; empty: the only one that the swarm serves.
-        revision: None: the one that most servers have, of each address ``MAX_PER_ADDRESS``.
-        weights: SHA-256 of the manifest to take from members, in hex; empty: the one that most of them offer.
-        asks_hub: whether the hub is asked at all, unless it is to be offline.
+        name: the name of the model; empty: the only model that the swarm serves.
+        revision: None: the revision of most servers, counting at most ``MAX_PER_ADDRESS`` per address.
+        weights: SHA-256, in hex, of the manifest to take from members; empty: the one that most of them offer.
+        asks_hub: whether to ask the hub at all, unless the hub is set to offline.
 
     Raises:
-        CheckpointError: the swarm does not serve it, or its files are nowhere to be had; NothingServed.
+        CheckpointError: the model is not served, or its files are not available; NothingServed: no model is served.
     """
     wanted = bytes.fromhex(weights) or None
     try:
@@ -127,7 +127,7 @@ async def open_served(
             "--share-weights always"
         )
     store = PieceStore(manifest)
-    _logger.warning(  # clients show nothing less, and whose files these are matters
+    _logger.warning(  # a warning, because clients show nothing less, and the origin of the files matters
         "%s: not on this machine%s, so from members of the swarm (%d at present), manifest %s; kept in %s",
         name,
         " nor on the hub" if asks_hub else "",
@@ -141,7 +141,7 @@ async def open_served(
 
 
 async def _models(swarm: SharingSwarm) -> dict[str, int]:
-    """Look several times if there are none: who has just joined may not see yet what others announce."""
+    """Return the models; look several times if there are none, because a new node may not see announcements yet."""
     for _ in range(_MODEL_LOOKS - 1):
         if models := await swarm.models():
             return models
@@ -150,7 +150,7 @@ async def _models(swarm: SharingSwarm) -> dict[str, int]:
 
 
 async def _manifest(members: OfferingMembers, wanted: bytes | None) -> Manifest | None:
-    """Look several times: servers that have just started do not know yet what they have."""
+    """Return the manifest; look several times, because servers that have just started do not know their files yet."""
     for num_left in reversed(range(_LOOKS)):
         try:
             if manifest := await members.manifest(wanted):
@@ -163,7 +163,7 @@ async def _manifest(members: OfferingMembers, wanted: bytes | None) -> Manifest 
 
 
 def _served(models: dict[str, int], name: str) -> tuple[str, int]:
-    """The model's name and number of blocks."""
+    """Return the model's name and number of blocks."""
     models = {model: num_blocks for model, num_blocks in models.items() if is_plain(model)}
     shown = ", ".join(list(models)[:_SHOWN_MODELS]) + (", …" if len(models) > _SHOWN_MODELS else "")
     if not models:
@@ -180,7 +180,7 @@ def _served(models: dict[str, int], name: str) -> tuple[str, int]:
 
 
 def _revision(servers: tuple[ServerRecord, ...], name: str, wanted: str | None, weights: bytes | None) -> str:
-    """The one that most servers have: of those that offer the ``weights``, or else any, or else of all."""
+    """Return the majority's revision: among servers that offer the ``weights``, else any weights, else all servers."""
     known = [server for server in servers if _is_possible(server)]
     offering = [server for server in known if server.weights and server.state is ServerState.ONLINE]
     same = [server for server in offering if server.weights == weights]
@@ -197,7 +197,7 @@ def _revision(servers: tuple[ServerRecord, ...], name: str, wanted: str | None, 
 
 
 def _is_possible(server: ServerRecord) -> bool:
-    """Whether a model of this name can have this revision: that of a directory, or a commit of a model on the hub."""
+    """Return whether a model of this name can have this revision: a fingerprint, or a commit of a hub model."""
     if not _REVISION.fullmatch(server.revision):
         return False
     if is_fingerprint(server.revision):
@@ -211,7 +211,7 @@ def _is_possible(server: ServerRecord) -> bool:
 
 
 def _own(name: str, revision: str, asks_hub: bool) -> Checkpoint | None:
-    """What is on this machine or on the hub at this revision."""
+    """Return the checkpoint of this revision from this machine or the hub, or None."""
     if is_fingerprint(revision):
         path = Path(default_model.locate(name))
         try:
@@ -235,7 +235,7 @@ def _own(name: str, revision: str, asks_hub: bool) -> Checkpoint | None:
 
 
 def _is_cached(name: str, revision: str) -> bool:
-    """Whether the hub's cache has all files of weights."""
+    """Return whether the hub's cache has all files of weights."""
     owner, _, rest = name.partition("/")
     if name.endswith(GGUF):
         model, _, file = rest.partition("/")

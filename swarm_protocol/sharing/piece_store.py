@@ -1,9 +1,8 @@
-"""Files that arrive in pieces, in any order, in the user's cache: laid out like the hub's, and resumed after any end.
+"""A store for files that arrive in pieces, in any order, in the user's cache; downloads resume after any interruption.
 
-``models--OWNER--NAME/blobs/KEY.incomplete`` is a sparse file, ``KEY.pieces`` has one byte for each piece that was
-verified, written after the piece itself. A file that is whole is linked to ``blobs/SHA256``, to which
-``snapshots/REVISION-DIGEST/NAME`` leads, much as in the cache of the hub: that directory has whole files only, of one
-manifest, which has this digest.
+The layout is like the hub's. ``models--OWNER--NAME/blobs/KEY.incomplete`` is a sparse file. ``KEY.pieces`` has one byte
+for each verified piece, written after the piece itself. A complete file is linked to ``blobs/SHA256``, the target of
+``snapshots/REVISION-DIGEST/NAME``. That directory has only complete files of the manifest with this digest.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ _VERIFIED = b"\x01"
 _NAME = re.compile(r"(?!\.)[\w.-]{1,96}", re.ASCII)
 _DIGITS = 32  # of a manifest's digest, in the name of its directory
 _MAX_PARTS = 3  # of a name: owner, model and GGUF file
-_FREE_BYTES = 256 * MIB  # of the disk, that are left
+_FREE_BYTES = 256 * MIB  # kept free on the disk
 
 
 class PieceStore:
-    """The files of one manifest. Several processes may write the same ones; each piece is the same from all.
+    """The files of one manifest. Several processes may write the same files, since each piece is the same from all.
 
     Attributes:
-        snapshot: the directory of the files of this manifest that are whole.
+        snapshot: the directory of this manifest's complete files.
     """
 
     def __init__(self, manifest: Manifest, root: Path | None = None) -> None:
-        """``root``: of the cache. Raises CheckpointError if the names of model and revision cannot be directories."""
+        """Set the directories below ``root``; raise CheckpointError if model or revision cannot name a directory."""
         self.manifest = manifest
         directory = model_directory(manifest.model, root)
         self._blobs = directory / "blobs"
         self.snapshot = directory / "snapshots" / f"{_part(manifest.revision)}-{manifest.digest.hex()[:_DIGITS]}"
 
     def open(self) -> None:
-        """Make the directories, and remember the manifest. Raises CheckpointError if that cannot be written."""
+        """Make the directories and save the manifest; raise CheckpointError if they cannot be written."""
         try:
             for each in (self._blobs, self.snapshot):
                 each.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -59,22 +58,22 @@ class PieceStore:
             raise CheckpointError(f"{self.snapshot} cannot be written: {error.strerror}") from None
 
     def path(self, file: SharedFile) -> Path:
-        """Return where the file is whole, or else where its pieces are."""
+        """Return the path of the complete file, or else of its pieces."""
         whole, incomplete = self.paths(file)
         return whole if self._is_linked(file) and self.is_whole(file) else incomplete
 
     def paths(self, file: SharedFile) -> tuple[Path, Path]:
-        """Return where the file is once it is whole, and where its pieces are until then, and stay."""
+        """Return the path of the complete file, and the path of its pieces, which remains valid afterwards."""
         return self.snapshot / file.name, self._incomplete(file)
 
     def is_whole(self, file: SharedFile) -> bool:
-        """Return whether all of it is there."""
+        """Return whether the file is complete."""
         with suppress(OSError):
             return (self._blobs / file.sha256.hex()).stat().st_size == file.size_bytes
         return False
 
     def held(self, file: SharedFile) -> frozenset[int]:
-        """Return the indices of the pieces that are there."""
+        """Return the indices of the stored pieces."""
         if self.is_whole(file):
             return frozenset(range(len(file.pieces)))
         try:
@@ -86,11 +85,11 @@ class PieceStore:
         return frozenset(index for index in range(len(file.pieces)) if marks[index : index + 1] == _VERIFIED)
 
     def missing(self, file: SharedFile, wanted: Iterable[int]) -> list[int]:
-        """Return which of these pieces are not there, each once, in ascending order."""
+        """Return which of these pieces are not stored, each once, in ascending order."""
         return sorted(set(wanted) - self.held(file))
 
     def require_room(self, num_bytes: int) -> None:
-        """Raises CheckpointError unless the directory is there and its disk has room for so much more."""
+        """Raise CheckpointError unless the directory exists and its disk has room for this many bytes."""
         try:
             free = shutil.disk_usage(self._blobs).free
         except OSError as error:
@@ -102,10 +101,10 @@ class PieceStore:
             )
 
     def write(self, file: SharedFile, index: int, data: bytes | bytearray) -> None:
-        """Keep a piece.
+        """Store a piece.
 
         Raises:
-            BadReply: it is another one. CheckpointError: it cannot be written.
+            BadReply: the data do not match the digest. CheckpointError: the piece cannot be written.
         """
         if len(data) != file.piece_bytes(index) or sha256(data).digest() != file.pieces[index]:
             raise BadReply(f"piece {index} of {file.name} has other bytes than its digest says")
@@ -126,7 +125,7 @@ class PieceStore:
             return
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed: another process may begin at the same time
         if os.fstat(descriptor).st_size != file.size_bytes:
-            with _opened(self._marks(file)) as marks:  # those of a file that was deleted
+            with _opened(self._marks(file)) as marks:  # left from a deleted file
                 os.ftruncate(marks, 0)
             os.ftruncate(descriptor, file.size_bytes)
 
@@ -135,19 +134,19 @@ class PieceStore:
         with incomplete.open("rb", buffering=0) as opened:
             while data := opened.read(MIB):
                 digest.update(data)
-        if digest.digest() != file.sha256:  # all pieces are as the manifest says, and the whole is not
+        if digest.digest() != file.sha256:  # each piece matches the manifest, but the whole file does not
             incomplete.unlink()
             self._marks(file).unlink()
             raise CheckpointError(
                 f"the manifest {self.manifest.digest.hex()[:16]} is false: the pieces of {file.name} are not the file "
                 "that it names. Choose another one with --weights"
             )
-        with suppress(FileExistsError):  # the other name stays: who reads the file has it open by that
+        with suppress(FileExistsError):  # the other name stays, because readers have the file open by it
             os.link(incomplete, self._blobs / file.sha256.hex())
         self._link(file)
 
     def _link(self, file: SharedFile) -> None:
-        """Give a whole file its own name."""
+        """Link a complete file to its own name."""
         if not self._is_linked(file):
             with written_atomically(self.snapshot / file.name) as partial:
                 partial.symlink_to(_target(file))
@@ -165,7 +164,7 @@ class PieceStore:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """To write somewhere in the file, which is made if it is not there."""
+    """Open a file for writing at any offset; create it if it is missing."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         yield descriptor
@@ -174,7 +173,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def model_directory(model: str, root: Path | None = None) -> Path:
-    """Return where the files of a model are kept. Raises CheckpointError if its name cannot be a directory's."""
+    """Return the directory of a model's files; raise CheckpointError if the name cannot be a directory's."""
     root = root or platformdirs.user_cache_path("swarm") / "hub"
     parts = model.split("/")
     if len(parts) > _MAX_PARTS:
@@ -183,9 +182,9 @@ def model_directory(model: str, root: Path | None = None) -> Path:
 
 
 def remembered(model: str, revision: str, wanted: bytes | None = None, root: Path | None = None) -> Manifest | None:
-    """Return the manifest of a download of this revision that was begun before, if there was one.
+    """Return the manifest of an earlier download of this revision, or None.
 
-    ``wanted`` is its digest; None means that of the download which was begun or resumed last.
+    ``wanted`` is its digest; None means the download that was begun or resumed last.
     """
     try:
         snapshots = model_directory(model, root) / "snapshots"
@@ -193,7 +192,7 @@ def remembered(model: str, revision: str, wanted: bytes | None = None, root: Pat
         paths = snapshots.parent.glob(_remembered(snapshots / f"{_part(revision)}-{digits}").name)
         newest = max(paths, key=lambda path: path.stat().st_mtime_ns)
         manifest = Manifest.parse(newest.read_bytes())
-    except (OSError, ValueError):  # CheckpointError is one
+    except (OSError, ValueError):  # CheckpointError is a ValueError
         return None
     return manifest if wanted in (None, manifest.digest) else None
 

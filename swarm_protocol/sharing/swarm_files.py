@@ -1,4 +1,4 @@
-"""A checkpoint's files that members of the swarm have, for ``Checkpoint``: what is read is fetched before."""
+"""A checkpoint's files from members of the swarm, for ``Checkpoint``: data are fetched before they are read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class SwarmFiles:
-    """The files of one manifest. Methods that are no coroutines are for other threads than that of the event loop.
+    """The files of one manifest. Methods that are no coroutines must run in other threads than the event loop's.
 
     Attributes:
-        name, commit: those of the model and its revision, as the members have them.
-        location: a directory with the files that are whole; or the GGUF file.
-        gguf: the name of the file that holds the model, if it is a GGUF file.
+        name, commit: the model and its revision, as the members have them.
+        location: the directory of the complete files; or the GGUF file.
+        gguf: the name of the GGUF file that holds the model, if it is one.
     """
 
     def __init__(self, store: PieceStore, download: Download, run: Run) -> None:
-        """``run`` runs a coroutine on the event loop and waits for it."""
+        """Set the store and the download; ``run`` runs a coroutine on the event loop and waits for it."""
         self.store = store
         self._download, self._run = download, run
         manifest = store.manifest
@@ -36,7 +36,7 @@ class SwarmFiles:
         self.location = str(store.snapshot if self.gguf is None else store.snapshot / self.gguf)
 
     async def open(self) -> None:
-        """Fetch what ``Checkpoint`` reads as soon as it is opened. Raises CheckpointError.
+        """Fetch what ``Checkpoint`` reads as soon as it is opened; raise CheckpointError if that fails.
 
         These are the files without weights, and a GGUF file or the beginning of the only safetensors file.
         """
@@ -49,10 +49,10 @@ class SwarmFiles:
         await self._download.fetch(wanted)
 
     def path(self, name: str) -> Path:
-        """Return where the file is, of which its header has come at least, and all of it if it is no safetensors file.
+        """Return the file's path, once the header of a safetensors file, or the whole of another file, is there.
 
         Raises:
-            FileMissing: the members' checkpoint has none of this name. CheckpointError: it cannot be fetched.
+            FileMissing: the members' checkpoint has no such file. CheckpointError: it cannot be fetched.
         """
         file = self.store.manifest.file(name)
         if file is None:
@@ -67,12 +67,12 @@ class SwarmFiles:
         return self.store.path(file)
 
     def fetch_headers(self, names: Iterable[str]) -> None:
-        """Fetch the first pieces of these files from several members at once. Raises CheckpointError."""
+        """Fetch the first pieces of these files from several members at once; raise CheckpointError if that fails."""
         files = filter(None, map(self.store.manifest.file, names))
         self._fetch((file, file.pieces_of(0, LENGTH_BYTES)) for file in files)
 
     def fetch(self, tensors: Iterable[FileTensor]) -> None:
-        """Fetch the pieces in which these tensors lie. Raises CheckpointError."""
+        """Fetch the pieces that contain these tensors; raise CheckpointError if that fails."""
         files = {path: file for file in self.store.manifest.files for path in self.store.paths(file)}
         wanted: dict[SharedFile, set[int]] = {}
         for tensor in tensors:

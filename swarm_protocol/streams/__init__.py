@@ -1,1 +1,1 @@
-"""Streams of libp2p: opened and taken, messages and runs of bytes on them, how bytes are copied, and how many."""
+"""Streams of libp2p: opening and serving them, framing of messages, copying of bytes, and limits."""

@@ -1,4 +1,4 @@
-"""Messages and runs of bytes on a stream, each behind its length; see ``protos/tunnel.proto``."""
+"""Messages and runs of bytes on a stream, each with a length prefix; see ``protos/tunnel.proto``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def framed(data: bytes) -> bytes:
 
 
 async def read_run(reader: asyncio.StreamReader) -> bytes:
-    """The next run; empty: the other side sends no more. Raises BadReply, or IncompleteReadError at an early end."""
+    """Read the next run; empty at the end of the direction. Raise BadReply, or IncompleteReadError at an early end."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
     if length > MAX_RUN_BYTES:
         raise BadReply(f"a run of {length} bytes came through a tunnel: expected at most {MAX_RUN_BYTES}")
@@ -29,7 +29,7 @@ async def read_run(reader: asyncio.StreamReader) -> bytes:
 
 
 async def read_message(reader: asyncio.StreamReader, kind: type[M], timeout_s: float) -> M:
-    """Raises BadReply if it is no such message or does not come in time, or is cut off."""
+    """Read a message; raise BadReply if it is of another kind, late, or cut off."""
     try:
         return kind.FromString(await asyncio.wait_for(read_run(reader), timeout_s))
     except (TimeoutError, asyncio.IncompleteReadError, OSError, DecodeError) as error:
@@ -37,20 +37,20 @@ async def read_message(reader: asyncio.StreamReader, kind: type[M], timeout_s: f
 
 
 async def write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Raises OSError if the stream is gone."""
+    """Write data; raise OSError if the stream is gone."""
     with losses_of(writer):
         writer.write(data)
         await writer.drain()
 
 
 async def write_message(writer: asyncio.StreamWriter, message: Message) -> None:
-    """Raises OSError if the stream is gone."""
+    """Write a message; raise OSError if the stream is gone."""
     await write(writer, framed(message.SerializeToString()))
 
 
 @contextmanager
 def losses_of(writer: asyncio.StreamWriter) -> Iterator[None]:
-    """Raises OSError where uvloop, unlike asyncio, raises RuntimeError: the connection was lost before the write."""
+    """Raise OSError where uvloop, unlike asyncio, raises RuntimeError: the connection was lost before the write."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""How much a peer carries for others: tunnels at a time, and bytes per second."""
+"""Limits on what a peer carries for other peers: concurrent tunnels, and bytes per second."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from math import inf
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller, Shares
 
-_BURST_S = 0.5  # of the budget that may pass at once after a silence
+_BURST_S = 0.5  # budget that may pass at once after a silence
 
 
 class Places:
-    """So many at a time, and of one peer so many; all identities at one address together leave room for others."""
+    """A limit on concurrent uses, in total and per peer; all identities at one address leave room for others."""
 
     def __init__(self, what: str, most: int, most_of_one: int) -> None:
         self._what, self._most, self._most_of_one = what, most, most_of_one
@@ -29,7 +29,7 @@ class Places:
 
     @contextmanager
     def taken(self, caller: Caller) -> Iterator[None]:
-        """Raises PeerBusy if there is none left for the caller."""
+        """Occupy one place during the context; raise PeerBusy if the caller can have none."""
         if self.num_taken >= self._most:
             raise PeerBusy(f"there are {self._most} {self._what} already")
         if self._shares.held(caller) >= self._most_of_one:
@@ -44,15 +44,15 @@ class Places:
 
 
 class Budget:
-    """Bytes per second for all who share it, in the order in which they ask."""
+    """A budget of bytes per second for all its users, in the order of their requests."""
 
     def __init__(self, bytes_per_s: float = inf) -> None:
-        self.bytes_per_s = bytes_per_s  # of what is taken from now on
-        self._free_s = -inf  # when all that was taken has passed
-        self.num_bytes = 0  # in all
+        self.bytes_per_s = bytes_per_s  # applies to later calls of ``take``
+        self._free_s = -inf  # the time when all bytes taken so far have passed
+        self.num_bytes = 0  # total
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until these bytes may pass. A call that is cancelled gives them back."""
+        """Wait until these bytes may pass. A cancelled call returns them to the budget."""
         now_s, takes_s = asyncio.get_running_loop().time(), num_bytes / self.bytes_per_s
         self.num_bytes += num_bytes
         self._free_s = max(self._free_s, now_s - _BURST_S) + takes_s

@@ -1,4 +1,4 @@
-"""Copies bytes between two connections until both sides have ended, or one of them is lost."""
+"""Copying of bytes between two connections until both sides have ended, or one of them is lost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LOSSES = (OSError, asyncio.IncompleteReadError, BadReply)
 
 
 async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, stream: Stream) -> None:
-    """A TCP connection through a tunnel. An end of one direction leaves the other open; a loss ends both.
+    """Copy a TCP connection through a tunnel. The end of one direction leaves the other open; a loss ends both.
 
-    No more is in memory than a few runs of each direction: who does not read is not sent more.
+    Memory holds only a few runs per direction: a slow reader slows the sender down.
     """
 
     async def up() -> None:
@@ -43,7 +43,7 @@ async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, strea
 
 
 async def splice(one: Stream, other: Stream, take: Callable[[int], Awaitable[None]]) -> None:
-    """Both directions between two streams, without a look at what passes. ``take`` waits until so many bytes may.
+    """Copy both directions between two streams without parsing; ``take`` waits until that many bytes may pass.
 
     Returns when one side is closed: the ends of directions are among the bytes.
     """
@@ -65,7 +65,7 @@ async def splice(one: Stream, other: Stream, take: Callable[[int], Awaitable[Non
 
 
 async def _both(*copying: Any) -> bool:
-    """Whether both came to their end."""
+    """Run both copies; return whether both ended normally."""
     tasks = [asyncio.ensure_future(copy) for copy in copying]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

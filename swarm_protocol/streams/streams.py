@@ -1,4 +1,4 @@
-"""Streams of libp2p to other peers: opened to them, and taken from them."""
+"""Streams of libp2p: to other peers, and from other peers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stream:
-    """Attributes:
-    peer_id: at the other end; libp2p has proved it.
-    host: the IP address from which it comes, or empty.
+    """A stream to or from another peer.
+
+    Attributes:
+        peer_id: the peer at the other end, authenticated by libp2p.
+        host: the IP address of the other end, or empty.
     """
 
     peer_id: str
@@ -37,7 +39,7 @@ class Stream:
         return Caller(self.peer_id, address_at(self.host))
 
     def close(self) -> None:
-        """What was written is still sent, if the other end takes it soon."""
+        """Close the stream; written data are still sent, if the other end reads them soon."""
         if not self.writer.is_closing():
             self.writer.close()
             asyncio.get_running_loop().call_later(_LINGER_S, self.writer.transport.abort)
@@ -50,7 +52,7 @@ Handler = Callable[[Stream], Awaitable[None]]
 
 
 class Streams(Protocol):
-    """Stands for libp2p."""
+    """The interface to libp2p that tests can replace."""
 
     @property
     def peer_id(self) -> str: ...
@@ -63,10 +65,10 @@ class Streams(Protocol):
 
 
 class DaemonStreams:
-    """Those of the libp2p daemon, which may be replaced by another: then ``attach`` must be called.
+    """The streams of the libp2p daemon. If another daemon replaces it, call ``attach``.
 
     Attributes:
-        daemon: gives the one that runs; None while there is none.
+        daemon: returns the running daemon; None while there is none.
     """
 
     def __init__(self, daemon: Callable[[], P2P | None] = lambda: None) -> None:
@@ -78,7 +80,7 @@ class DaemonStreams:
         return str(self._p2p().peer_id)
 
     async def open(self, peer: str, protocol: str) -> Stream:
-        """``peer``: a multiaddr, or the id of a peer that is connected. Raises PeerUnavailable."""
+        """Open a stream to ``peer``, a multiaddr or a connected peer's id; raise PeerUnavailable if that fails."""
         transport, _, name = peer.rpartition("/p2p/")
         try:
             p2p, peer_id = self._p2p(), PeerID.from_base58(name)
@@ -95,12 +97,12 @@ class DaemonStreams:
         await self._register(protocol, handler)
 
     async def disconnect(self, peer_id: str) -> None:
-        """Closes all connections to a peer: libp2p would go on using one that is dead for most of a minute."""
+        """Close all connections to a peer: libp2p would use a dead one for most of a minute."""
         with suppress(*_FAILURES, SwarmError):
             await self._p2p()._client.disconnect(PeerID.from_base58(peer_id))
 
     async def attach(self) -> None:
-        """Takes streams from a daemon that has just been started."""
+        """Register all handlers with a daemon that has just started."""
         for protocol, handler in self._handlers.items():
             await self._register(protocol, handler)
 
@@ -131,6 +133,6 @@ async def _open(p2p: P2P, peer_id: PeerID, transport: str, protocol: str) -> Any
 
 
 def _host(address: Any) -> str:
-    """The IP address in a multiaddr; empty if there is none."""
+    """Return the IP address in a multiaddr; empty if there is none."""
     parts = str(address).split("/")
     return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6") else ""

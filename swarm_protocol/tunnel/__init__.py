@@ -1,1 +1,1 @@
-"""Byte tunnels to servers that cannot be reached directly: over libp2p, through members that relay."""
+"""Byte tunnels over libp2p, through relay members, to servers that cannot be reached directly."""

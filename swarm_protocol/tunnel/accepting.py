@@ -1,4 +1,4 @@
-"""A server's end of tunnels, and of connections in their place: each becomes one to its own gRPC port."""
+"""The server's end of tunnels and of punched connections: each becomes a connection to the server's own gRPC port."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from swarm_protocol.tunnel.punching import hole_beside, partner
 TUNNEL = "/swarm/tunnel/1"
 HELLO_TIMEOUT_S = 10.0
 _MOST, _MOST_OF_ONE = 512, 16  # tunnels; a client has two or three
-_MOST_PUNCHING, _MOST_PUNCHING_OF_ONE = 32, 8  # connections that are tried at a time; through one relay
+_MOST_PUNCHING, _MOST_PUNCHING_OF_ONE = 32, 8  # concurrent punching attempts, in total and through one relay
 _logger = logging.getLogger(__name__)
 
 
-Origins = MutableMapping[tuple[str, int], str]  # where the connections of tunnels come from, by the end that gRPC sees
+Origins = MutableMapping[tuple[str, int], str]  # the true remote host of each tunnel, by the local end that gRPC sees
 
 
 class Acceptor:
-    """Takes tunnels from peers that open them directly, and from relays for others."""
+    """The acceptor of tunnels, from peers that open them directly and from relays on behalf of callers."""
 
     def __init__(
         self, streams: Streams, host: str, port: int, seen_by: Callable[[str], str | None], origins: Origins
     ) -> None:
-        """``seen_by``: of a peer id, the IP address at which that relay sees this server, or empty; None if it was not
-        asked to relay. What relays say of a caller is taken for true."""
+        """Set the gRPC port to connect to. The acceptor trusts what relays say of callers.
+
+        ``seen_by``: by peer id, this server's IP address as that relay sees it, or empty; None if it is no relay.
+        """
         self._streams = streams
         self._target = host, port
         self._seen_by = seen_by
@@ -48,7 +50,7 @@ class Acceptor:
     async def _take(self, stream: Stream) -> None:
         request = await read_message(stream.reader, pb.Open, HELLO_TIMEOUT_S)
         own_host = self._seen_by(stream.peer_id)
-        is_relayed = own_host is not None and bool(request.caller)  # a relay may call as well
+        is_relayed = own_host is not None and bool(request.caller)  # a relay may call on its own behalf as well
         caller = request.caller if is_relayed else stream.peer_id
         caller_host = request.caller_host if is_relayed else stream.host
         try:
@@ -74,7 +76,7 @@ class Acceptor:
     async def _pipe_direct(self, direct: Stream, caller_host: str) -> None:
         _logger.info("%s is connected directly, through the routers of both", short_id(direct.peer_id))
         piping = asyncio.ensure_future(self._pipe(direct, caller_host))
-        self._direct.add(piping)  # nobody else holds on to it: the stream through the relay has ended
+        self._direct.add(piping)  # keep a reference: the stream through the relay, whose task held one, has ended
         piping.add_done_callback(self._direct.discard)
         try:
             await piping
@@ -82,7 +84,7 @@ class Acceptor:
             direct.abort()
 
     async def _pipe(self, stream: Stream, caller_host: str, *, is_asked: bool = False) -> None:
-        """``is_asked``: the caller waits for an answer."""
+        """Connect the stream to the gRPC port; ``is_asked``: first send the answer that the caller waits for."""
         reader, writer = await asyncio.open_connection(*self._target)
         end = writer.get_extra_info("sockname")[:2]
         self._origins[end] = caller_host

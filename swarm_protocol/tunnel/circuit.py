@@ -1,4 +1,4 @@
-"""How the way to a server through a relay is written: as libp2p writes circuits, in place of HOST:PORT."""
+"""The address of a server behind a relay, in libp2p's circuit notation, used in place of HOST:PORT."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CIRCUIT = "/p2p-circuit/p2p/"
 
 @dataclass(frozen=True)
 class Circuit:
-    """``relay``: its multiaddr, with peer id. ``target``: the peer id of the server."""
+    """A path to a server: ``relay``, the relay's multiaddr with peer id, and ``target``, the server's peer id."""
 
     relay: str
     target: str
@@ -22,7 +22,7 @@ class Circuit:
 
     @property
     def is_direct(self) -> bool:
-        """The server itself takes tunnels at its libp2p port, though its gRPC port cannot be reached."""
+        """Return whether the server accepts tunnels at its own libp2p port, though its gRPC port is unreachable."""
         return self.relay_id == self.target
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Circuit:
 
     @classmethod
     def parse(cls, address: str) -> Circuit:
-        """Raises ValueError: strangers write addresses."""
+        """Parse an address; raise ValueError if it is no circuit, because addresses come from untrusted peers."""
         relay, mark, target = address.partition(_CIRCUIT)
         if not mark or tcp_target(relay) is None:
             raise ValueError(f"{address!r} is no circuit: expected MULTIADDR{_CIRCUIT}PEER_ID")
@@ -43,7 +43,7 @@ def is_circuit(address: str) -> bool:
 
 
 def relay_of(address: str) -> str:
-    """The peer id of the relay on the way; empty if there is none."""
+    """Return the peer id of the relay in the address; empty if there is none."""
     if not is_circuit(address):
         return ""
     try:

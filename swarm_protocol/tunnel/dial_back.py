@@ -1,4 +1,4 @@
-"""Whether a peer can be reached: another one tries to connect to it."""
+"""Dial-back tests of whether a peer is reachable: another peer tries to connect to it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _places = Places("peers that are dialled back", 16, 1)
 
 
 async def serve_dial_back(streams: Streams) -> None:
-    """Answers others. A peer cannot have others dialled: only the address is tried that it comes from."""
+    """Answer dial-back requests. Only the requester's own address is dialled: a peer cannot redirect the dials."""
     await streams.serve(DIAL_BACK, _answer)
 
 
 async def ask_dial_back(streams: Streams, peer: str, addresses: Sequence[str]) -> pb.DialedBack | None:
-    """Return what a peer, given by multiaddr or id, says of these ``HOST:PORT``; None if it does not say.
+    """Return a peer's dial-back result for these ``HOST:PORT``; None if it does not answer. ``peer``: multiaddr or id.
 
-    Names are looked up here: no peer looks up the names of strangers.
+    Names are resolved here, because peers do not resolve names for untrusted peers.
     """
     asked = await _by_ip(addresses)
     if not asked:
@@ -56,13 +56,13 @@ async def _answer(stream: Stream) -> None:
         with _places.taken(stream.caller):
             tried = await asyncio.gather(*(_is_reached(address, stream.host) for address in request.addresses))
     except PeerBusy:
-        return  # no answer is no news
+        return  # the requester treats silence as no result
     reached = [address for address, is_reached in zip(request.addresses, tried, strict=True) if is_reached]
     await write_message(stream.writer, pb.DialedBack(reached=reached, host=stream.host))
 
 
 async def _by_ip(addresses: Sequence[str]) -> dict[str, str]:
-    """Return addresses by ``IP:PORT``: the first IP address of each, then the second, as many as are tried."""
+    """Return addresses by ``IP:PORT``: the first IP of each address, then the second, up to the limit."""
     found: list[list[tuple[str, str]]] = []
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -81,7 +81,7 @@ async def _is_reached(address: str, from_host: str) -> bool:
 
 
 async def ips_of(host: str) -> set[str]:
-    """Of a name or an IP address; none if it is not known."""
+    """Return the IP addresses of a host name or IP address; empty if the name is unknown."""
     ip = parse_host(host)
     if ip is not None:
         return {str(ip)}

@@ -1,4 +1,4 @@
-"""gRPC channels to servers, by whatever address leads there: directly, or through a tunnel."""
+"""gRPC channels to servers at any kind of address: directly, or through a tunnel."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from swarm_protocol.tunnel.relaying import RELAY
 from swarm_protocol.wire.printable import printable
 
 _LOCAL = "127.0.0.1"
-_HEAD_START_S = 0.25  # of an address over the next one (RFC 8305)
-_TUNNEL_S = 5.0 + PUNCH_S  # that a connection through a relay may take longer: several round trips to open it
-_PUNCH_AGAIN_S = 600.0  # after routers did not let a connection through
+_HEAD_START_S = 0.25  # head start of an address over the next one (RFC 8305)
+_TUNNEL_S = 5.0 + PUNCH_S  # extra time for a connection through a relay, which takes several round trips
+_PUNCH_AGAIN_S = 600.0  # pause after a failed attempt to connect through the routers
 _logger = logging.getLogger(__name__)
 _closing: set[asyncio.Future[None]] = set()
 
 
 class Dialer:
-    """Connects to servers; a tunnel is a port of the loopback, from which each connection goes through a stream."""
+    """The dialer of servers. A tunnel is a loopback port; each connection to it goes through its own stream."""
 
     def __init__(
         self, credentials: ClientCredentials, streams: Streams | None = None, membership: Membership | None = None
     ) -> None:
-        """Without ``streams``, servers are reached directly or not at all."""
+        """Set the credentials; without ``streams``, servers are reached directly or not at all."""
         self._credentials = credentials
         self._streams = streams
         self._membership = membership or Membership()
         self._ports: dict[str, asyncio.Task[_TunnelPort]] = {}
-        self._waiting = Counter[str]()  # by address, who could not make do with another port
-        self._not_before_s: dict[str, float] = {}  # by server: when routers may be tried again
+        self._waiting = Counter[str]()  # by address: callers that wait for this port
+        self._not_before_s: dict[str, float] = {}  # by server: when to try the routers again
 
     async def connect(
         self, address: str, fingerprint: bytes, options: Sequence[tuple[str, object]], timeout_s: float
     ) -> grpc.aio.Channel:
-        """See ``pinned_channel``; ``address`` is HOST:PORT or a circuit."""
+        """Connect like ``pinned_channel``; ``address`` is HOST:PORT or a circuit."""
         if not is_circuit(address):
             return await pinned_channel(self._credentials, address, fingerprint, options, timeout_s)
         self._waiting[address] += 1
@@ -71,7 +71,7 @@ class Dialer:
             self._close_unused(address)
 
     def relay_of(self, address: str) -> str:
-        """The peer through which connections to this address go now; empty if they go past it, or there is none."""
+        """Return the relay that carries connections to this address now; empty if they bypass it, or there is none."""
         port = self._ports.get(address)
         is_open = port is not None and port.done() and not port.cancelled() and not port.exception()
         is_past = port is not None and is_open and port.result().is_past_relay
@@ -85,7 +85,7 @@ class Dialer:
                 (await opening).close()
 
     def _close_unused(self, address: str) -> None:
-        """Called whenever something that used the port has ended."""
+        """Close a port that is no longer used; called whenever one of its users has ended."""
         opening = self._ports.get(address)
         if opening is None or not opening.done() or address in self._waiting:
             return
@@ -106,7 +106,7 @@ class Dialer:
             on_end = partial(self._close_unused, address)
             port = _TunnelPort(circuit, self._streams, self._membership, self._not_before_s, on_end)
             self._ports[address] = asyncio.ensure_future(port.open())
-            self._ports[address].add_done_callback(lambda _: on_end())  # whoever wanted it may be gone
+            self._ports[address].add_done_callback(lambda _: on_end())  # the caller that requested it may be gone
         opening = self._ports[address]
         try:
             return await result_of(opening, circuit.target)
@@ -117,12 +117,12 @@ class Dialer:
 
 
 class _TunnelPort:
-    """A port of the loopback. Whoever connects there is, to the server, who its TLS certificate says.
+    """A loopback port. To the server, a client's identity is its TLS certificate, not the port.
 
     Attributes:
-        failure: why the last tunnel could not be opened; empty if it could.
-        is_past_relay: whether it goes through the routers of both peers, and not the relay.
-        has_led: to the server. There may be channels through it, which connect when they are used.
+        failure: why the last tunnel could not be opened; empty if it was opened.
+        is_past_relay: whether the tunnel goes directly through both peers' routers, without the relay.
+        has_led: whether the port has led to the server, so that channels through it may exist that connect on use.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _TunnelPort:
         not_before_s: MutableMapping[str, float],
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``not_before_s``: by peer id of servers, when to try again to get through the routers.
+        """Set the circuit; ``not_before_s``: by server peer id, when to try the routers again.
 
         ``on_end`` is called whenever a connection has ended.
         """
@@ -171,16 +171,16 @@ class _TunnelPort:
             self.failure = f"no way through relay {self.circuit.relay_id[-6:]}: {printable(str(error), 200)}"
             _logger.info("%s", self.failure)
         except asyncio.CancelledError:
-            pass  # the dialer was closed; asyncio would report it
+            pass  # the dialer was closed; asyncio would log it
         finally:
             self._connections.discard(task)
             writer.transport.abort()
             self._on_end()
 
     async def _opened(self) -> Stream:
-        """To the server's gRPC port: through the routers of both, or through the relay."""
+        """Open a stream to the server's gRPC port, through both routers if possible, else through the relay."""
         if not self.circuit.is_direct:
-            async with self._punching:  # the next one knows whether it worked
+            async with self._punching:  # so that the next connection knows the result
                 now_s = asyncio.get_running_loop().time()
                 if now_s >= self._not_before_s.get(self.circuit.target, -inf):
                     stream, self.is_past_relay = await open_punched(self._streams, self.circuit, self._membership)
@@ -192,17 +192,16 @@ class _TunnelPort:
 
 
 async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership) -> Stream:
-    """A stream that leads to the server's gRPC port. Raises PeerUnavailable."""
+    """Open a stream that leads to the server's gRPC port; raise PeerUnavailable if that fails."""
     stream = await _stream(streams, circuit)
     await _ask(stream, streams, circuit, membership)
     return stream
 
 
 async def open_punched(streams: Streams, circuit: Circuit, membership: Membership) -> tuple[Stream | None, bool]:
-    """The same, through the routers of both peers and not the relay if the server agrees, and whether it does; None if
-    that fails.
+    """Open a stream like ``open_tunnel``, directly through both peers' routers if the server agrees.
 
-    Raises PeerUnavailable.
+    Returns the stream, None if punching failed, and whether it is direct. Raises PeerUnavailable.
     """
     stream = await _stream(streams, circuit)
     hole = hole_beside(stream.host) if circuit.relay_id != streams.peer_id else None
@@ -219,7 +218,7 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
         try:
             if met is not None:
                 await write(stream.writer, framed(b""))
-                await asyncio.sleep(rtt_s / 2)  # the server begins when it hears this
+                await asyncio.sleep(rtt_s / 2)  # the server begins when this message arrives
                 direct = await hole.through(circuit.target, *met)
         except OSError as error:
             raise PeerUnavailable(f"the tunnel was not opened: {error}", circuit.target) from None
@@ -231,15 +230,15 @@ async def open_punched(streams: Streams, circuit: Circuit, membership: Membershi
 
 
 async def _stream(streams: Streams, circuit: Circuit) -> Stream:
-    if circuit.relay_id == streams.peer_id:  # this peer relays for it, and is connected
+    if circuit.relay_id == streams.peer_id:  # this peer is the relay, and has a connection to the server
         return await streams.open(circuit.target, TUNNEL)
     return await streams.open(circuit.relay, TUNNEL if circuit.is_direct else RELAY)
 
 
 async def _ask(stream: Stream, streams: Streams, circuit: Circuit, membership: Membership, port: int = 0) -> pb.Opened:
-    """What the server says to a tunnel, or to a connection from ``port``; the stream is closed if it is no.
+    """Return the server's answer to a tunnel, or to a punched connection from ``port``.
 
-    Raises PeerUnavailable.
+    The stream is closed on refusal. Raises PeerUnavailable.
     """
     try:
         member = pb.Member() if circuit.is_direct else membership.shown(streams.peer_id, circuit.relay_id)
@@ -260,14 +259,14 @@ async def _ask(stream: Stream, streams: Streams, circuit: Circuit, membership: M
 async def first_reached(
     addresses: Sequence[str], connect: Callable[[str], Awaitable[grpc.aio.Channel]], *, keeps: bool = False
 ) -> tuple[str, grpc.aio.Channel]:
-    """The first address at which the server answers, of those tried one after the other with a short head start each.
+    """Return the first address at which the server answers; attempts start one by one with a short head start each.
 
-    Direct ones come first. What was not needed is closed, unless the caller ``keeps`` channels.
+    Direct addresses come first. Unneeded channels are closed, unless the caller ``keeps`` them.
 
     Raises:
-        PeerUnavailable or BadReply: none of them leads to it; says what the first of them said.
+        PeerUnavailable or BadReply: no address leads to the server; the type is that of the first failure.
     """
-    waiting = sorted(addresses, key=is_circuit)  # stable: otherwise in the server's order
+    waiting = sorted(addresses, key=is_circuit)  # a stable sort: otherwise the server's order
     if not waiting:
         raise PeerUnavailable("it announces no address")
     trying: dict[asyncio.Future[grpc.aio.Channel], str] = {}

@@ -1,4 +1,4 @@
-"""Relays of a private swarm carry bytes for its members alone: how a peer shows that it acts for one."""
+"""Membership proofs for relays of a private swarm, which carry bytes only for members."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SENTENCE = b"swarm tunnel: these two peers, from one to the other\0"
 
 
 class Membership:
-    """Of whoever opens streams; of no one in a swarm that is open to all."""
+    """The membership of a peer that opens streams; it is empty in a public swarm."""
 
     def __init__(self, identity: Identity | None = None, token: bytes = b"") -> None:
         self._identity, self._token = identity, token
 
     def shown(self, caller: str, relay: str) -> pb.Member:
-        """``caller`` and ``relay`` are the peer ids of both ends: what is signed is of no use on another stream."""
+        """Return a proof for the stream between two peer ids, ``caller`` and ``relay``; it is invalid elsewhere."""
         if self._identity is None or not self._token:
             return pb.Member()
         key = self._identity.private_key
@@ -31,7 +31,7 @@ class Membership:
 
 
 def require_member(access: AccessControl | None, role: Role, member: pb.Member, caller: str, relay: str) -> None:
-    """Raises AccessDenied if the swarm is private (``access``), and the caller acts for no member of this role."""
+    """Raise AccessDenied if the swarm is private (``access``) and the caller acts for no member with this role."""
     if access is None:
         return
     peer_id = ""

@@ -1,9 +1,9 @@
-"""Connections between two peers that are both behind routers, without a relay in between: TCP hole punching.
+"""TCP hole punching: direct connections between two peers that are both behind routers.
 
-A router lets in what comes from where somebody at home is just connecting to. So both connect at the same moment, from
-ports that they have told each other through a relay. That works where routers keep a connection's port, as most at home
-do; where they choose another one, the relay carries what it would anyway. See Ford, Srisuresh and Kegel, "Peer-to-Peer
-Communication Across Network Address Translators" (USENIX 2005).
+A router accepts a packet from an address to which a machine behind it is just connecting. Both peers connect at the
+same moment, from ports that they have exchanged through a relay. This works where routers keep a connection's port, as
+most home routers do. Where they choose another port, the relay keeps carrying the data. See Ford, Srisuresh and Kegel,
+"Peer-to-Peer Communication Across Network Address Translators" (USENIX 2005).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import socket
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.streams.streams import Stream
 
-PUNCH_S = 3.5  # what is lost on the way is sent again after one second, and after three
+PUNCH_S = 3.5  # lost packets are sent again after one second, and after three
 _AGAIN_S = 0.1
-# Routers forget connections on which nothing passes; TCP's own signs of life are no traffic of either program.
+# Routers forget idle connections. Without TCP keepalive, neither program would send anything while it is idle.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class Hole:
-    """A port from which this machine connects to a peer, and at which it takes the peer's connection meanwhile."""
+    """A local port from which this machine connects to a peer, and on which it accepts the peer's connection too."""
 
     def __init__(self, family: socket.AddressFamily) -> None:
-        """Raises OSError."""
+        """Open the port; raise OSError if that fails."""
         self._family = family
         self._listener = self._bound(0)
         self._listener.listen(1)
         self.port: int = self._listener.getsockname()[1]
 
     def close(self) -> None:
-        """Connections stay."""
+        """Close the listener; connections stay open."""
         self._listener.close()
 
     def __enter__(self) -> Hole:
@@ -41,9 +41,9 @@ class Hole:
         self.close()
 
     async def through(self, peer_id: str, host: str, port: int) -> Stream | None:
-        """A connection to the peer, which does the same at about the same time; None if there is none in time.
+        """Connect to the peer, which does the same at about the same time; return None if this fails or is late.
 
-        It is between the same two ports whichever of them made it, and so there is only one.
+        Both attempts use the same two ports, so only one connection results.
         """
         try:
             connection = await self._connection(host, port)
@@ -54,7 +54,7 @@ class Hole:
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             return Stream(peer_id, host, *await asyncio.open_connection(sock=connection))
-        except OSError:  # whatever this machine has against it
+        except OSError:  # any local refusal
             return None
 
     async def _connection(self, host: str, port: int) -> socket.socket | None:
@@ -73,7 +73,7 @@ class Hole:
             connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
             if (str(parse_host(address[0])), address[1]) == (host, port):
                 return connection
-            connection.close()  # of a stranger
+            connection.close()  # from another host
 
     async def _made(self, host: str, port: int) -> socket.socket:
         while True:
@@ -81,7 +81,7 @@ class Hole:
             try:
                 await asyncio.get_running_loop().sock_connect(connection, (host, port))
                 return connection
-            except OSError:  # refused: the router over there has not heard of us yet
+            except OSError:  # refused: the remote router has not seen the peer's packet yet
                 connection.close()
             except BaseException:
                 connection.close()
@@ -102,7 +102,7 @@ class Hole:
 
 
 def hole_beside(relay_host: str) -> Hole | None:
-    """For the network in which a relay is; None if that is this machine, or no connection can be made that way."""
+    """Return a hole in the relay's network; None if the relay is this machine, or this system cannot punch."""
     ip = parse_host(relay_host)
     if ip is None or ip.is_loopback or not hasattr(socket, "SO_REUSEPORT"):
         return None
@@ -113,9 +113,9 @@ def hole_beside(relay_host: str) -> Hole | None:
 
 
 def partner(host: str, port: int, relay_host: str) -> tuple[str, int] | None:
-    """IP address and port at which somebody says that a peer is; None if nobody is to be connected to there.
+    """Return the IP address and port at which a peer is said to be; None if connecting there is not allowed.
 
-    A peer can only be where the relay is to which both are connected: who is on the internet names nothing at home.
+    Both peers must be on the same network as their relay: a peer on the internet may not name addresses at home.
     """
     ip, relay = parse_host(host), parse_host(relay_host)
     if ip is None or relay is None or (ip.version, ip.is_global) != (relay.version, relay.is_global):

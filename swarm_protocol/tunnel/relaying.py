@@ -1,4 +1,4 @@
-"""A relay: opens tunnels to servers that keep a stream open to it, and copies what passes, which is TLS."""
+"""A relay: it opens tunnels to servers that keep a stream open to it, and copies the encrypted (TLS) bytes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from swarm_protocol.tunnel.members import require_member
 from swarm_protocol.wire.printable import printable
 
 RELAY, RESERVE = "/swarm/relay/1", "/swarm/reserve/1"
-_LATE = 3.0  # times the pause between two signs of life, after which a server is taken for gone
+_LATE = 3.0  # a server is gone after this many times its keepalive interval
 _MAX_PAUSE_S = 300.0
-_RESERVATIONS_OF_ONE = 2  # the one before may not have ended yet
+_RESERVATIONS_OF_ONE = 2  # the previous one may not have ended yet
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RelayLimits:
-    """Of one relay; ``bytes_per_s`` of both directions of all tunnels together, 0: it does not relay."""
+    """The limits of one relay. ``bytes_per_s`` counts both directions of all tunnels together; 0: it does not relay."""
 
     bytes_per_s: float = inf
     servers: int = 64
@@ -39,9 +39,9 @@ class RelayLimits:
 
 @dataclass
 class Relay:
-    """Takes servers and callers from libp2p. ``may_relay``: whether others can reach this member at present.
+    """A relay for servers and callers over libp2p. ``may_relay``: whether peers can reach this member at present.
 
-    When it offers no more, reservations end with the servers' next signs of life: they look for other relays.
+    When it stops offering to relay, each reservation ends with the server's next keepalive: servers look for another.
     """
 
     streams: Streams
@@ -49,7 +49,7 @@ class Relay:
     access: AccessControl | None = None
     may_relay: Callable[[], bool] = lambda: True
     _servers: dict[str, Stream] = field(default_factory=dict)  # by peer id
-    _tunnels: dict[str, set[Stream]] = field(default_factory=dict)  # to them
+    _tunnels: dict[str, set[Stream]] = field(default_factory=dict)  # to the servers
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.limits.bytes_per_s or inf)
@@ -68,7 +68,7 @@ class Relay:
         request = await read_message(stream.reader, pb.Reserve, HELLO_TIMEOUT_S)
         try:
             self._require(Role.SERVER, request.member, stream)
-            if stream.peer_id in self._servers:  # the server has lost that connection; it asks again by a new one
+            if stream.peer_id in self._servers:  # the server lost that connection, and asks again on a new one
                 self._servers.pop(stream.peer_id).abort()
                 self._cut(stream.peer_id)
                 await self.streams.disconnect(stream.peer_id)
@@ -79,7 +79,7 @@ class Relay:
             await write_message(stream.writer, pb.Reserved(refusal=str(error)))
 
     async def _keep(self, stream: Stream, keepalive_s: float) -> None:
-        """Relay for a server as long as it gives signs of life."""
+        """Relay for a server as long as it sends keepalives."""
         self._servers[stream.peer_id] = stream
         _logger.info("relaying for server %s", printable(stream.peer_id[-6:]))
         try:
@@ -118,7 +118,7 @@ class Relay:
             await write_message(stream.writer, pb.Opened(refusal=str(error)))
 
     def _cut(self, peer_id: str) -> None:
-        """Ends the tunnels to a server, so that callers notice at once."""
+        """End the tunnels to a server, so that callers notice at once."""
         for tunnel in self._tunnels.pop(peer_id, ()):
             tunnel.abort()
 

@@ -1,4 +1,4 @@
-"""A server's stream to a relay: while it is open, others reach the server through the relay."""
+"""A server's stream to a relay: while it is open, peers reach the server through the relay."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S
 from swarm_protocol.tunnel.members import Membership
 from swarm_protocol.tunnel.relaying import RESERVE
 
-_ANSWER_S = 5.0  # of a relay, to a sign of life
+_ANSWER_S = 5.0  # timeout of a relay's answer to a keepalive
 _SIGN = b"\0"
 
 
 class Reservation:
-    """Attributes:
-    relay: the relay's multiaddr.
-    rtt_s: to the relay and back.
-    host: the IP address at which the relay sees this server; empty if it does not say.
-    lost: done when the relay does not answer any more, or the reservation was closed.
+    """A server's reservation at a relay.
+
+    Attributes:
+        relay: the relay's multiaddr.
+        rtt_s: the round-trip time to the relay.
+        host: the IP address at which the relay sees this server; empty if the relay does not send it.
+        lost: done when the relay does not answer any more, or the reservation was closed.
     """
 
     def __init__(self, relay: str, rtt_s: float, host: str, stream: Stream, keepalive_s: float) -> None:
@@ -35,7 +37,7 @@ class Reservation:
         return self.relay.rpartition("/p2p/")[2]
 
     async def _keep(self, keepalive_s: float) -> None:
-        """Signs of life keep the connection in the tables of routers on the way, and find out that it is lost."""
+        """Send keepalives, which keep the connection in routers' tables, and detect that it is lost."""
         try:
             while True:
                 await self._exchange(keepalive_s)
@@ -46,7 +48,7 @@ class Reservation:
         try:
             if not await asyncio.wait_for(self._stream.reader.read(1), keepalive_s):
                 raise ConnectionResetError("the relay has closed the stream")
-        except TimeoutError:  # nothing is said between two signs
+        except TimeoutError:  # no message arrives between two keepalives
             await write(self._stream.writer, _SIGN)
             await asyncio.wait_for(self._stream.reader.readexactly(1), _ANSWER_S)
 
@@ -56,10 +58,10 @@ class Reservation:
 
 
 async def reserve(streams: Streams, relay: str, membership: Membership, keepalive_s: float) -> Reservation:
-    """``relay``: its multiaddr. Raises PeerUnavailable if it cannot be reached, PeerBusy if it does not want to."""
+    """Reserve at a relay's multiaddr; raise PeerUnavailable if it is unreachable, PeerBusy if it refuses."""
     try:
         return await _reserve(streams, relay, membership, keepalive_s)
-    except PeerUnavailable:  # it may have found an older connection of this server, and have closed all
+    except PeerUnavailable:  # the relay may have found an older connection of this server, and closed all of them
         return await _reserve(streams, relay, membership, keepalive_s)
 
 

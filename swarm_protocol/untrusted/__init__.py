@@ -1,1 +1,1 @@
-"""What strangers wrote, read within limits: JSON, numbers of configs, regular expressions."""
+"""Readers with limits for untrusted data: JSON, numbers of configs, regular expressions."""

@@ -1,4 +1,4 @@
-"""JSON from strangers: an object of bounded size and depth, or an error that says what it is instead."""
+"""Parser for untrusted JSON: it returns an object of bounded size and depth, or raises a clear error."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from swarm_protocol.errors import CheckpointError
 
-MAX_BYTES = 16 << 20  # of configs; those of real models have some kilobytes
-MAX_DEPTH = 32  # of real configs: 6
+MAX_BYTES = 16 << 20  # limit of configs; real ones have some kilobytes
+MAX_DEPTH = 32  # real configs have 6
 _SHOWN = 60  # characters of a wrong value
 
 
 def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
         CheckpointError: the file cannot be read, is larger than ``max_bytes``, or holds something else.
@@ -30,7 +30,7 @@ def read_object(path: Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
-    """``what`` is what the error is about. Raises CheckpointError."""
+    """Return the JSON object in the data; raise CheckpointError, whose message begins with ``what``."""
     try:
         content = json.loads(data.decode())
     except RecursionError:
@@ -45,7 +45,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def is_shallow(content: Any, max_depth: int = MAX_DEPTH) -> bool:
-    """Whether no value lies more than ``max_depth`` lists and objects deep."""
+    """Return whether no value is nested deeper than ``max_depth`` lists and objects."""
     level = [content]
     for _ in range(max_depth + 1):
         containers = [value for value in level if isinstance(value, dict | list)]
@@ -56,6 +56,6 @@ def is_shallow(content: Any, max_depth: int = MAX_DEPTH) -> bool:
 
 
 def shown(value: object) -> str:
-    """A wrong value, as an error shows it: printable, and no more than its beginning."""
+    """Return a wrong value for an error message: printable, and cut to its beginning."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

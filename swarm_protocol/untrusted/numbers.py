@@ -1,4 +1,4 @@
-"""Which numbers a config may have: those of strangers are checked before anything is built from them."""
+"""Ranges of the numbers in configs: untrusted numbers are checked before anything is built from them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from swarm_protocol.untrusted.json_file import shown
 
 @dataclass(frozen=True)
 class Expected:
-    """What a number must be.
+    """The allowed range of a number.
 
     Attributes:
-        low, high: the least and the greatest. ``low`` itself is refused if ``above``, ``high`` if ``below``.
-        whole: it must be written as a whole number.
+        low, high: the least and the greatest value. ``low`` itself is refused if ``above``, ``high`` if ``below``.
+        whole: the value must be written as a whole number.
     """
 
     low: float
@@ -46,7 +46,7 @@ SHARE = Expected(0, 1)
 SCALE = Expected(0, 1e6)
 ANY = Expected(-1e30, 1e30)
 
-# Of a model's config. Names of keys are those of transformers; what a family calls otherwise is renamed first.
+# Keys of a model's config, by transformers' names. A family's own names are translated first.
 _MODEL: tuple[tuple[re.Pattern[str], Expected], ...] = tuple(
     (re.compile(names), expected)
     for names, expected in (
@@ -67,18 +67,18 @@ _MODEL: tuple[tuple[re.Pattern[str], Expected], ...] = tuple(
     )
 )
 _MAY_BE_INFINITE = "time_step_limit"  # of mamba2
-_LONGEST_KEY = 100  # that is shown whole
+_LONGEST_KEY = 100  # longer keys are not shown whole
 _FLOAT = "__float__"  # transformers writes infinity as {"__float__": "Infinity"}
 
 
 def require_model_numbers(config: Mapping[str, Any], path: Path, aliases: Mapping[str, str]) -> None:
-    """Checks the numbers of a model's config; null stands for the default, a list for a value of each block.
+    """Check the numbers of a model's config; null stands for the default, a list for one value per block.
 
     Args:
-        aliases: names that the family has for keys of transformers, by the latter.
+        aliases: the family's own names for keys, by transformers' names.
 
     Raises:
-        CheckpointError: naming file, key and value, and what was expected.
+        CheckpointError: a number is out of range; the message names file, key, value and the expected range.
     """
     names = {own: common for common, own in aliases.items()}
     for key, value in _leaves(config):
@@ -92,14 +92,14 @@ def require_model_numbers(config: Mapping[str, Any], path: Path, aliases: Mappin
 
 
 def require_finite(config: Mapping[str, Any], path: Path) -> None:
-    """Raises CheckpointError if there is a number in it that is infinite or NaN."""
+    """Raise CheckpointError if the config contains an infinite number or NaN."""
     for key, value in _leaves(config):
         if isinstance(value, float) and not isfinite(value):
             _refuse(path, key, value, "a finite number")
 
 
 def require_number(value: object, expected: Expected, path: Path, key: str) -> None:
-    """Raises CheckpointError unless it is a number as expected."""
+    """Raise CheckpointError unless the value is a number in the expected range."""
     if not expected.admits(value):
         _refuse(path, key, value, str(expected))
 
@@ -110,7 +110,7 @@ def _refuse(path: Path, key: str, value: object, expected: str) -> None:
 
 
 def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All values that are no containers, each with the name of the last key above it."""
+    """Yield all values that are no containers, each with the name of the last key above it."""
     rest: list[tuple[str, Any]] = list(config.items())
     while rest:
         key, value = rest.pop()

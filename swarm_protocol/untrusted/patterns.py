@@ -1,25 +1,25 @@
-"""Regular expressions of strangers, matched by RE2 in time linear in the text.
+"""Untrusted regular expressions, matched by RE2 in time linear in the text.
 
-Python's ``re`` tries one way after another, of which a short pattern can have 2**40.
+Python's ``re`` backtracks, and a short pattern can make it try 2**40 ways.
 """
 
 from __future__ import annotations
 
 import re2
 
-MAX_LENGTH = 1000  # of a pattern, in characters
-_MAX_BYTES = 1 << 20  # of what RE2 makes of one
+MAX_LENGTH = 1000  # characters of a pattern
+_MAX_BYTES = 1 << 20  # memory of a compiled pattern
 _MAX_SHOWN = 60  # characters of RE2's error, which may quote the whole pattern
 
 
 class Pattern:
-    """What ``re.compile`` gives, for patterns without backreferences and lookaround.
+    """A compiled pattern, like the result of ``re.compile``, without backreferences and lookaround.
 
-    ``\\d``, ``\\s`` and ``\\w`` are of ASCII, and ``$`` is the very end of the text.
+    ``\\d``, ``\\s`` and ``\\w`` match only ASCII, and ``$`` matches only at the very end of the text.
     """
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError if RE2 refuses it, or it is very large."""
+        """Compile the pattern; raise ValueError if RE2 refuses it, or it is very large."""
         if len(text) > MAX_LENGTH:
             raise ValueError(f"it has {len(text)} characters: expected at most {MAX_LENGTH}")
         options = re2.Options()
@@ -31,10 +31,10 @@ class Pattern:
             raise ValueError(f"{reason[:_MAX_SHOWN]!r} (expected RE2's syntax)") from None
 
     def match(self, text: str) -> bool:
-        """Whether it is found at the beginning of the text."""
+        """Return whether the pattern matches at the beginning of the text."""
         return self._compiled.match(_encodable(text)) is not None
 
 
 def _encodable(text: str) -> str:
-    """Without halves of surrogate pairs, which JSON can contain."""
+    """Return the text without lone surrogates, which JSON can contain."""
     return text.encode(errors="replace").decode()

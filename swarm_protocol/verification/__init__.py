@@ -1,1 +1,1 @@
-"""Whether an answer is the model's: comparison of two answers, signed statements, and evidence that one is false."""
+"""Verification of servers' answers: comparison of two answers, signed statements, and evidence of false answers."""

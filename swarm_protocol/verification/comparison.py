@@ -1,7 +1,7 @@
-"""Whether two servers have computed the same blocks over the same inputs, whatever kernels and quantisations they use.
+"""Test of whether two servers computed the same blocks over the same inputs, with any kernels and quantisations.
 
-Rounding is noise: it differs from element to element, and averages out. A lie is not: what was scaled, or computed with
-other weights, differs everywhere in the same way. The bounds are measured by ``benchmarks/verification.py``.
+Rounding is noise: it differs from element to element, and averages out. A lie is systematic: scaled outputs, or outputs
+of other weights, differ everywhere in the same way. ``benchmarks/verification.py`` measures the bounds.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import torch
 
-MIN_POSITIONS = 4  # a router that is near a tie may send one position to another expert
-FOUR_BITS = frozenset({"int4", "nf4"})  # beside other quantisations only gross lies are found
+MIN_POSITIONS = 4  # a router near a tie may send one position to another expert
+FOUR_BITS = frozenset({"int4", "nf4"})  # against other quantisations, only gross lies are detectable
 _TINY = 1e-20
-_SE_OF_MEDIAN = 1.2533  # beside that of the mean, for normal noise: sqrt(pi / 2)
+_SE_OF_MEDIAN = 1.2533  # relative to that of the mean, for normal noise: sqrt(pi / 2)
 _SIGMAS = 5.0
 
 
 class Kind(NamedTuple):
-    """How a server rounds, as its record says: its quantisation, the dtype that it computes in, and on what."""
+    """The rounding behaviour of a server, from its record: its quantisation, its dtype, and its device."""
 
     quant: str
     dtype: str
@@ -27,22 +27,22 @@ class Kind(NamedTuple):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether two that are of this kind differ by the order of their sums at most.
+        """Return whether two servers of this kind differ at most by the order of their sums.
 
-        Kernels of GPUs differ from one to the next, and most compute in 16 bits.
+        Kernels of GPUs differ from each other, and most compute in 16 bits.
         """
         return self.dtype == "float32" and self.device == "cpu"
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What honest servers do not exceed.
+    """The maximum differences between honest servers.
 
     Attributes:
-        error: of the median position.
-        outlier: error of a position that counts as an outlier.
-        outlier_share: of positions that may be outliers, and one more; 0: none may.
-        gain: systematic difference in size, beyond what noise explains.
+        error: the error of the median position.
+        outlier: the error from which a position counts as an outlier.
+        outlier_share: the share of positions that may be outliers, plus one more position; 0: none may.
+        gain: the systematic difference in size, beyond what noise explains.
     """
 
     error: float
@@ -52,13 +52,13 @@ class Bounds:
 
     @classmethod
     def of(cls, one: Kind, other: Kind, num_blocks: int, routed: bool) -> Bounds:
-        """For two kinds of servers over ``num_blocks``.
+        """Return the bounds for two kinds of servers over ``num_blocks`` blocks.
 
-        ``routed``: blocks choose among experts. Where two are nearly as good, rounding decides, and the outputs of that
-        position and of those after it differ.
+        ``routed``: blocks choose among experts. If two experts score nearly the same, rounding decides, and the outputs
+        of that position and of later positions differ.
 
-        Weights in four bits have errors that every position sees, and that add up over many blocks to nearly as much as
-        the blocks do. So beside servers of another quantisation only gross lies are found: ``is_wide``.
+        Errors of four-bit weights affect every position, and add up over many blocks to nearly the size of the blocks'
+        own effect. Against servers of another quantisation, only gross lies are detectable then: ``is_wide``.
         """
         if one == other and one.is_repeatable:
             return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)
@@ -70,17 +70,17 @@ class Bounds:
 
     @property
     def is_wide(self) -> bool:
-        """Whether answers may be wrong by so much that only gross lies are found, as zeros, or inputs sent back."""
+        """Return whether only gross lies are detectable, such as zeros, or inputs sent back."""
         return self.gain > 0.01
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much two outputs differ, beside how much the blocks change their inputs.
+    """The differences of two outputs, relative to how much the blocks change their inputs.
 
     Attributes:
         errors: [positions], relative.
-        gain: by which one is larger than the other at the median position; ``noise``: its standard error.
+        gain: how much larger one is than the other at the median position, relative; ``noise``: its standard error.
     """
 
     errors: torch.Tensor
@@ -89,7 +89,7 @@ class Comparison:
 
     @classmethod
     def of(cls, inputs: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> Comparison:
-        """inputs, ours, theirs: [positions, hidden_size], what entered the blocks and the two outputs."""
+        """Compare two outputs; inputs (what entered the blocks), ours, theirs: [positions, hidden_size]."""
         x, a, b = (tensor.detach().double() for tensor in (inputs, ours, theirs))
         scale = torch.maximum((a - x).norm(dim=-1), (b - x).norm(dim=-1)).clamp(min=_TINY)
         difference = a - b
@@ -100,27 +100,27 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the median position."""
+        """Return the error of the median position."""
         return float(self.errors.median())
 
     def excess(self, bounds: Bounds) -> float:
-        """How many times what honest servers may differ by; they differ by less than 1."""
+        """Return the difference as a multiple of what honest servers may have; below 1 for honest servers."""
         most = 1 + int(bounds.outlier_share * len(self.errors)) if bounds.outlier_share else 0
         outliers = self.errors.sort(descending=True).values
         rare = float(outliers[most]) if most < len(outliers) else 0.0
-        # Noise in one of the two makes it larger by half its square.
+        # Noise in one of the outputs makes it larger by half the square of the noise.
         gain = (abs(self.gain) - _SIGMAS * self.noise) / (bounds.gain + 0.6 * self.error**2)
         return max(self.error / bounds.error, rare / bounds.outlier, gain)
 
 
 def _gain(difference: torch.Tensor, base: torch.Tensor) -> tuple[float, float]:
-    """The coefficient of the regression of one on the other, position by position: their median, its standard error."""
+    """Regress one on the other, position by position; return the coefficients' median and its standard error."""
     num_positions, hidden_size = base.shape
     size = base.norm(dim=-1).clamp(min=_TINY)
     coefficients = (difference * base).sum(-1) / size.square()
     median = coefficients.median()
-    deviation = (coefficients - median).abs().median() * 1.4826  # of normal noise: 1 / 0.6745
-    # A few positions may happen to lie close together: it is at least what elements that are independent would give.
+    deviation = (coefficients - median).abs().median() * 1.4826  # for normal noise: 1 / 0.6745
+    # A few positions may lie close together by chance: use at least the value for independent elements.
     least = (difference.norm(dim=-1) / size).median() / hidden_size**0.5
     noise = torch.maximum(deviation, least) * _SE_OF_MEDIAN / num_positions**0.5
     return float(median), float(noise)

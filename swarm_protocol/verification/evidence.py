@@ -1,7 +1,7 @@
-"""Evidence that a server answers wrongly: what it has signed is not what its blocks make of inputs nobody has chosen.
+"""Evidence of a wrong answer: a server's signed output differs from its blocks' output for inputs no peer has chosen.
 
-The inputs follow from a seed. So evidence is small, tells nothing of what anybody has written, and nobody can look for
-inputs at which honest servers differ.
+A seed determines the inputs. Therefore evidence is small and reveals no user's text, and no peer can search for inputs
+at which honest servers differ.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ SEED_BYTES = 16
 MAX_HIDDEN_SIZE = 1 << 17
 LASTS_S = 24 * 3600.0  # after the statement was made
 _CLOCK_SKEW_S = 60.0
-_MARGIN = 1.5  # beyond the bounds for two outputs: a sketch is known to a tenth
+_MARGIN = 1.5  # beyond the bounds for two outputs: a sketch has an accuracy of a tenth
 _TINY = 1e-20
 
 
 class Expired(ValueError):
-    """Evidence that does not count any more, or not yet where a clock is wrong: nobody's fault."""
+    """Evidence that has expired, or is not valid yet because a clock is wrong: not a peer's fault."""
 
 
 def new_seed() -> bytes:
@@ -34,7 +34,7 @@ def new_seed() -> bytes:
 
 
 def probe(seed: bytes, hidden_size: int) -> BlockInput:
-    """Hidden states [1, SKETCH_POSITIONS, hidden_size], about normal, the same bits on every machine.
+    """Return hidden states [1, SKETCH_POSITIONS, hidden_size], about normal, with the same bits on every machine.
 
     Each is the sum of four uniform numbers (Irwin and Hall, 1927).
     """
@@ -46,10 +46,10 @@ def probe(seed: bytes, hidden_size: int) -> BlockInput:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A statement about a ``probe``.
+    """A server's statement about the inputs of a ``probe``.
 
     Attributes:
-        message: its wire form.
+        message: the wire form of the evidence.
     """
 
     statement: Statement
@@ -58,7 +58,7 @@ class Evidence:
 
     @classmethod
     def parse(cls, message: pb.Evidence, now: float) -> Evidence:
-        """``now``: Unix time in seconds. Raises ValueError if it is none, ``Expired`` if it is too old."""
+        """Parse evidence at the Unix time ``now`` in seconds; raise ValueError if invalid, ``Expired`` if too old."""
         statement = Statement.parse(message.statement)
         if len(message.seed) != SEED_BYTES:
             raise ValueError(f"evidence has a seed of {len(message.seed)} bytes: expected {SEED_BYTES}")
@@ -73,14 +73,14 @@ class Evidence:
 
     @classmethod
     def of(cls, statement: pb.SignedStatement, seed: bytes, hidden_size: int, now: float) -> Evidence:
-        """Raises ValueError, see ``parse``."""
+        """Create evidence from a statement; raise ValueError, see ``parse``."""
         return cls.parse(pb.Evidence(statement=statement, seed=seed, hidden_size=hidden_size), now)
 
     def excess(self, output: torch.Tensor, kind: Kind, routed: bool) -> float | None:
-        """By how many times what honest servers may differ by, the statement is off; None if that cannot be told.
+        """Return the statement's error as a multiple of what honest servers may have; None if that is unknown.
 
-        output: [SKETCH_POSITIONS, hidden_size] as a server of this ``kind`` has computed it. ``routed``: blocks choose
-        among experts; who makes seeds may then look for one at which rounding decides.
+        output: [SKETCH_POSITIONS, hidden_size] as computed by a server of this ``kind``. ``routed``: blocks choose
+        among experts; the maker of a seed could then search for one at which rounding decides.
         """
         statement = self.statement
         if routed:
@@ -94,9 +94,9 @@ class Evidence:
 
 
 def sketch_excess(ours: torch.Tensor, theirs: torch.Tensor, change: torch.Tensor, bounds: Bounds) -> float:
-    """By how many times ``bounds`` two sketches differ; below 1 for honest servers.
+    """Return the difference of two sketches as a multiple of ``bounds``; below 1 for honest servers.
 
-    change: [positions], how much the blocks change each position, a norm.
+    ours, theirs: [positions, DIRECTIONS]. change: [positions], the norm of the blocks' change to each position.
     """
     errors = (ours - theirs).square().mean(-1).sqrt() / change.clamp(min=_TINY)
     return float(errors.median()) / (_MARGIN * bounds.error)

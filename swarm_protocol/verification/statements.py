@@ -1,7 +1,7 @@
-"""What a server says that it has computed, signed, so that others can check it and it cannot be denied.
+"""Signed statements of what a server has computed, which peers can check and the server cannot deny.
 
-A statement does not have the output, which may be large, but a sketch of it: projections on random directions, which
-show how far another output is from it (Johnson and Lindenstrauss, 1984).
+A statement contains a sketch instead of the output, which may be large. The sketch has projections on random
+directions, which show how far another output is from this one (Johnson and Lindenstrauss, 1984).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import Kind
 from swarm_protocol.wire.block_input import BlockInput
 
-SKETCH_POSITIONS = 16  # the last ones, or all if there are fewer
+SKETCH_POSITIONS = 16  # the last positions, or all if there are fewer
 DIRECTIONS = 8
 _MAX_SKETCH = SKETCH_POSITIONS * DIRECTIONS
 _MAX_BYTES = 4096
-_SENTENCE = b"swarm statement 1\0"  # so that nothing else that is signed is taken for one
+_SENTENCE = b"swarm statement 1\0"  # prefix of the signed bytes, so that no other signed message passes for a statement
 
 
 @dataclass(frozen=True)
 class Statement:
-    """That some blocks make of inputs with this digest an output with this sketch.
+    """A claim that blocks map inputs with this digest to an output with this sketch.
 
     Attributes:
         sketch: [positions, DIRECTIONS].
@@ -49,7 +49,7 @@ class Statement:
 
     @classmethod
     def parse(cls, message: pb.SignedStatement) -> Statement:
-        """Raises ValueError if it is none, or not signed by the peer that it names."""
+        """Parse a statement; raise ValueError if it is invalid, or not signed by the peer that it names."""
         if max(len(message.content), len(message.signature), len(message.public_key)) > _MAX_BYTES:
             raise ValueError(f"a statement is too long: expected at most {_MAX_BYTES} bytes")
         try:
@@ -77,27 +77,27 @@ class Statement:
         )
 
     def is_by(self, server: ServerRecord, span: Span) -> bool:
-        """Whether this server speaks of its model and these blocks, as its record says that it computes them."""
+        """Return whether it is this server's, about its model and these blocks, with the kind in its record."""
         of_record = server.peer_id, server.model, server.revision, server.kind
         return (self.peer_id, self.model, self.revision, self.kind, self.span) == (*of_record, span)
 
     def is_about(self, inputs: BlockInput, output: torch.Tensor) -> bool:
-        """Whether it speaks of these inputs and this very output, [positions, hidden_size]."""
+        """Return whether it is about these inputs and exactly this output, [positions, hidden_size]."""
         found = sketch_of(output, self.input_digest).float().double()
         return self.input_digest == digest_of(inputs) and torch.equal(found, self.sketch)
 
 
 class Signer:
-    """Makes statements in the name of one server. Thread-safe."""
+    """The maker of signed statements in the name of one server. Thread-safe."""
 
     def __init__(self, identity: Identity, record: Callable[[], pb.ServerRecord], clock: Callable[[], float]) -> None:
-        """``record``: what the server says of itself at present; ``clock`` gives Unix time in seconds."""
+        """Set the identity; ``record`` returns the server's current record, ``clock`` Unix time in seconds."""
         self._identity = identity
         self._record = record
         self._clock = clock
 
     def sign(self, span: Span, inputs: BlockInput, output: torch.Tensor) -> pb.SignedStatement:
-        """inputs: one row; output: [positions, hidden_size]. Takes a millisecond."""
+        """Sign a statement. inputs: one row; output: [positions, hidden_size]. Takes a millisecond."""
         record, digest = self._record(), digest_of(inputs)
         content = pb.Statement(
             peer_id=self._identity.peer_id,
@@ -120,7 +120,7 @@ class Signer:
 
 
 def digest_of(inputs: BlockInput) -> bytes:
-    """SHA-256 over shape, dtype and bytes of the hidden states, then mask and positions, each after its length."""
+    """Return SHA-256 over shape, dtype and bytes of the hidden states, mask and positions, each after its length."""
     hidden = inputs.hidden.contiguous()
     digest = hashlib.sha256(f"{list(hidden.shape)} {hidden.dtype} {inputs.packed}".encode())
     mask, positions = inputs.attention_mask, inputs.position_ids
@@ -135,10 +135,10 @@ def digest_of(inputs: BlockInput) -> bytes:
 
 
 def sketch_of(output: torch.Tensor, seed: bytes) -> torch.Tensor:
-    """Projections of the last positions on directions whose elements are 1 or -1.
+    """Project the last positions on directions whose elements are 1 or -1.
 
-    output: [positions, hidden_size]. The mean square of a row of the result is on average the squared norm of that
-    position. [at most SKETCH_POSITIONS, DIRECTIONS], float64.
+    output: [positions, hidden_size]. Returns [at most SKETCH_POSITIONS, DIRECTIONS], float64. The mean square of a row
+    is on average the squared norm of that position.
     """
     hidden_size = output.shape[1]
     num_bytes = -(-hidden_size * DIRECTIONS // 8)

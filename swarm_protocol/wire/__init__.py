@@ -1,1 +1,1 @@
-"""What travels between peers: tensors, adapters, what goes into a block, and the constants both sides share."""
+"""Data that peers exchange: tensors, adapters, inputs of blocks, and the constants that both sides share."""

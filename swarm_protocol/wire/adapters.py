@@ -1,4 +1,4 @@
-"""What a client adds to the blocks of others: low-rank matrices beside linear layers, and prompts before blocks."""
+"""Adapters that a client adds to servers' blocks: low-rank matrices beside linear layers, and prompts before blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PARTS = 1 << 16
 
 @dataclass(frozen=True)
 class LowRank:
-    """Adds ``scaling * (dropped(x) @ a.T @ b.T)`` to the output of a linear layer (Hu et al., "LoRA", 2021).
+    """A term ``scaling * (dropped(x) @ a.T @ b.T)`` for the output of a linear layer (Hu et al., "LoRA", 2021).
 
     Attributes:
         module: path inside the block, such as ``self_attn.q_proj``.
@@ -41,7 +41,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Added to the hidden states that enter a block, at the first positions of every row.
+    """A term for the hidden states that enter a block, at the first positions of every row.
 
     Attributes:
         values: [positions, hidden_size] fp32.
@@ -53,14 +53,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One version of a client's adapter; ``salt`` keeps its key to the client."""
+    """One version of a client's adapter; a secret ``salt`` makes its key unguessable for others."""
 
     salt: bytes
     low_rank: tuple[LowRank, ...] = ()
     prompts: tuple[Prompt, ...] = ()
 
     def over(self, span: Span) -> Adapter:
-        """What of it lies in these blocks."""
+        """Return the parts of the adapter in these blocks."""
         return replace(
             self,
             low_rank=tuple(part for part in self.low_rank if part.block in span),
@@ -68,7 +68,7 @@ class Adapter:
         )
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Adapter:
-        """The same with other tensors."""
+        """Return the same adapter with ``change`` applied to every tensor."""
         return replace(
             self,
             low_rank=tuple(replace(part, a=change(part.a), b=change(part.b)) for part in self.low_rank),
@@ -76,7 +76,7 @@ class Adapter:
         )
 
     def moved(self, device_of: Callable[[int], torch.device]) -> Adapter:
-        """The same with the tensors of each block on its device."""
+        """Return the same adapter with the tensors of each block on its device."""
         return replace(
             self,
             low_rank=tuple(
@@ -92,12 +92,12 @@ class Adapter:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """a and b of each low-rank part, then the prompts: the order in which gradients come back."""
+        """Return a and b of each low-rank part, then the prompts: the order in which gradients come back."""
         matrices = [matrix for part in self.low_rank for matrix in (part.a, part.b)]
         return (*matrices, *(prompt.values for prompt in self.prompts))
 
     def serialize(self) -> tuple[bytes, bytes]:
-        """The adapter for the wire, and its key."""
+        """Return the adapter for the wire, and its key."""
         message = pb.Adapter(
             salt=self.salt,
             low_rank=[
@@ -118,9 +118,9 @@ class Adapter:
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Adapter:
-        """Raises RequestRejected if it is no adapter: shapes that do not fit one another, numbers out of range.
+        """Parse an adapter; raise RequestRejected if shapes do not match, or numbers are out of range.
 
-        Part by part: a message of very many tiny parts would take a hundred times its size, parsed as a whole.
+        Parse part by part: parsed as a whole, a message of very many tiny parts would take a hundred times its size.
         """
         salt, low_rank, prompts = b"", [], []
         try:
@@ -142,9 +142,9 @@ class Adapter:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Number and content of each field of a message that has only fields with a length.
+    """Yield number and content of each field of a message that has only length-delimited fields.
 
-    https://protobuf.dev/programming-guides/encoding/; raises IndexError at the end of what is cut off.
+    See https://protobuf.dev/programming-guides/encoding/. Raises IndexError if the message is cut off.
     """
     position = 0
     while position < len(data):
@@ -166,7 +166,7 @@ def _low_rank(message: pb.LowRank) -> LowRank:
 
 
 def adapter_key(data: bytes | bytearray) -> bytes:
-    """The key of a serialised adapter."""
+    """Return the key of a serialised adapter."""
     return hashlib.sha256(data).digest()
 
 

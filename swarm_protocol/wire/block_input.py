@@ -1,4 +1,4 @@
-"""What enters a span of blocks, on both sides of the wire."""
+"""The input of a span of blocks, on both sides of the wire."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @dataclass(frozen=True)
 class BlockInput:
-    """Hidden states and what attention needs to know about their positions.
+    """Hidden states with the information that attention needs about their positions.
 
     hidden: [batch, tokens, hidden_size]; attention_mask: [batch, past + tokens] or None; position_ids: [batch or 1,
-    tokens] or None. packed: without mask and past, a position that does not follow the one before it begins another
-    sequence, which attends to itself alone.
+    tokens] or None. packed: without mask and past, a position that does not follow the previous one begins another
+    sequence, which attends only to itself.
     """
 
     hidden: torch.Tensor
@@ -23,7 +23,7 @@ class BlockInput:
     packed: bool = False
 
     def rows(self, rows: slice) -> BlockInput:
-        """Of some rows of the batch."""
+        """Return the input of some rows of the batch."""
         mask, positions = self.attention_mask, self.position_ids
         return BlockInput(
             self.hidden[rows],
@@ -34,7 +34,7 @@ class BlockInput:
 
     @classmethod
     def of_rows(cls, parts: Sequence[BlockInput]) -> BlockInput:
-        """All rows of these, which have equally many positions, and position ids of every row."""
+        """Join all rows of these inputs, which have equally many positions, and position ids for every row."""
         masks = [part.attention_mask for part in parts]
         mask = None
         if any(each is not None for each in masks):

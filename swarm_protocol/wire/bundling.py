@@ -1,4 +1,4 @@
-"""What is ready at the same time travels in one message, though it is of many sessions."""
+"""Bundling of entries that are ready at the same time into one message, even if they belong to many sessions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ E = TypeVar("E", bound=Message)
 
 
 def may_be_bundled(entry: Message) -> bool:
-    """Whether it is small enough; a larger one would keep the others waiting."""
+    """Return whether the entry is small enough; a larger one would delay the others."""
     return entry.ByteSize() <= MAX_BUNDLED_BYTES
 
 
 class Outbox(Generic[E]):
-    """Entries that wait to be sent, which those that come before the next turn of the event loop join.
+    """A queue of entries to send; entries that arrive before the next turn of the event loop share a message.
 
     Attributes:
-        size_bytes: of those that wait.
+        size_bytes: the size of the waiting entries.
     """
 
     def __init__(self, send: Callable[[list[E]], Awaitable[object]]) -> None:
-        """``send`` writes one message."""
+        """Create an empty queue; ``send`` writes one message."""
         self.size_bytes = 0
         self._send = send
         self._waiting: deque[tuple[E, int]] = deque()
@@ -41,12 +41,12 @@ class Outbox(Generic[E]):
         self._filled.set()
 
     def close(self) -> None:
-        """No more will come: ``send_all`` returns once everything is sent."""
+        """Stop accepting entries, so that ``send_all`` returns once everything is sent."""
         self._closed = True
         self._filled.set()
 
     async def send_all(self) -> None:
-        """Until it is closed, or cancelled; raises what sending raises."""
+        """Send entries until the queue is closed, or the task cancelled; raise what ``send`` raises."""
         while not self._closed:
             await self._filled.wait()
             self._filled.clear()
@@ -54,7 +54,7 @@ class Outbox(Generic[E]):
                 await self._send(self._next())
 
     def _next(self) -> list[E]:
-        """As many as one message may have."""
+        """Return as many entries as fit into one message."""
         entries: list[E] = []
         left_bytes = PART_BYTES
         while self._waiting and len(entries) < MAX_BUNDLED:

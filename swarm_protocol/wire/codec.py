@@ -1,4 +1,4 @@
-"""torch.Tensor <-> wire Tensor, in parts; everything a peer sends is checked before memory is taken for it."""
+"""Conversion between torch.Tensor and wire Tensor, in parts; input is checked before memory is allocated for it."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
 _PACK = {pb.BFLOAT16_ELEMENTS: pack_bf16, pb.INT8_BLOCKS: pack_int8, pb.INT4_BLOCKS: pack_int4}
 _UNPACK = {pb.BFLOAT16_ELEMENTS: unpack_bf16, pb.INT8_BLOCKS: unpack_int8, pb.INT4_BLOCKS: unpack_int4}
-_MORE_DECODED = {pb.INT4_BLOCKS: 2}  # as many times more memory than INT8_BLOCKS it may take to decode a byte
+_MORE_DECODED = {pb.INT4_BLOCKS: 2}  # memory for decoding a byte, relative to INT8_BLOCKS
 MAX_RANK = 4
 _SHOWN_DIMS = 8
 _INT32_END = 1 << 31
 
 
 def torch_dtype(dtype: pb.DType) -> torch.dtype:
-    """Of a wire dtype; raises RequestRejected if it is unknown."""
+    """Return the torch dtype of a wire dtype; raise RequestRejected if it is unknown."""
     if dtype not in _TORCH_DTYPES:
         raise RequestRejected(f"tensor dtype {dtype} is unknown: expected one of {sorted(_TORCH_DTYPES)}")
     return _TORCH_DTYPES[dtype]
 
 
 def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, list[bytes]]:
-    """Returns the wire tensor with its first part inside, and the parts that follow it.
+    """Return the wire tensor with its first part inside, and the parts that follow it.
 
     All codecs but ``RAW`` are for floating-point tensors. ``INT8_BLOCKS``: absolute-maximum int8 in blocks of 64
     elements (relative error about 0.006 for normally distributed values, 3.8 times smaller than float32).
     ``INT4_BLOCKS``: see ``swarm_protocol/codecs/int4.py`` (0.1, 7.1 times smaller). ``BFLOAT16_ELEMENTS``: 0.0017.
 
     Raises:
-        RequestRejected: there is no wire form of the tensor's dtype.
+        RequestRejected: the tensor's dtype has no wire form.
     """
     if tensor.dtype not in _WIRE_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
@@ -66,22 +66,22 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
 
 
 def _raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Row by row, whatever the strides."""
-    as_known = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor  # numpy knows no bfloat16
+    """Return the elements in row-major order, whatever the strides."""
+    as_known = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor  # numpy has no bfloat16
     return as_known.numpy().tobytes()
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """In one pass over the tensor if the answer is yes: a finite sum has finite terms; others may have overflowed."""
+    """Return whether all elements are finite; one sum suffices if it is finite, but a sum can overflow by itself."""
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 class Assembler:
-    """Collects the parts of one tensor; takes memory for what has arrived, not for what was announced.
+    """A collector of the parts of one tensor; it allocates memory for received data, not for announced data.
 
     Raises:
-        RequestRejected: at construction if the header is inconsistent or over a limit; in ``add`` if more arrives than
-            was announced.
+        RequestRejected: at construction if the header is inconsistent or over a limit; in ``add`` if more data arrives
+            than announced.
     """
 
     def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> None:
@@ -99,7 +99,7 @@ class Assembler:
             raise RequestRejected(
                 f"tensor {list(self.shape)} of {self.dtype} takes {expected} bytes, not {wire.size_bytes} as announced"
             )
-        if 0 in self.shape and math.prod(filter(None, self.shape)) > max_bytes:  # torch's strides overflow
+        if 0 in self.shape and math.prod(filter(None, self.shape)) > max_bytes:  # torch's strides would overflow
             raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
         self.size_bytes = wire.size_bytes
         self._data = bytearray()
@@ -119,7 +119,7 @@ class Assembler:
         self._data += part
 
     def tensor(self) -> torch.Tensor:
-        """The decoded tensor, on the CPU, owning its memory."""
+        """Return the decoded tensor, on the CPU, owning its memory."""
         assert self.complete
         if not self._data:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -129,7 +129,7 @@ class Assembler:
 
 
 def decode(wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> torch.Tensor:
-    """The tensor of a wire tensor that came in one part; raises RequestRejected if it is inconsistent or incomplete."""
+    """Decode a wire tensor that came in one part; raise RequestRejected if it is inconsistent or incomplete."""
     assembler = Assembler(wire, max_bytes)
     if not assembler.complete:
         raise RequestRejected(f"only {len(wire.data)} of {wire.size_bytes} bytes of a tensor arrived")
@@ -137,13 +137,13 @@ def decode(wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> torch.Tensor:
 
 
 def shown_shape(wire: pb.Tensor) -> str:
-    """For error messages, however many dimensions somebody has sent."""
+    """Return the shape for error messages, shortened if the sender gave many dimensions."""
     shown = ", ".join(map(str, wire.shape[:_SHOWN_DIMS]))
     return f"[{shown}, …]" if len(wire.shape) > _SHOWN_DIMS else f"[{shown}]"
 
 
 def encode_mask(mask: torch.Tensor | None) -> pb.AttentionMask | None:
-    """2D mask [batch, positions]; a mask of ones only travels empty. Raises RequestRejected if it is too large."""
+    """Encode a 2D mask [batch, positions]; a mask of ones is sent empty. Raises RequestRejected if too large."""
     if mask is None:
         return None
     attend = mask.detach().cpu() != 0
@@ -158,7 +158,7 @@ def encode_mask(mask: torch.Tensor | None) -> pb.AttentionMask | None:
 
 
 def decode_mask(wire: pb.AttentionMask, batch_size: int, num_positions: int) -> torch.Tensor:
-    """int64 [batch_size, num_positions]; raises RequestRejected if the size is another."""
+    """Decode to int64 [batch_size, num_positions]; raise RequestRejected if the size differs."""
     if not wire.values:
         return torch.ones(batch_size, num_positions, dtype=torch.int64)
     num_entries = batch_size * num_positions
@@ -172,7 +172,7 @@ def decode_mask(wire: pb.AttentionMask, batch_size: int, num_positions: int) -> 
 
 
 def encode_positions(ids: torch.Tensor | None) -> pb.Tensor | None:
-    """Position ids [batch or 1, tokens], in one part; raises RequestRejected if they are too many, or too large."""
+    """Encode position ids [batch or 1, tokens] in one part; raise RequestRejected if they are too many or too large."""
     if ids is None:
         return None
     if ids.numel() > MAX_POSITION_IDS:
@@ -186,9 +186,9 @@ def encode_positions(ids: torch.Tensor | None) -> pb.Tensor | None:
 
 
 def counts_on(wire: pb.Tensor, start: int, num_tokens: int) -> bool:
-    """Whether these are the position ids of one row for all, which counts on from ``start``.
+    """Return whether these are position ids of one row for all, which count up from ``start``.
 
-    It is what nearly all steps say, and takes no tensor to find out.
+    This is the case for nearly all steps, and the check needs no tensor.
     """
     ids = wire.data
     return (
@@ -202,7 +202,7 @@ def counts_on(wire: pb.Tensor, start: int, num_tokens: int) -> bool:
 
 
 def split_rows(tensor: torch.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> Iterator[torch.Tensor]:
-    """Splits [batch, …] along the batch into pieces whose encoding stays within ``max_bytes``."""
+    """Split [batch, …] along the batch into pieces whose encoding stays within ``max_bytes``."""
     row_bytes = max(1, tensor[0].numel() * tensor.element_size())
     return iter(tensor.split(max(1, max_bytes // row_bytes)))
 

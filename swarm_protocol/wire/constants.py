@@ -4,43 +4,43 @@ from __future__ import annotations
 
 WIRE_VERSION = 8
 
-PAGE_TOKENS = 32  # servers recognise equal prompts in pages of so many positions; chunks that begin at one share best
+PAGE_TOKENS = 32  # servers recognise equal prompts in pages of this many positions; chunks at page starts share best
 
-# Ordinary steps of a session are numbered from here on; lower numbers are for what it had computed before, when another
-# server takes its place and the session is replayed.
+# A session's ordinary steps are numbered from here on. Lower numbers are for earlier steps, when the session is
+# replayed to a server that replaces another one.
 FIRST_STEP = 1 << 32
 
 MIB = 1 << 20
 PART_BYTES = 1 * MIB  # larger tensors travel in parts of this size
 MAX_TENSOR_BYTES = 256 * MIB  # of one tensor, encoded; clients split larger batches
 
-# A message has the first part of a tensor, what accompanies it, and little else.
+# A message has the first part of a tensor, its metadata, and little else.
 MAX_MESSAGE_BYTES = 2 * MIB
-MAX_MASK_BYTES = MIB // 2  # of bits: 128 rows with 32k positions
-MAX_POSITION_IDS = 3 * MIB // 32  # of one message, four bytes each
+MAX_MASK_BYTES = MIB // 2  # as bits: 128 rows with 32k positions
+MAX_POSITION_IDS = 3 * MIB // 32  # in one message, four bytes each
 MAX_BATCH_SIZE = 4096
 MAX_CHANGES = 8  # of a session before one step; clients merge them into three
-MAX_WINDOWS = 64  # kinds of them among the blocks of a server
+MAX_WINDOWS = 64  # kinds of attention windows among the blocks of a server
 MAX_ADDRESSES = 16  # of one server
 MAX_NAME_CHARS = 512  # of models, revisions, peers, addresses, adapters
-MAX_RESENT = 64  # steps in one message; in all:
+MAX_RESENT = 64  # steps in one message; the next two limit the total
 MAX_RESENT_STEPS = 1 << 15
 MAX_RESENT_BYTES = 64 * MIB
-MAX_BUNDLED = 64  # steps or answers of different sessions in one message, each of at most:
+MAX_BUNDLED = 64  # steps or answers of different sessions in one message; the next limits each
 MAX_BUNDLED_BYTES = MIB // 8
-MAX_UNTAKEN = 4  # steps of a session under way to the next server, so that a slow one slows those before it
-MAX_NUMBER_JUMP = 1 << 20  # from one step to the next; a call that fails may have had so many
+MAX_UNTAKEN = 4  # steps of a session in flight to the next server, so that a slow server slows those before it
+MAX_NUMBER_JUMP = 1 << 20  # from one step to the next, because a failed call may have had so many steps
 
 MAX_ECHO_BYTES = 1 * MIB
-MAX_SUMMANDS = 4096  # passes of which one sum of gradients is made
+MAX_SUMMANDS = 4096  # passes in one sum of gradients
 MAX_ADAPTER_BYTES = 256 * MIB  # of one adapter over one span, serialised
 
 _KEEPALIVE = [
-    # Silence is failure too: without ping_timeout a stopped process is noticed after 65 s, with it after about 5 s.
+    # Detects silence: without ping_timeout a stopped process is noticed after 65 s, with it after about 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),  # routers at home forget connections that are silent for a minute
+    ("grpc.keepalive_permit_without_calls", 1),  # home routers forget connections that are silent for a minute
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
@@ -48,6 +48,6 @@ CLIENT_OPTIONS = [*_KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), ("grpc.ena
 SERVER_OPTIONS = [
     *_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # 120 s without: a connection costs a stranger nothing before TLS
+    ("grpc.server_handshake_timeout_ms", 10_000),  # 120 s by default: a connection costs an attacker nothing before TLS
     ("grpc.so_reuseport", 0),
 ]

@@ -1,4 +1,4 @@
-"""Messages of strangers: what cannot be parsed, or would take far more memory than it has bytes, is refused."""
+"""Parser for untrusted messages: it refuses invalid ones, and ones that would take far more memory than their size."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from google.protobuf.message import DecodeError, Message
 from swarm_protocol.errors import RequestRejected
 
 T = TypeVar("T", bound=Message)
-MAX_FIELDS = 4096  # of one message and all within it; an honest one has a tenth
-_SMALL_BYTES = 16 * 1024  # so few are parsed whatever they are
+MAX_FIELDS = 4096  # of one message with all nested ones; an honest message has a tenth
+_SMALL_BYTES = 16 * 1024  # messages up to this size are parsed without a check
 _VARINT, _I64, _LENGTH, _I32 = 0, 1, 2, 5  # https://protobuf.dev/programming-guides/encoding/
 _FIXED_BYTES = {_I64: 8, _I32: 4}
 _MAX_DEPTH = 16
 
 
 def parse(kind: type[T], data: bytes) -> T:
-    """Raises RequestRejected if the bytes are no such message, or one of very many fields.
+    """Parse a message; raise RequestRejected if the bytes are no such message, or have very many fields.
 
-    An empty message inside another takes two bytes, and a hundred once it is parsed.
+    An empty nested message takes two bytes on the wire, but a hundred once it is parsed.
     """
     try:
         if len(data) > _SMALL_BYTES:
@@ -31,7 +31,7 @@ def parse(kind: type[T], data: bytes) -> T:
 
 
 def _count(data: memoryview, kind: Any, num_fields: int, depth: int) -> int:
-    """``num_fields`` and those of this message and all within it. Raises IndexError at the end of what is cut off.
+    """Return ``num_fields`` plus the fields of this message and all nested ones; raise IndexError if it is cut off.
 
     ``kind``: the message's descriptor.
     """
@@ -56,13 +56,13 @@ def _count(data: memoryview, kind: Any, num_fields: int, depth: int) -> int:
             position += length
         elif wire_type in _FIXED_BYTES:
             position += _FIXED_BYTES[wire_type]
-        else:  # groups, of which our messages have none
+        else:  # groups, which our messages do not use
             raise IndexError
     return num_fields
 
 
 def read_varint(data: memoryview, position: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends. Raises IndexError if there is none."""
+    """Return the number at this position, and the position after it; raise IndexError if there is none."""
     value = shift = 0
     while shift < 70:
         byte = data[position]

@@ -1,4 +1,4 @@
-"""Text of others as it may stand in a log line, an error message or a terminal."""
+"""Escaping of untrusted text for a log line, an error message or a terminal."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ MAX_CHARS = 400
 
 
 def printable(text: str, max_chars: int = MAX_CHARS) -> str:
-    """The text on one line of at most ``max_chars``: what is no character to look at is escaped, what is too long cut.
+    """Return the text on one line of at most ``max_chars``: unprintable characters are escaped, long text is cut.
 
-    Among those are line breaks, the escape sequences of terminals, and marks that turn the direction of writing.
+    These include line breaks, the escape sequences of terminals, and marks that change the direction of writing.
     """
-    shown = "".join(map(_shown, text[:max_chars]))  # whatever was sent, no more of it is looked at
+    shown = "".join(map(_shown, text[:max_chars]))  # the rest of the text is not even looked at
     return shown if len(shown) <= max_chars and len(text) <= max_chars else shown[: max_chars - 1] + "…"
 
 

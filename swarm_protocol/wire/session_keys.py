@@ -1,4 +1,4 @@
-"""The two keys of a session: its client's own, and one made from it for whoever may push steps."""
+"""The two keys of a session: the client's own key, and a derived key for peers that may push steps."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def new_session_key() -> bytes:
 
 
 def push_key_of(session_key: bytes) -> bytes:
-    """Who has it can push and nothing else: neither find the session's key, nor open another with this push key."""
+    """Return the push key: its holder can push steps, but cannot find the session key or open another session."""
     return hashlib.sha256(b"push" + session_key).digest()

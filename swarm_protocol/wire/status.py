@@ -1,4 +1,4 @@
-"""The gRPC status codes by which our errors travel."""
+"""The mapping between this library's errors and gRPC status codes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STATUS_OF: dict[type[SwarmError], grpc.StatusCode] = {
 }
 _ERROR_OF: dict[grpc.StatusCode, type[SwarmError]] = {
     **{status: error for error, status in _STATUS_OF.items()},
-    # what gRPC itself says
+    # statuses from gRPC itself
     grpc.StatusCode.DEADLINE_EXCEEDED: PeerUnavailable,
     grpc.StatusCode.CANCELLED: PeerUnavailable,
     grpc.StatusCode.UNIMPLEMENTED: RequestRejected,
@@ -50,32 +50,32 @@ _BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
 def status_of(error: SwarmError) -> grpc.StatusCode:
-    """The status that stands for an error, or for the nearest of its base classes that has one; else INTERNAL."""
+    """Return the status of an error, or of its nearest base class that has one; else INTERNAL."""
     return next((_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF), grpc.StatusCode.INTERNAL)
 
 
 def number_of(error: SwarmError) -> int:
-    """The number of ``status_of``, as it stands in messages."""
+    """Return the number of ``status_of``, as used in messages."""
     number: int = status_of(error).value[0]
     return number
 
 
 def end_with(context: _Context, status: grpc.StatusCode, details: str) -> None:
-    """What a call ends with, once its handler returns.
+    """Set the status with which a call ends once its handler returns.
 
-    ``abort`` would leave an error in a cycle of references that lives on: its frames keep all that the handler had.
+    ``abort`` would leave an error in a long-lived reference cycle, whose frames keep everything that the handler had.
     """
     context.set_code(status)
     context.set_details(details)
 
 
 class FirstStatus:
-    """What a peer has ended a call with, noted at once.
+    """The status with which a peer has ended a call, recorded at once.
 
-    gRPC forgets it if the call was written to meanwhile, and has an internal error of its own from then on:
-    https://github.com/grpc/grpc/issues/36066. If that comes first, it takes a moment until gRPC knows better, which
-    nothing tells; before all replies were read, it never does. The call is in a cycle of references: whoever drops it
-    cancels it.
+    gRPC replaces the status by an internal error if the client writes to the call in the meantime:
+    https://github.com/grpc/grpc/issues/36066. If the internal error comes first, gRPC learns the true status a moment
+    later, without an event; it never does before all replies are read. The call is in a reference cycle: whoever drops
+    it cancels it.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -84,14 +84,14 @@ class FirstStatus:
         call.add_done_callback(self._note)
 
     async def instead_of(self, code: grpc.StatusCode, details: str | None) -> tuple[grpc.StatusCode, str]:
-        """What the peer has said, if gRPC has put its internal error in its place; else this."""
+        """Return the peer's status if gRPC has replaced it by its internal error; else the given status."""
         if (code, details) != CUT_OFF:
             return code, details or ""
         with suppress(TimeoutError):
             async with asyncio.timeout(_KNOWS_BETTER_WITHIN_S):
                 while self._known == CUT_OFF:
                     await asyncio.sleep(_ASKED_EVERY_S)
-                    if self._call.done():  # to end a stream may fail before gRPC knows that it has ended
+                    if self._call.done():  # writing an end may fail before gRPC knows that the call is over
                         self._note(self._call)
         return CUT_OFF if self._known[0] is grpc.StatusCode.OK else self._known
 
@@ -101,7 +101,7 @@ class FirstStatus:
 
 
 def _of_one_that_ended(known: Coroutine[Any, Any, T]) -> T:
-    """What a call tells without waiting: later, it may be forgotten."""
+    """Return what a call knows without waiting, because gRPC may forget it later."""
     try:
         known.send(None)
     except StopIteration as result:
@@ -113,7 +113,7 @@ def _of_one_that_ended(known: Coroutine[Any, Any, T]) -> T:
 
 
 def from_status(status: grpc.StatusCode | int, details: str, peer_id: str = "", span: Span | None = None) -> SwarmError:
-    """The error that a status, or its number, stands for; an unexpected one becomes a plain PeerError."""
+    """Return the error for a status or its number; an unexpected status becomes a plain PeerError."""
     code = status if isinstance(status, grpc.StatusCode) else _BY_NUMBER.get(status, grpc.StatusCode.UNKNOWN)
     if (code, details) == CUT_OFF:
         return PeerUnavailable("the stream has ended while it was written to", peer_id, span)

@@ -1,1 +1,1 @@
-"""Adapters on a server: the store, and low-rank products added to blocks."""
+"""Adapters on a server: their store, and the low-rank products that they add to blocks."""

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-_LEVELS = 1 << 16  # of probability; four elements are decided by each 64-bit number of the generator
+_LEVELS = 1 << 16  # levels of probability; each 64-bit number of the generator decides four elements
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """What one request drops.
+    """The dropout of one request.
 
-    Which elements of a row are dropped depends on the seed, the place and the row's number in the request, not on
-    which rows are computed together.
+    The seed, the place in the model and the row's number in the request decide which elements of a row are dropped. The
+    choice does not depend on which rows are computed together.
 
     Attributes:
-        seed: of the request.
-        first_row: number, in the request, of the first row that is computed now.
+        seed: the seed of the request.
+        first_row: the number, in the request, of the first row that is computed now.
     """
 
     seed: int
     first_row: int = 0
 
     def factors(self, block: int, module: str, probability: float, x: torch.Tensor) -> torch.Tensor:
-        """What to multiply with x, [rows, tokens, in_features]: 0 for what is dropped, 1 / (1 - probability) else."""
+        """Return factors for x, [rows, tokens, in_features]: 0 for dropped elements, else 1 / (1 - probability)."""
         num_rows, num_tokens, width = x.shape
         kept = np.empty((num_rows, num_tokens * width), dtype=bool)
         threshold = round(probability * _LEVELS)

@@ -1,4 +1,4 @@
-"""Computes adapters: hooks on the blocks' linear layers and on the blocks, for the rows of a batch that have one."""
+"""Computation of adapters: hooks on blocks and their linear layers, for the rows of a batch that have an adapter."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ ModulePlace = tuple[int, str]  # block, and the module's path inside it
 
 @dataclass(frozen=True, eq=False)
 class PlacedAdapter:
-    """An adapter on the devices of the blocks, which it fits.
+    """An adapter that fits the blocks and is on their devices.
 
     Attributes:
-        key: equal only for equal adapters.
+        key: a key that is equal only for equal adapters.
     """
 
     key: bytes
     adapter: Adapter
     low_rank: Mapping[ModulePlace, LowRank]
     prompts: Mapping[int, torch.Tensor]
-    num_positions: int  # that prompts are added to
+    num_positions: int  # positions to which prompts are added
 
     @classmethod
     def of(cls, key: bytes, adapter: Adapter) -> PlacedAdapter:
@@ -47,17 +47,17 @@ class PlacedAdapter:
         )
 
     def trainable(self, span: Span) -> PlacedAdapter:
-        """Its part over ``span``, with tensors of its own that take gradients."""
+        """Return the adapter's part over ``span``, with tensors of its own that take gradients."""
         part = self.adapter.over(span).mapped(lambda tensor: tensor.detach().requires_grad_())
         return PlacedAdapter.of(self.key, part)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Rows of one batch that have an adapter.
+    """Consecutive rows of one batch that have the same adapter.
 
     Attributes:
-        start: position of their first hidden states; where it is beyond all prompts, ``adapter.num_positions``.
+        start: the position of the rows' first hidden states; ``adapter.num_positions`` if it is beyond all prompts.
     """
 
     rows: slice
@@ -67,7 +67,7 @@ class Share:
 
 
 def shares_of(adapters: Sequence[tuple[PlacedAdapter | None, int, int]]) -> list[Share]:
-    """For each session of a batch its adapter, number of rows and start; neighbours alike are computed as one."""
+    """Return the shares of a batch; equal neighbours are joined. ``adapters``: adapter, rows and start by session."""
     shares: list[Share] = []
     first = 0
     alike = groupby(
@@ -82,20 +82,20 @@ def shares_of(adapters: Sequence[tuple[PlacedAdapter | None, int, int]]) -> list
 
 
 class Patches:
-    """Hooks in one stack of blocks and its views. Used by the compute thread only.
+    """The hooks in one stack of blocks and its views. Only the compute thread uses them.
 
-    A hook is made when the first adapter needs it, and stays: without shares it does nothing.
+    A hook is made when the first adapter needs it, and stays. Without shares, hooks do nothing.
     """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._hooked: set[ModulePlace] = set()  # blocks themselves under the empty path
+        self._hooked: set[ModulePlace] = set()  # the empty path stands for the block itself
         self._shares: Sequence[Share] = ()
         self._shape = (0, 0)  # rows and tokens of the batch
 
     @contextmanager
     def applied(self, shares: Sequence[Share], num_rows: int, num_tokens: int) -> Iterator[None]:
-        """Whatever runs inside, on a batch of this shape, has these adapters."""
+        """Apply these adapters to whatever runs inside the context, on a batch of this shape."""
         if not shares:
             yield
             return
@@ -122,7 +122,7 @@ class Patches:
     def _add_low_rank(
         self, place: ModulePlace, _linear: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor | None:
-        """x: [rows, tokens, in_features], or [rows * tokens, in_features] where a block flattens; output alike."""
+        """Add low-rank products. x: [rows, tokens, in_features], or [rows * tokens, in_features]; output alike."""
         concerned = [
             (share, share.adapter.low_rank[place]) for share in self._shares if place in share.adapter.low_rank
         ]
@@ -146,7 +146,7 @@ class Patches:
 
 
 def _low_rank(x: torch.Tensor, part: LowRank, dropout: Dropout | None) -> torch.Tensor:
-    """scaling * dropped(x) @ a.T @ b.T in fp32, as PEFT computes it. x: [rows, tokens, in_features]."""
+    """Return scaling * dropped(x) @ a.T @ b.T in fp32, as PEFT computes it. x: [rows, tokens, in_features]."""
     x = x.to(part.a.dtype)
     if dropout is not None and part.dropout:
         x = x * dropout.factors(part.block, part.module, part.dropout, x)
@@ -154,7 +154,7 @@ def _low_rank(x: torch.Tensor, part: LowRank, dropout: Dropout | None) -> torch.
 
 
 def _with_added(batch: torch.Tensor, added: list[tuple[slice, torch.Tensor]]) -> torch.Tensor:
-    """batch: [rows, tokens, size]; to some of its rows something is added, out of place."""
+    """Return ``batch``, [rows, tokens, size], with something added to some of its rows, out of place."""
     if len(added) == 1 and added[0][0] == slice(0, len(batch)):
         return (batch + added[0][1]).to(batch.dtype)
     batch = batch.clone()

@@ -1,4 +1,4 @@
-"""What clients have a server keep for a while, by key: in a byte budget that they share, dropped if nobody uses it."""
+"""A store of what a server keeps for clients for a while, by key, in a byte budget that the clients share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller, Shares
 
-UNUSED_S = 120.0  # after which an entry that nobody uses is dropped
+UNUSED_S = 120.0  # after this time, an unused entry is dropped
 
 
 @dataclass(eq=False)
@@ -20,21 +20,21 @@ class Entry:
     size_bytes: int
     owner: Caller
     num_users: int = 0
-    dropping: asyncio.TimerHandle | None = None  # while nobody uses it
+    dropping: asyncio.TimerHandle | None = None  # the timer of an unused entry
 
 
 class SharedStore:
-    """Entries by key. Used on one event loop.
+    """A store of entries by key, used on one event loop.
 
-    Those that nobody uses make room for others, least recently used first, and are dropped after ``UNUSED_S``. A client
-    may have much of the room, never all, and what it puts beyond a fair part is at the cost of its own.
+    Unused entries make room for others, least recently used first, and are dropped after ``UNUSED_S``. A client may
+    have much of the room, but never all. Beyond a fair part, a client's new entries replace only its own entries.
     """
 
     def __init__(self, capacity_bytes: int, unused_s: float = UNUSED_S) -> None:
         self.capacity_bytes = capacity_bytes
         self._unused_s = unused_s
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._shares = Shares(capacity_bytes)  # of entries, and of what is arriving
+        self._shares = Shares(capacity_bytes)  # bytes of entries, and of data that is arriving
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,14 +45,14 @@ class SharedStore:
 
     @property
     def share_bytes(self) -> int:
-        """What one client may have at most."""
+        """Return the most bytes that one client may have."""
         return self._shares.most()
 
     def take(self, size_bytes: int, client: Caller) -> None:
-        """Counts so many bytes more of a client's.
+        """Count ``size_bytes`` more for a client; drop unused entries if they are in the way.
 
         Raises:
-            PeerBusy: there is no room for it, even without the entries that nobody uses.
+            PeerBusy: there is no room, even without the unused entries.
         """
         while not self._shares.fits(client, size_bytes):
             unused = self._unused(client, size_bytes)
@@ -68,7 +68,7 @@ class SharedStore:
         self._shares.add(client, -size_bytes)
 
     def put(self, key: bytes, value: object, size_bytes: int, client: Caller) -> None:
-        """Keeps something for which so many bytes have been taken, unless there is an entry with this key."""
+        """Keep a value for which ``size_bytes`` have been taken, unless there is an entry with this key."""
         if key in self._entries:
             self.give_back(size_bytes, client)
         else:
@@ -76,7 +76,7 @@ class SharedStore:
         self._touch(key)
 
     def resize(self, key: bytes, more_bytes: int) -> None:
-        """Counts an entry as larger, or smaller; whether there is room is known before."""
+        """Count an entry as larger, or smaller. The caller has made sure that there is room."""
         entry = self._entries[key]
         entry.size_bytes += more_bytes
         self._shares.add(entry.owner, more_bytes)
@@ -87,7 +87,7 @@ class SharedStore:
 
     @contextmanager
     def in_use(self, key: bytes) -> Iterator[None]:
-        """Meanwhile the entry, which must be there, is not dropped."""
+        """Prevent the entry, which must exist, from being dropped while the context is active."""
         entry = self._entries[key]
         entry.num_users += 1
         self._touch(key)
@@ -104,12 +104,12 @@ class SharedStore:
             entry.dropping.cancel()
 
     def close(self) -> None:
-        """Drops everything."""
+        """Drop everything."""
         for key in list(self._entries):
             self.drop(key)
 
     def _unused(self, client: Caller, size_bytes: int) -> bytes | None:
-        """What goes next for a client that wants so much more: its own beyond a fair part, else of who has most."""
+        """Return the unused entry to drop: the client's own if it exceeds a fair part, else the largest holder's."""
         unused = {key: entry.owner for key, entry in self._entries.items() if not entry.num_users}
         owners = {entry.owner.peer_id for entry in self._entries.values()} | {client.peer_id}
         if self._shares.held(client) + size_bytes > self.capacity_bytes / len(owners):
@@ -119,7 +119,7 @@ class SharedStore:
 
     def _touch(self, key: bytes) -> None:
         entry = self._entries.get(key)
-        if entry is None:  # everything was dropped meanwhile
+        if entry is None:  # the store was emptied meanwhile
             return
         self._entries.move_to_end(key)
         if entry.dropping is not None:

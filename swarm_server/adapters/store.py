@@ -1,4 +1,4 @@
-"""The adapters a server has at present: those that clients gave it, in a byte budget, and those it loaded itself."""
+"""The adapters of a server: adapters from clients, in a byte budget, and adapters that the server loaded itself."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from swarm_protocol.wire.printable import printable
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.shared_store import UNUSED_S, SharedStore
 
-CAPACITY_BYTES = MAX_ADAPTER_BYTES * 4 // 3  # one client's share has room for the largest
+CAPACITY_BYTES = MAX_ADAPTER_BYTES * 4 // 3  # one client's share has room for the largest adapter
 
 
 class AdapterStore(SharedStore):
-    """Adapters by key, or by name if the server loaded them; beside them the sums of their gradients.
+    """A store of adapters by key, or by name if the server loaded them, and of the sums of their gradients.
 
-    See ``swarm_server/training/gradient_sums.py`` for these.
+    See ``swarm_server/training/gradient_sums.py`` for these sums.
     """
 
     def __init__(
@@ -28,26 +28,26 @@ class AdapterStore(SharedStore):
         named: Mapping[str, PlacedAdapter] | None = None,
         unused_s: float = UNUSED_S,
     ) -> None:
-        """``named`` does not count against the budget, and stays."""
+        """Open the store. ``named`` adapters stay, and do not count against the budget."""
         super().__init__(capacity_bytes, unused_s)
         self._named = dict(named or {})
 
     @property
     def max_bytes(self) -> int:
-        """Of one adapter."""
+        """Return the most bytes that one adapter may have."""
         return min(MAX_ADAPTER_BYTES, self.share_bytes)
 
     def add(self, placed: PlacedAdapter, size_bytes: int, client: Caller) -> None:
-        """Keeps an adapter for which so many bytes have been taken."""
+        """Keep an adapter for which ``size_bytes`` have been taken."""
         self.put(placed.key, placed, size_bytes, client)
 
     @contextmanager
     def using(self, name: pb.AdapterName) -> Iterator[PlacedAdapter]:
-        """The adapter, which is kept meanwhile.
+        """Yield the adapter, and keep it while the context is active.
 
         Raises:
-            CacheMiss: nobody has put an adapter with this key, or it was dropped.
-            RequestRejected: the server has loaded none of this name.
+            CacheMiss: no client has put an adapter with this key, or the adapter was dropped.
+            RequestRejected: the server has not loaded an adapter of this name.
         """
         if name.WhichOneof("kind") == "name":
             yield self._find_named(name.name)
@@ -70,7 +70,7 @@ class AdapterStore(SharedStore):
 
 
 class Arriving:
-    """A serialised adapter whose parts come one by one, each counted before it is kept."""
+    """A serialised adapter whose parts come one by one. Each part is counted before it is stored."""
 
     def __init__(self, store: AdapterStore, client: Caller) -> None:
         self._store = store
@@ -78,7 +78,7 @@ class Arriving:
         self.data = bytearray()
 
     def add(self, part: bytes) -> None:
-        """Raises RequestRejected if it becomes too large, PeerBusy if there is no room at present."""
+        """Add a part; raise RequestRejected if the adapter is too large, PeerBusy if there is no room at present."""
         size_bytes, limit = len(self.data) + len(part), self._store.max_bytes
         if size_bytes > limit:
             raise RequestRejected(f"the adapter is larger than {limit} bytes, the most that this server takes")
@@ -86,7 +86,7 @@ class Arriving:
         self.data += part
 
     def keep(self, placed: PlacedAdapter) -> None:
-        """In place of the parts."""
+        """Keep the finished adapter in place of its parts."""
         self._store.add(placed, len(self.data), self._client)
         self.data = bytearray()
 

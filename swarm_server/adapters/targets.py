@@ -1,4 +1,4 @@
-"""What an adapter may be attached to: linear layers of blocks, and the hidden states that enter them."""
+"""The targets to which an adapter may be attached: linear layers of blocks, and hidden states that enter blocks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
 from swarm_server.blocks.quantization import TRANSPOSED
 
-_EXPERTS = "experts"  # what transformers calls a list of experts, or the module in which they are fused
+_EXPERTS = "experts"  # transformers' name for a list of experts, or for the module in which they are fused
 
 
 def require_fit(adapter: Adapter, span: Span, hidden_size: int, block: Callable[[int], nn.Module]) -> None:
-    """Checks that an adapter can be attached to blocks of ``span``, of which ``block(index)`` is one.
+    """Check that an adapter can be attached to blocks of ``span``; ``block(index)`` gives such a block.
 
     Raises:
-        RequestRejected: saying which part does not fit, and what was expected.
+        RequestRejected: a part does not fit; the error says which part, and what was expected.
     """
     places: set[tuple[int, str]] = set()
     for part in adapter.low_rank:
@@ -43,10 +43,10 @@ def require_fit(adapter: Adapter, span: Span, hidden_size: int, block: Callable[
 
 
 def linear_features(block: nn.Module, path: str, index: int) -> tuple[int, int]:
-    """in_features and out_features of the linear layer ``path`` of a block, quantised or not.
+    """Return in_features and out_features of the linear layer ``path`` of a block, quantised or not.
 
     Raises:
-        RequestRejected: there is no such module, or it computes something else.
+        RequestRejected: there is no such module, or the module computes something else.
     """
     place = _place(index, path)
     if _EXPERTS in path.split("."):
@@ -80,7 +80,7 @@ def _require_shapes(part: LowRank, in_features: int, out_features: int) -> None:
 
 
 def _place(index: int, path: str) -> str:
-    shown = path if len(path) <= 60 else path[:60] + "…"  # strangers choose it
+    shown = path if len(path) <= 60 else path[:60] + "…"  # untrusted clients choose it
     return f"module {shown!a} of block {index}"
 
 

@@ -1,1 +1,1 @@
-"""Loads blocks, quantised or not, and runs them."""
+"""Blocks: loading them, quantised or not, and running them."""

@@ -1,4 +1,4 @@
-"""Loads one block through transformers' own loader, so that its renames, fusions and dtypes apply."""
+"""Loading of one block through transformers' own loader, so that the loader's renames, fusions and dtypes apply."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NARROW = {torch.bfloat16, torch.float16}
 
 
 class LayerSource(Protocol):
-    """What makes finished layers of stored tensors, without reading a whole weight.
+    """A source that makes finished layers of stored tensors, without reading a whole weight.
 
     Attributes:
-        takes_experts: whether ``replace`` and ``transform`` know what to do with ``take_out_experts``.
+        takes_experts: whether ``replace`` and ``transform`` can handle the result of ``take_out_experts``.
     """
 
     takes_experts: bool
 
     def linear(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
-        """The layer that stands for a linear one with these tensors, weight and bias; None if it has to be read."""
+        """Return a layer that replaces a linear one with this weight and bias; None if the weight has to be read."""
 
 
 def load_block(
@@ -40,14 +40,14 @@ def load_block(
     replace: Callable[[nn.Linear], nn.Module] | None = None,
     layers: LayerSource | None = None,
 ) -> nn.Module:
-    """Block ``index`` on the CPU, as transformers itself would have loaded it within the whole model.
+    """Return block ``index`` on the CPU, as transformers itself would load it within the whole model.
 
-    ``replace`` is given linear layers one by one, as they are read, and returns what shall stand in their place; so
-    they are never all in memory. Layers whose weights transformers renames or fuses are not among them. What ``layers``
-    makes is not given to ``replace``; if it takes experts, those of the block are left where they are stored.
+    ``replace`` gets linear layers one by one as they are read, and returns their replacements. The layers are therefore
+    never all in memory. Layers whose weights transformers renames or fuses do not go to ``replace``, nor do layers that
+    ``layers`` makes. If ``layers`` takes experts, the block's experts stay where they are stored.
 
     Raises:
-        CheckpointError: if a tensor is missing, damaged or of the wrong shape.
+        CheckpointError: a tensor is missing, damaged or of the wrong shape.
     """
     family = checkpoint.family
     tensors = checkpoint.block_tensors(index)
@@ -94,26 +94,26 @@ def load_block(
 
 
 def _room(stored: StoredTensor) -> tuple[bool, int]:
-    """Orders tensors by the memory that reading them takes: the last ones are read beside all others, packed."""
+    """Return a sort key by the memory that reading takes: the last tensors are read beside all others, packed."""
     return not stored.has_tiles, stored.size_bytes
 
 
 def _keeps_own_dtypes(base_class: type, dtype: torch.dtype) -> bool:
-    """Whether transformers loads some weights in another dtype than the one asked for."""
+    """Return whether transformers loads some weights in another dtype than ``dtype``."""
     kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return dtype != torch.float32 and any(getattr(base_class, name, None) for name in kept)
 
 
 def _tensors_of(name: str, linear: nn.Linear, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Those that are stored of what the layer has: files of old quantisers have a bias of zeros besides."""
+    """Return the stored tensors of the layer's own parameters; old quantisers also store a bias of zeros."""
     kinds = [kind for kind, _ in linear.named_parameters()]
     return {kind: stored[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in stored}
 
 
 def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, nn.Linear]:
-    """Linear layers that are stored under their own names, by name; placeholders without weights stand for them."""
+    """Replace linear layers that are stored under their own names by placeholders; return the layers by name."""
     linears: dict[str, nn.Linear] = {}
-    deciding = deciding_parts(block)  # what a layer is for decides there what may be done with it
+    deciding = deciding_parts(block)  # layers that make choices are never quantised
     for name, part in list(block.named_modules()):
         if type(part) is nn.Linear and part not in deciding and name.rpartition(".")[2] not in WEIGHT_IS_READ:
             shapes = {kind: tuple(parameter.shape) for kind, parameter in part.named_parameters()}
@@ -124,9 +124,9 @@ def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> d
 
 
 def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None:
-    """Makes the loader leave narrow weights narrow, to be widened one at a time after it is done.
+    """Make the loader leave narrow weights narrow; they are widened one at a time afterwards.
 
-    It fuses a block's experts by way of copies of all of them, which would otherwise be wide copies.
+    The loader fuses a block's experts through copies of all experts, which would otherwise be wide copies.
     """
     parameters = dict(block.named_parameters())
     fused = {dtype for name, dtype in stored.items() if name not in parameters}
@@ -137,7 +137,7 @@ def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None
 
 
 def _odd_one_out(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """What is wrong with a block's numbered tensors (of its experts), which must be alike and complete."""
+    """Return what is wrong with a block's numbered tensors (of experts), which must be alike and complete, or None."""
     groups: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.)", ".*.", name), {})[name] = tensor

@@ -1,4 +1,4 @@
-"""The blocks a server hosts, loaded one by one, and any consecutive part of them run like one long block."""
+"""The blocks that a server hosts. They are loaded one by one, and any consecutive part runs like one long block."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ INDEX_ATTRIBUTES = ("layer_idx", "layer_id")  # where modules keep their block's
 class BlockStack:
     """Consecutive blocks of one model.
 
-    ``stack.view(span)`` is the stack of a part of them and shares their weights; a session that enters or leaves at
-    other blocks than the stack runs on such a view, with a cache from that view. Modules inside the blocks must not be
-    exchanged once views exist: that is what ``load_blocks``'s ``transform`` is for.
+    ``stack.view(span)`` is the stack of some of these blocks and shares their weights. A session over a part of the
+    stack runs on such a view, with a cache from that view. Modules inside the blocks must not be replaced once views
+    exist; the ``transform`` of ``load_blocks`` replaces modules before that.
 
     Attributes:
-        span: the blocks, as the whole model counts them.
+        span: the blocks, numbered as in the whole model.
         config: the config of a model of these blocks alone.
         blocks: the modules, first block first; their cache indices start at 0.
-        configs: every config that a module of the stack looks at.
+        configs: every config that a module of the stack reads.
     """
 
     def __init__(self, hosted: _Hosted, span: Span) -> None:
@@ -64,14 +64,14 @@ class BlockStack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the hidden states that go in and come out."""
+        """Return the dtype of the hidden states that go in and come out."""
         return self._hosted.dtype
 
     @property
     def device(self) -> torch.device:
         return self._hosted.device
 
-    # What stacks on several devices have as well, see ``SplitStack``.
+    # The interface that stacks on several devices have as well, see ``SplitStack``.
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -89,40 +89,40 @@ class BlockStack:
 
     @property
     def row_independent(self) -> bool:
-        """Whether a row's result does not depend on how long the other rows are, or on how a prompt is cut."""
-        counts_padding = getattr(self.config, "log_scaling_n_floor", None) is not None  # inkling: as positions
+        """Return whether a row's result is independent of the other rows' lengths and of how a prompt is cut."""
+        counts_padding = getattr(self.config, "log_scaling_n_floor", None) is not None  # Inkling counts it too
         return not (counts_padding or rope_depends_on_length(self.config))
 
     def view(self, span: Span) -> BlockStack:
-        """The stack of the blocks of ``span``, sharing weights with this one.
+        """Return the stack of the blocks of ``span``, which shares weights with this stack.
 
         Raises:
-            ValueError: if this stack does not hold all of them.
+            ValueError: this stack does not hold all these blocks.
         """
         if not self.span.covers(span):
             raise ValueError(f"blocks {span} are not all among the hosted blocks {self.span}")
         return self._hosted.stack(span)
 
     def original(self, index: int) -> nn.Module:
-        """The block from which those of all views are made: hooks on it, or on modules in it, work in all of them."""
+        """Return the block from which all views are made. Hooks on it, or on modules in it, work in all views."""
         return self._hosted.originals[index]
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules in the blocks."""
+        """Yield all modules in the blocks."""
         for index in self.span:
             yield from self.original(index).modules()
 
     def weight_addresses(self) -> set[int]:
-        """Of the memory that parameters and buffers are in, also those that all blocks share."""
+        """Return the addresses of the memory of all parameters and buffers, also of those that all blocks share."""
         modules = (*self.modules(), *self._hosted.hollow.modules())
         tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
     def new_cache(self) -> DynamicCache:
-        """An empty cache for a session over these blocks; sliding and chunked blocks keep only their window."""
+        """Return an empty cache for a session over these blocks; sliding and chunked blocks keep only their window."""
         cache = DynamicCache(config=self.config)
         if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-            cache.layers[0] = LinearAttentionAndFullAttentionLayer()  # to be asked how long the session is
+            cache.layers[0] = LinearAttentionAndFullAttentionLayer()  # it can report the session's length
         return cache
 
     def __call__(
@@ -134,15 +134,15 @@ class BlockStack:
         *,
         packed: bool = False,
     ) -> torch.Tensor:
-        """Runs the blocks.
+        """Run the blocks.
 
         Args:
             hidden: [batch, new, hidden_size], the input of the first block.
             attention_mask: [batch, past + new], 1 for tokens and 0 for padding; None if all are tokens.
-            position_ids: [batch, new]; None if they count on from the cache's length.
+            position_ids: [batch, new]; None if they continue from the cache's length.
             cache: from ``new_cache``, or any Cache of ``num_blocks`` layers; None for a forward without past, through
                 which gradients flow to ``hidden``.
-            packed: see ``BlockInput``; families that do not keep packed sequences apart do not do so here.
+            packed: see ``BlockInput``; families that never keep packed sequences apart do not do so here either.
 
         Returns:
             [batch, new, hidden_size], the output of the last block.
@@ -164,7 +164,7 @@ class BlockStack:
 
 @dataclass
 class _Hosted:
-    """What all stacks over the same weights share."""
+    """The modules and settings that all stacks over the same weights share."""
 
     family: Family
     hollow: PreTrainedModel  # its config is the whole model's
@@ -180,7 +180,7 @@ class _Hosted:
         return self.stacks[span]
 
     def block(self, index: int, first: int) -> nn.Module:
-        """Block ``index`` for a stack that begins at block ``first``."""
+        """Return block ``index`` for a stack that begins at block ``first``."""
         key = index, first
         if key not in self.rebased:
             self.rebased[key] = _rebase(self.originals[index], first)
@@ -188,7 +188,7 @@ class _Hosted:
 
 
 def _rebase(module: nn.Module, first: int) -> nn.Module:
-    """The module with block indices counted from ``first``; whatever keeps no index is shared with the original."""
+    """Return the module with block indices counted from ``first``. Parts without an index are shared, not copied."""
     children = {name: _rebase(child, first) for name, child in module.named_children()}
     indices = {name: getattr(module, name) for name in INDEX_ATTRIBUTES if isinstance(getattr(module, name, None), int)}
     if not indices and all(children[name] is child for name, child in module.named_children()):
@@ -201,7 +201,7 @@ def _rebase(module: nn.Module, first: int) -> nn.Module:
 
 
 def _shallow_copy(module: M) -> M:
-    """Another module object with the same parameters, buffers and children; hooks of either are hooks of both."""
+    """Return a new module object with the same parameters, buffers and children; hooks on one are hooks on both."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)
     return copied
@@ -210,7 +210,7 @@ def _shallow_copy(module: M) -> M:
 def _assemble(
     hollow: PreTrainedModel, family: Family, config: PreTrainedConfig, blocks: nn.ModuleList
 ) -> PreTrainedModel:
-    """The hollow model with these blocks in it; itself it stays as it is."""
+    """Return the hollow model with these blocks in it. The given hollow model is unchanged."""
     base = _shallow_copy(hollow)
     base.config = config
     owner: Any = base
@@ -236,24 +236,24 @@ def load_blocks(
     progress: Callable[[int], None] | None = None,
     layers: LayerSource | None = None,
 ) -> BlockStack:
-    """Loads the blocks of ``span``, one after the other.
+    """Load the blocks of ``span``, one after the other.
 
-    Each block is read, moved to ``device``, handed to ``transform(block, index)`` to be changed in place (quantized,
-    for example), and reported by ``progress(index)`` before the next is read. Most linear layers are handed to
-    ``transform`` by themselves before, inside a module of their own, as they are read, unless ``layers`` makes them. So
-    memory never holds more than the transformed blocks and one block in fp32, usually only one layer, or some rows of
-    one with ``layers``. Experts that ``layers`` does not take and that are stored in fp32 take two thirds more while
-    they are fused.
+    Each block is read, moved to ``device``, changed in place by ``transform(block, index)`` (quantized, for example),
+    and reported by ``progress(index)`` before the next block is read. Before the block, most of its linear layers go to
+    ``transform`` one by one, each inside a module of its own. Layers that ``layers`` makes do not. Memory never holds
+    more than the transformed blocks and one block in fp32. Usually it holds only one layer in fp32, or some of its rows
+    with ``layers``. Experts that ``layers`` does not take and that are stored in fp32 take two thirds more while they
+    are fused.
 
     Raises:
-        ValueError: if the model has no such blocks.
-        UnsupportedModel: if the model cannot be split.
-        CheckpointError: if a tensor is missing, damaged or of the wrong shape.
+        ValueError: the model has no such blocks.
+        UnsupportedModel: the model cannot be split.
+        CheckpointError: a tensor is missing, damaged or of the wrong shape.
     """
     family = checkpoint.family
     span.within(family.num_blocks)
-    device = torch.empty(0, device=device).device  # "cuda" is the current one: tensors there name it by its number
-    # Tensors born in inference mode could never meet autograd.
+    device = torch.empty(0, device=device).device  # "cuda" is the current device: its tensors name its number
+    # Tensors that are created in inference mode could not be used with autograd later.
     with torch.inference_mode(False), torch.no_grad(), freed_memory_returned():
         hollow, _ = load_hollow_model(family, checkpoint.config, dtype=dtype)
         hollow.to(device)  # type: ignore[arg-type]  # as transformers has wrapped it, mypy does not see self

@@ -1,7 +1,7 @@
 """Unquantised linear layers on CPU, multiplied by oneDNN.
 
-PyTorch multiplies fp32 matrices with MKL, which was found to take up to half as long again for few rows on an AMD EPYC.
-Weights stay as they are.
+PyTorch multiplies fp32 matrices with MKL, which takes up to 1.5 times as long for few rows on an AMD EPYC. Weights stay
+as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KINDS = ("Linear", "FalconLinear")  # classes that multiply with their weight, [
 
 
 def use_onednn_(block: nn.Module) -> None:
-    """Has the block's frozen fp32 layers on CPU multiply with oneDNN, where this torch can do so."""
+    """Make the block's frozen fp32 layers on CPU multiply with oneDNN, if this torch can."""
     if not is_available():
         return
     module: Any
@@ -32,7 +32,7 @@ def use_onednn_(block: nn.Module) -> None:
 def is_available() -> bool:
     try:
         found = _multiply(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2))
-    except (AttributeError, NotImplementedError, RuntimeError):  # an operator for the compiler: it may change or go
+    except (AttributeError, NotImplementedError, RuntimeError):  # torch's compiler owns it: it may change or go
         return False
     return torch.equal(found, torch.tensor([[2.0, 4.0], [3.0, 5.0]]))
 
@@ -40,17 +40,17 @@ def is_available() -> bool:
 def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32 or x.device.type != "cpu" or linear.weight.requires_grad:
         return functional.linear(x, linear.weight, linear.bias)
-    rows = x.reshape(-1, linear.in_features)  # with more dimensions the operator gives a view: none may be changed
+    rows = x.reshape(-1, linear.in_features)  # with more dimensions the operator gives an unchangeable view
     return _Linear.apply(rows, linear.weight, linear.bias).view(*x.shape[:-1], linear.out_features)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias. x: [rows, in], weight: [out, in] of any strides, bias: [out]."""
+    """Return x @ weight.T + bias. x: [rows, in], weight: [out, in] of any strides, bias: [out]."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
-    """Differentiable in x alone."""
+    """A product that is differentiable in x alone."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Makes the C library give memory back while blocks are loaded and quantized.
+"""Settings with which the C library gives memory back while blocks are loaded and quantized.
 
 glibc keeps freed pieces below a threshold that grows up to 32 MiB. Loading frees each block's weights once they are
-quantized; kept pieces, cut by the quantized weights between them, cost as much again [64 MB for 8 blocks of 34 MB].
+quantized. The quantized weights lie between the kept pieces, which cost as much again [64 MB for 8 blocks of 34 MB].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SERVING_BYTES = 32 * 1024 * 1024  # the largest value; keeps activations from be
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """While this lasts, large freed pieces go back to the system at once. Does nothing where there is no glibc."""
+    """Return large freed pieces to the system at once while the context is active. Do nothing without glibc."""
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Linear layers that are packed tile by tile as they are read, or read packed if an earlier start kept them on disk."""
+"""Linear layers that are packed tile by tile as they are read, or read packed from the disk cache of earlier starts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from swarm_server.blocks.quantization.stored import stored_int4
 from swarm_server.blocks.weight_cache import WeightCache, content_key
 from swarm_server.machine.eight_bits import eight_bit_layers
 
-IN_TILES = ("int8", "int4")  # whose rows are rounded by themselves
+IN_TILES = ("int8", "int4")  # methods that round each row by itself
 
 
 class PackedLayers:
-    """Of blocks that are loaded with one quantisation.
+    """A source of layers for blocks that are loaded with one quantisation.
 
     Attributes:
-        report: of the layers that were made.
+        report: the report of the layers that were made.
         takes_experts: whether ``quantize_`` makes layers of the experts, too.
     """
 
@@ -32,8 +32,8 @@ class PackedLayers:
         """Make layers for one device.
 
         Args:
-            dtype: of the weights before they are quantised.
-            family: of the model, some of whose layers int4 holds in 8 bits; None for all in ``method``.
+            dtype: the dtype of the weights before they are quantised.
+            family: the model's family, for the layers that int4 holds in 8 bits; None if all layers use ``method``.
         """
         self.report = Report(method)
         self.takes_experts = method != "none"
@@ -43,11 +43,11 @@ class PackedLayers:
         self._eight_bits = eight_bit_layers(family) if family is not None and method == "int4" else ()
 
     def eight_bits(self, index: int) -> frozenset[str]:
-        """Return the names in block ``index`` of its layers that ``quantize_`` is to hold in 8 bits."""
+        """Return the names of the layers in block ``index`` that ``quantize_`` holds in 8 bits."""
         return self._eight_bits[index] if self._eight_bits else frozenset()
 
     def linear(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
-        """The layer of this weight and bias; None if the weight cannot be quantised by rows."""
+        """Return the layer of this weight and bias; None if the weight cannot be quantised by rows."""
         if self._method not in IN_TILES:
             return None
         stored = tensors["weight"]
@@ -61,13 +61,13 @@ class PackedLayers:
         else:
             layer, report = quantized_linear(self._method, self._device, self._dtype, stored, bias, eight_bits)
             weight = packed_weight(layer)
-            if weight is not None and key == self._key(stored, kind):  # it has not been changed while it was read
+            if weight is not None and key == self._key(stored, kind):  # unchanged while it was read
                 self._cache.write(key, weight)
         self.report += report
         return layer
 
     def _is_eight_bits(self, stored: StoredTensor) -> bool:
-        """Return whether int4 holds this weight in 8 bits; integers of 4 bits that it computes with are kept."""
+        """Return whether int4 holds this weight in 8 bits. Weights that are stored as usable 4-bit integers stay so."""
         if self._family is None:
             return False
         index = self._family.block_index(stored.name)

@@ -1,4 +1,4 @@
-"""Says what multiplies with the weights of linear layers, for the ready line and the log."""
+"""Names of what multiplies with the weights of linear layers, for the ready line and the log."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from swarm_protocol.kernels.kernel_weight import KernelWeight
 from swarm_protocol.kernels.library import kernel
 from swarm_server.blocks import dense_linear
 
-OURS = ("int8", "int4")  # for which there are kernels, on CPU
+OURS = ("int8", "int4")  # methods for which there are kernels, on CPU
 MISSING = "; no compiled kernel"
 
 
 def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
-    """One word: ``avx512-vnni`` or another instruction set of the compiled kernel, or a library."""
+    """Return one word: ``avx512-vnni`` or another instruction set of the compiled kernel, or a library."""
     if method == "none":
         plain = device.type == "cpu" and dtype == torch.float32 and dense_linear.is_available()
         return "onednn" if plain else "torch"
@@ -32,7 +32,7 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def described(method: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Such as ``int8 (avx512-vnni kernel)`` or ``int8 (fbgemm; no compiled kernel)``."""
+    """Return a description such as ``int8 (avx512-vnni kernel)`` or ``int8 (fbgemm; no compiled kernel)``."""
     by, library = multiplied_by(method, device, dtype), kernel()
     if method in OURS and device.type == "cpu":
         note = MISSING if library is None else " kernel" if by == library.name else "; faster here than the kernel"

@@ -1,4 +1,4 @@
-"""Forward passes with what their backward passes need."""
+"""Forward passes that keep what their backward passes need."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swarm_protocol.wire.codec import all_finite
 
 @dataclass(eq=False)
 class Recorded:
-    """A forward pass that can be gone back through once.
+    """A forward pass for which one backward pass can be computed.
 
     Attributes:
-        output: on the CPU.
-        inputs: the hidden states, then the adapter's tensors that gradients are wanted of.
-        size_bytes: of activations, if they were counted.
+        output: the output, on the CPU; None once the pass is freed.
+        inputs: the hidden states, then the adapter's tensors for which gradients are wanted.
+        size_bytes: the bytes of the activations, if they were counted.
     """
 
     output: torch.Tensor | None
@@ -28,16 +28,16 @@ class Recorded:
     size_bytes: int = 0
 
     def free(self) -> None:
-        """Lets go of all tensors, whoever may still hold this object, such as the frames of an error."""
+        """Release all tensors, even if something still holds this object, such as the frames of an error."""
         self.output, self.inputs = None, ()
 
     def backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Gradients of ``inputs`` given that of the output; those of the adapter on the CPU in fp32.
+        """Return the gradients of ``inputs``, given the gradient of ``output``. Only call this on the compute thread.
 
-        Zeros for inputs without influence. On the compute thread only.
+        Inputs without influence get zeros. The gradients of the adapter's tensors are on the CPU in fp32.
 
         Raises:
-            RequestRejected: the gradient is not finite.
+            RequestRejected: the given gradient is not finite.
         """
         require_finite(grad, "gradients")
         assert self.output is not None, "the pass is freed"
@@ -48,18 +48,19 @@ class Recorded:
 
 
 class ActivationLimit:
-    """Counts the memory of tensors that autograd saves meanwhile, and lets none be saved above a limit.
+    """A context that counts the memory of tensors that autograd saves, and lets none be saved above a limit.
 
     Attributes:
-        size_bytes: so far.
-        exceeded: what was saved is useless: some of it is missing.
+        size_bytes: the bytes counted so far.
+        exceeded: whether some tensors were not saved, which makes the saved ones useless.
     """
 
     def __init__(self, max_bytes: int, permanent: Collection[int], counted: set[int]) -> None:
-        """
+        """Set the limit.
+
         Args:
-            permanent: addresses of memory that is there anyway.
-            counted: of memory that is counted already; grows.
+            permanent: addresses of memory that exists anyway, such as weights.
+            counted: addresses of memory that is counted already; the set grows.
         """
         self._max_bytes = max_bytes
         self._permanent = permanent
@@ -87,16 +88,16 @@ class ActivationLimit:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         self.count(tensor)
-        # An output that was returned as it is would hold on to the graph that holds on to it.
+        # Detached, because a saved output would keep alive the graph that keeps the output alive.
         return None if self.exceeded else tensor.detach()
 
 
-_active = threading.local()  # the limit that counts in this thread at present, or nothing
-_NODE_BYTES = 1024  # about what autograd takes to save a tensor, besides its memory
+_active = threading.local()  # ``limit``: the one that counts in this thread at present, or None
+_NODE_BYTES = 1024  # about what autograd takes to save a tensor, besides the tensor's memory
 
 
 def count_saved(tensor: torch.Tensor) -> None:
-    """For layers that keep a tensor for their backward where autograd does not see it."""
+    """Count a tensor that a layer keeps for its backward pass where autograd does not see it."""
     limit = getattr(_active, "limit", None)
     if limit is not None:
         limit.count(tensor)
@@ -108,6 +109,6 @@ def _unpack(packed: torch.Tensor | None) -> torch.Tensor:
 
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:
-    """Raises RequestRejected if the tensor is not finite; ``what``: its name in the plural."""
+    """Raise RequestRejected if the tensor is not finite. ``what``: the tensor's name in the plural."""
     if not all_finite(tensor):
         raise RequestRejected(f"the {what} sent are not finite (they contain NaN or infinity)")

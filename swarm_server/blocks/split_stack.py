@@ -1,4 +1,4 @@
-"""Consecutive blocks on several devices: a stack for each, which are computed one after the other."""
+"""Consecutive blocks on several devices: one stack for each device, computed one after the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swarm_server.blocks.blocks import BlockStack
 
 
 class SplitStack:
-    """Stands where a ``BlockStack`` may stand, but for what must be computed on one device.
+    """A stack of blocks on several devices, which replaces a ``BlockStack`` except where one device is needed.
 
     Attributes:
-        span: the blocks, as the whole model counts them.
-        parts: the stack of each device; together they are the span.
+        span: the blocks, numbered as in the whole model.
+        parts: the stack of each device; together the stacks are the span.
     """
 
     def __init__(self, parts: Sequence[BlockStack]) -> None:
@@ -27,7 +27,7 @@ class SplitStack:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Blocks before which hidden states go to another device."""
+        """Return the blocks before which hidden states go to another device."""
         return tuple(part.span.start for part in self.parts[1:])
 
     @property
@@ -40,7 +40,7 @@ class SplitStack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the hidden states that go in and come out."""
+        """Return the dtype of the hidden states that go in and come out."""
         return self.parts[0].dtype
 
     @property
@@ -48,10 +48,10 @@ class SplitStack:
         return all(part.row_independent for part in self.parts)
 
     def view(self, span: Span) -> BlockStack:
-        """The stack of the blocks of ``span``, which are all on one device.
+        """Return the stack of the blocks of ``span``, which must all be on one device.
 
         Raises:
-            ValueError: if they are not, or are not all hosted.
+            ValueError: the blocks are on several devices, or are not all hosted.
         """
         for part in self.parts:
             if part.span.covers(span):
@@ -59,7 +59,7 @@ class SplitStack:
         raise ValueError(f"blocks {span} are not all on one device: the devices have {' and '.join(self._spans())}")
 
     def views(self, span: Span) -> list[BlockStack]:
-        """The stacks of the blocks of ``span``, one for each device that they are on."""
+        """Return the stacks of the blocks of ``span``, one for each device that holds some of these blocks."""
         if not self.span.covers(span):
             raise ValueError(f"blocks {span} are not all among the hosted blocks {self.span}")
         bounds = [span.start, *(cut for cut in self.cuts if span.start < cut < span.end), span.end]
@@ -69,7 +69,7 @@ class SplitStack:
         return self._part(index).device
 
     def original(self, index: int) -> nn.Module:
-        """See ``BlockStack.original``."""
+        """Return the original of a block, see ``BlockStack.original``."""
         return self._part(index).original(index)
 
     def modules(self) -> Iterator[nn.Module]:

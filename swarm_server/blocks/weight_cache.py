@@ -1,7 +1,7 @@
-"""Packed weights on disk, so that the next start need not read, round and pack the checkpoint's.
+"""Packed weights on disk, so that the next start need not read, round and pack the weights of the checkpoint.
 
-Weights are read into memory of their own, not mapped. A file that is not there, damaged, of another version or cannot
-be read is a cache miss; one that cannot be written is not written.
+Weights are read into memory of their own, not mapped. A file that is missing, damaged, unreadable or of another version
+is a cache miss. A file that cannot be written is skipped.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SUFFIX = ".weight"
 _MAX_HEADER_BYTES = 4096
 _PAGE_BYTES = 4096
 _SAMPLE_BYTES = 4096
-_FREE_SHARE = 0.1  # of the disk, which the cache leaves free
+_FREE_SHARE = 0.1  # share of the disk that the cache leaves free
 
 
 class PackedWeight(Protocol):
-    """A weight that is made of some bytes alone.
+    """A weight that is made of bytes alone.
 
     Attributes:
-        FORMAT: of ``parts``, and how they are computed from a weight; another one whenever that changes.
+        FORMAT: a name for the form of ``parts`` and for how they are computed; it changes whenever either changes.
         parts: contiguous tensors, [...], whose bytes are the weight.
     """
 
@@ -44,18 +44,18 @@ class PackedWeight(Protocol):
 
     @classmethod
     def empty(cls, shape: Sequence[int]) -> Self:
-        """One of this shape, [out, in], whose ``parts`` are to be filled."""
+        """Return a weight of this shape, [out, in], whose ``parts`` are still to be filled."""
 
 
 W = TypeVar("W", bound=PackedWeight)
 
 
 def content_key(stored: StoredTensor, packing: str) -> str:
-    """Names what a tensor on disk becomes by ``packing``; another name once the tensor may have changed.
+    """Return a name for the result of ``packing`` a tensor on disk; it differs once the tensor may have changed.
 
-    In it are how the tensor is made of its pieces and, for each piece, the file's device, inode, size and times of its
-    last change, the piece's place in the file, and a sample of its data. The second of the times is the system's own
-    and cannot be set back. Raises CheckpointError or OSError.
+    The name depends on how the tensor is made of its pieces, on each piece's place in its file, and on a sample of its
+    data. The file's device, inode, size, mtime and ctime count too. The system sets ctime, which cannot be set back.
+    Raises CheckpointError or OSError.
     """
     digest = hashlib.sha256(json.dumps([packing, stored.name, stored.recipe]).encode())
     for piece in stored.pieces:
@@ -68,19 +68,19 @@ def content_key(stored: StoredTensor, packing: str) -> str:
 
 
 class WeightCache:
-    """Of all servers of this user on this machine. They may read, write and evict at the same time."""
+    """The cache of all servers of this user on this machine. These may read, write and evict at the same time."""
 
     def __init__(self, budget_bytes: int, directory: Path | None = None) -> None:
-        """``budget_bytes``: about as much is kept, what was used last; 0: nothing is read or written."""
+        """Open the cache. It keeps about ``budget_bytes`` of the weights used last; 0 turns the cache off."""
         self._budget_bytes = budget_bytes
         self._directory = directory or platformdirs.user_cache_path("swarm") / "weights"
         self._used: set[Path] = set()
-        self._oldest_first: list[tuple[Path, int]] | None = None  # what may be evicted, with its bytes
+        self._oldest_first: list[tuple[Path, int]] | None = None  # files that may be evicted, with their bytes
         self._total_bytes = 0
         self._cannot_read = self._cannot_write = False
 
     def read(self, key: str, kind: type[W], shape: Sequence[int]) -> W | None:
-        """None if it is not there, or not whole."""
+        """Return the weight, or None if it is missing, damaged or unreadable."""
         if not self._budget_bytes or self._cannot_read:
             return None
         path = self._path(key)
@@ -100,7 +100,7 @@ class WeightCache:
         return weight
 
     def write(self, key: str, weight: PackedWeight) -> None:
-        """Does nothing if there is no room, or writing has failed before."""
+        """Write the weight. Do nothing if there is no room, or if writing has failed before."""
         size_bytes = sum(part.nbytes for part in weight.parts)
         if not self._budget_bytes or self._cannot_write:
             return
@@ -122,7 +122,7 @@ class WeightCache:
         return self._directory / f"{key[:40]}{_SUFFIX}"
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Deletes what was used the longest ago; never what this server has used."""
+        """Delete the least recently used files, but none that this server has used; return whether there is room."""
         if self._oldest_first is None:
             self._oldest_first = self._find_files()
             self._total_bytes = sum(size for _, size in self._oldest_first)
@@ -137,7 +137,7 @@ class WeightCache:
         return self._total_bytes + size_bytes <= self._budget_bytes
 
     def _find_files(self) -> list[tuple[Path, int]]:
-        """The packed weights, oldest first; deletes what servers have left that were killed while they wrote."""
+        """Return the packed weights, oldest first. Delete partial files of servers that were killed while writing."""
         found = []
         for entry in os.scandir(self._directory):
             try:
@@ -146,7 +146,7 @@ class WeightCache:
                     found.append((status.st_mtime, Path(entry.path), status.st_size))
                 elif entry.name.endswith(PARTIAL_SUFFIX) and time.time() - status.st_mtime > ABANDONED_S:
                     os.unlink(entry.path)
-            except FileNotFoundError:  # another server was faster
+            except FileNotFoundError:  # another server has deleted it
                 continue
         return [(path, size_bytes) for _, path, size_bytes in sorted(found)]
 
@@ -155,7 +155,7 @@ class WeightCache:
 
 
 def _read(path: Path, key: str, kind: type[W], shape: Sequence[int]) -> W:
-    """Raises OSError; ValueError, if it is not what it should be."""
+    """Read a weight. Raise OSError, or ValueError if the file is not what it should be."""
     with path.open("rb", buffering=0) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -192,7 +192,7 @@ def _header(key: str, weight: PackedWeight, checksum: str | None) -> dict[str, o
 
 
 def _checksum(parts: Sequence[torch.Tensor]) -> str:
-    """Over the sum of each page: adding is as fast as reading, and one changed bit changes a sum."""
+    """Return a digest over the sum of each page: adding is as fast as reading, and one changed bit changes a sum."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.view(torch.uint8)

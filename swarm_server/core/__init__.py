@@ -1,1 +1,1 @@
-"""The config, which every other room may import."""
+"""Configuration, access and counters, which every other package of the server may import."""

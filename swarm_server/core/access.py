@@ -1,4 +1,4 @@
-"""As whom a server comes, and whom it lets in: everybody, or the members of a private swarm."""
+"""A server's identity, and its access control: it admits everybody, or only the members of a private swarm."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ _MAX_FILE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ServerAccess:
-    """Attributes:
-    token: empty if the swarm is not private.
-    control: None if everybody is let in.
+    """The identity and access control of one server.
+
+    Attributes:
+        token: the membership token; empty if the swarm is not private.
+        control: the access control; None if everybody is admitted.
     """
 
     identity: Identity
@@ -35,10 +37,10 @@ class ServerAccess:
 
     @classmethod
     def of(cls, config: ServerConfig) -> ServerAccess:
-        """Reads the files that the configuration names, or else the environment variable SWARM_MEMBERSHIP.
+        """Read the files that the configuration names, or else the environment variable SWARM_MEMBERSHIP.
 
         Raises:
-            ValueError: one of them cannot be used, or they do not fit together.
+            ValueError: a file cannot be used, or the files do not fit together.
         """
         member = read_member(config)
         if member is None:
@@ -54,7 +56,7 @@ class ServerAccess:
         return cls(identity, member.token, control)
 
     def warn_if_no_member(self) -> None:
-        """A server whose membership has ended is no longer seen; its log says why."""
+        """Log a warning if this server's membership has ended, because the swarm no longer sees the server then."""
         if self.control is not None:
             try:
                 self.control.require(Role.SERVER, self.identity.peer_id, self.token)
@@ -63,7 +65,7 @@ class ServerAccess:
 
 
 def read_member(config: ServerConfig) -> MemberCredentials | None:
-    """Raises ValueError if it is not what this server needs; see ``ServerAccess.of``."""
+    """Read the membership. Raise ValueError if it is not what this server needs; see ``ServerAccess.of``."""
     swarm_key = SwarmKey.parse(config.swarm_key) if config.swarm_key else None
     member = MemberCredentials.read(config.membership)
     if member is not None:
@@ -76,7 +78,7 @@ def read_member(config: ServerConfig) -> MemberCredentials | None:
 
 
 class KnownRevocations:
-    """A copy of the revocations in the user's cache directory: the DHT forgets them when all servers are gone."""
+    """A copy of the revocations in the user's cache directory, because the DHT loses them when all servers are gone."""
 
     def __init__(self, control: AccessControl) -> None:
         self._control = control
@@ -84,14 +86,14 @@ class KnownRevocations:
         self._saved: set[bytes] = set()
 
     def load(self) -> None:
-        """Whoever could write there can only add what the organiser has signed."""
+        """Load the saved revocations; the file need not be trusted, because the organiser's signature is checked."""
         with suppress(OSError), self._path.open("rb") as file:
             for line in file.read(_MAX_FILE_BYTES).split():
                 with suppress(ValueError):
                     self._control.revoke(base64.b64decode(line))
 
     def save(self) -> None:
-        """If there are others than last time."""
+        """Save the revocations if they have changed since the last call."""
         known = self._control.revocations()
         if set(known) == self._saved:
             return

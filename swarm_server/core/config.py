@@ -1,4 +1,4 @@
-"""The server's configuration, in one frozen value; the command line takes its defaults from here."""
+"""The server's configuration in one frozen value; the command line takes its defaults from here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.placement.placement import MARGIN
 
-METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")  # of quantisation
+METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")  # methods of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO, ALWAYS, NEVER = "auto", "always", "never"  # whether files are offered
 PREFIX_CACHES = ("auto", "all", "own", "none")
@@ -24,51 +24,51 @@ RELAYS = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Raises ValueError at construction if a field is out of its range."""
+    """The configuration of one server. The construction raises ValueError if a field is out of its range."""
 
     model: str = DEFAULT_MODEL  # hub name or path
     model_revision: str | None = None  # of a hub model
     blocks: Span | None = None  # pinned; None: the server chooses, and moves where it is needed
-    initial_blocks: Span | None = None  # chosen for it at first
-    num_blocks: int | None = None  # how many it chooses; None: from memory
-    memory_bytes: int | None = None  # of blocks, keys and values; None: from free memory
+    initial_blocks: Span | None = None  # hosted first; later the server may move
+    num_blocks: int | None = None  # number of blocks to choose; None: from memory
+    memory_bytes: int | None = None  # for blocks, keys and values; None: from free memory
     quant: str = "int8"
     dtype: str = "auto"  # of computation; auto: float32 on CPU, bfloat16 on CUDA
     device: str = "auto"  # auto: CUDA if there is any
-    devices: tuple[str, ...] = ()  # several, which share the blocks, such as cuda:0 and cuda:1; empty: device
-    weight_cache_bytes: int = 16 << 30  # of packed weights on disk, of all servers of this user; 0: there is none
-    host: str | None = None  # None: the address that leads to the swarm, loopback if all of it is on this machine
-    port: int = 0  # gRPC; 0: any free one
+    devices: tuple[str, ...] = ()  # several devices that share the blocks, such as cuda:0 and cuda:1; empty: ``device``
+    weight_cache_bytes: int = 16 << 30  # of packed weights on disk, for all servers of this user; 0: no cache
+    host: str | None = None  # None: the address that leads to the swarm; loopback if the whole swarm is on this machine
+    port: int = 0  # gRPC; 0: any free port
     dht_port: int = 0
     announce_address: str | None = None  # HOST or HOST:PORT that others should use
     relay: str = "auto"  # whether others reach this server through relays; auto: if they cannot reach it directly
-    relay_bytes_per_s: int = 8_000_000  # that it relays for servers that cannot be reached; 0: it does not
-    relay_keepalive_s: float = 20.0  # of the way to relays; routers forget connections that are silent for a minute
+    relay_bytes_per_s: int = 8_000_000  # of relayed traffic for servers that cannot be reached directly; 0: no relaying
+    relay_keepalive_s: float = 20.0  # of connections to relays; routers forget those that are silent for a minute
     initial_peers: tuple[str, ...] = ()
-    discover: bool = False  # look for members on the local network besides, and let others find this server
+    discover: bool = False  # also find members on the local network, and let others find this server there
     swarm: str = DEFAULT_SWARM
-    identity: Path | None = None  # None: a new one each start
-    membership: Path | None = None  # of a private swarm; None: SWARM_MEMBERSHIP of the environment, if there is any
-    swarm_key: str = ""  # of a private swarm; empty: that of the membership
-    open_to_clients: bool = False  # members alone are servers, and anybody is a client
+    identity: Path | None = None  # None: a new identity at each start
+    membership: Path | None = None  # file of a private swarm; None: the environment variable SWARM_MEMBERSHIP, if set
+    swarm_key: str = ""  # of a private swarm; empty: the key in the membership
+    open_to_clients: bool = False  # only members may be servers, but anybody may be a client
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
-    cache_bytes: int | None = None  # keys and values of all sessions, and what training keeps; None: from free memory
-    prefix_cache: str = "auto"  # between whose sessions equal prefixes are shared; auto: see ``prefix_sharing``
-    adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start, called like the directories
-    adapter_bytes: int = 352 * MIB  # of all adapters that clients send; one client's share has room for the largest
-    chunk_tokens: int | None = None  # of a prompt, computed between two decoding steps; None: by device
+    cache_bytes: int | None = None  # for all sessions' keys and values, and for kept passes; None: from free memory
+    prefix_cache: str = "auto"  # which sessions share equal prefixes; auto: see ``prefix_sharing``
+    adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start; each names its adapter
+    adapter_bytes: int = 352 * MIB  # for all adapters that clients send; one client's share holds the largest
+    chunk_tokens: int | None = None  # positions of a prompt, computed between two decoding steps; None: by device
     max_sessions: int = 512
     throughput: float | None = None  # tokens per second to announce; None: measured
     queue_size: int = 64  # training passes waiting for the compute thread; more are refused
-    incoming_bytes: int = 768 * MIB  # of requests that arrive or wait; one client's share has room for two tensors
-    session_idle_timeout_s: float = 600.0  # between two steps
-    stall_timeout_s: float = 20.0  # within a request, beyond what its next part takes at min_bytes_per_s
+    incoming_bytes: int = 768 * MIB  # for requests that arrive or wait; one client's share holds two tensors
+    session_idle_timeout_s: float = 600.0  # the longest time between two steps
+    stall_timeout_s: float = 20.0  # within a request, in addition to the time of its next part at min_bytes_per_s
     min_bytes_per_s: float = 16 * 1024.0  # several streams share a line of 1 Mbit/s
-    drain_timeout_s: float = 30.0  # for generations to end or move when the server leaves, also for other blocks
-    balance_margin: float = MARGIN  # what the swarm must gain, relative, for servers to move
-    share_weights: str = AUTO  # with members that have none: auto, always, never, or a rate such as 10MB per second
-    weights: str = ""  # SHA-256 of the manifest of the files to take from the swarm; empty: that of most members
-    metrics_port: int | None = None  # of metrics for Prometheus; 0: any free one; None: there are none
+    drain_timeout_s: float = 30.0  # for sessions to end or move when the server leaves the swarm or its blocks
+    balance_margin: float = MARGIN  # the relative gain of throughput that is worth a move
+    share_weights: str = AUTO  # with members that lack them: auto, always, never, or a rate such as 10MB per second
+    weights: str = ""  # SHA-256 of the manifest of the files to take from the swarm; empty: the most common manifest
+    metrics_port: int | None = None  # port of the metrics for Prometheus; 0: any free port; None: no metrics
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class ServerConfig:
 
     @property
     def share_bytes_per_s(self) -> float | None:
-        """At most; None: what leaves sessions alone; 0: nothing is given to others."""
+        """Return the limit of sent bytes per second; None: what leaves sessions undisturbed; 0: nothing is sent."""
         if self.share_weights in (AUTO, ALWAYS):
             return None
         return 0.0 if self.share_weights == NEVER else float(parse_size(self.share_weights))
@@ -190,7 +190,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``2GiB``, ``500MB`` or ``1.5G``; raises ValueError if it is none."""
+    """Return the bytes of a size such as ``2GiB``, ``500MB`` or ``1.5G``. Raise ValueError if it is invalid."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
     if match is None or match[2].lower() not in units:

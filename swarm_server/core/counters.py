@@ -1,5 +1,5 @@
-"""What a server counts about itself while it works. Plain numbers: to count costs next to nothing, and asks for no
-package."""
+"""The counters that a server keeps about its own work. They are plain numbers: counting costs next to nothing, and
+needs no package."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WAIT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class Distribution:
-    """A histogram. One thread adds to it, and any may read."""
+    """A histogram. Only one thread adds to it; any thread may read."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: the largest value of each bucket, rising; a further bucket takes what is larger."""
+        """Create a histogram; ``bounds`` are the buckets' largest values, rising; one more bucket takes larger ones."""
         self.total = 0.0
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
@@ -29,7 +29,7 @@ class Distribution:
         self.total += value
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Of each bucket its bound, and how many values are not larger; as Prometheus has it, which ends with +Inf."""
+        """Yield each bucket's bound and the number of values up to it; the last bound is +Inf, as in Prometheus."""
         count = 0
         for bound, more in zip((*self._bounds, "+Inf"), list(self._counts), strict=True):
             count += more
@@ -38,25 +38,24 @@ class Distribution:
 
 @dataclass
 class Counters:
-    """Of one server process, from its start, whatever blocks it hosts. Each number is changed by one thread.
+    """The counters of one server process since its start, for all its blocks. One thread changes each number.
 
     Attributes:
-        positions: rows × positions by what was done with them: computed in ``prefill`` (steps of several positions) or
-            ``decode`` (of one), ``reused`` from the prefix cache, ``copied`` from another server, and ``forward`` and
-            ``backward`` without a session.
-        block_positions: what is computed, in rows × positions × blocks, as ``prefill``, ``decode`` or ``forward``.
-        blocks_run: how often a block was run, for whatever and however many positions.
-        batches: that the compute thread has ended.
-        batch_rows: rows of a batch of steps.
-        wait_s: from submission to the compute thread, by kind of work: ``decode``, ``prefill`` or ``training``.
-        compute_s: of the compute thread, by the same kinds.
-        calls: by method of the gRPC service.
-        refusals: of calls and of single steps, by the gRPC status that they were answered with.
-        received_bytes: messages of callers.
-        sent_bytes: ``reply``: messages to callers; ``push``: hidden states to next hops; ``copy``: of sessions.
-        sessions: that were opened: ``new``, or as ``replacement`` of another after its first step.
-        moves: to other blocks.
-        daemon_restarts: of the libp2p daemon.
+        positions: rows × positions by use: computed in ``prefill`` (steps of several positions) or ``decode`` (of one),
+            ``reused`` from the prefix cache, ``copied`` from a server, ``forward`` and ``backward`` without a session.
+        block_positions: computed rows × positions × blocks, as ``prefill``, ``decode`` or ``forward``.
+        blocks_run: the number of runs of a block, for any number of positions.
+        batches: the number of batches that the compute thread has finished.
+        batch_rows: the number of rows of each batch of steps.
+        wait_s: the time from submission to the compute thread, by kind: ``decode``, ``prefill`` or ``training``.
+        compute_s: the busy time of the compute thread, by the same kinds.
+        calls: the number of calls, by method of the gRPC service.
+        refusals: the number of refused calls and steps, by the gRPC status of the answer.
+        received_bytes: the bytes of messages from callers.
+        sent_bytes: the bytes sent: ``reply`` to callers, ``push`` of hidden states to next hops, ``copy`` of sessions.
+        sessions: the number of opened sessions: ``new``, or a ``replacement`` for another one after its first step.
+        moves: the number of moves to other blocks.
+        daemon_restarts: the number of restarts of the libp2p daemon.
     """
 
     positions: Counter[str] = field(default_factory=Counter)
@@ -78,6 +77,6 @@ class Counters:
     started_s: float = field(default_factory=time.monotonic)
 
     def work(self) -> Work:
-        """As the server's record says it."""
+        """Return the work done, for the server's record."""
         done = self.block_positions
         return Work(done["decode"], done["prefill"], done["forward"], time.monotonic() - self.started_s)

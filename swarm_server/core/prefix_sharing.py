@@ -1,4 +1,4 @@
-"""Between whom a server shares the keys and values of equal prefixes: the time of an answer shows that it did."""
+"""The choice of clients that share keys and values of equal prefixes; response times reveal that they are shared."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from swarm_server.core.config import ServerConfig
 
 
 def prefix_sharing(config: ServerConfig, access: ServerAccess, host: str) -> str:
-    """``all``, ``own`` or ``none``, for a server that listens on the IP address ``host``.
+    """Return ``all``, ``own`` or ``none``, for a server that listens on the IP address ``host``.
 
-    By default it is ``all`` where clients are known to be members of a private swarm, or on this machine.
+    The default is ``all`` where clients are known to be members of a private swarm, or on this machine, else ``own``.
     """
     if config.prefix_cache != "auto":
         return config.prefix_cache

@@ -1,1 +1,1 @@
-"""Batches what sessions ask for and computes it. Import ``engine`` and ``scheduler``."""
+"""Computation of session steps in batches. Import ``engine`` and ``scheduler``."""

@@ -1,4 +1,4 @@
-"""What a batch of sessions is to the blocks: masks, positions, and where keys and values are."""
+"""A batch of sessions in the form that blocks need: masks, positions, and where keys and values are."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from swarm_server.kv.rows_cache import BlockRuns
 
 @dataclass
 class Prepared:
-    """A step with room for its new positions. Nothing of the session has changed yet."""
+    """A step that has room for its new positions. The session itself has not changed yet."""
 
     session: Session
     step: SessionStep
-    state: State  # the session's, once the step is computed
-    num_matched: int  # leading positions whose keys and values are there already
-    growth: Growth | None  # None: all are there
-    block_outputs: list[torch.Tensor] = field(default_factory=list)  # so far, if the step wants them
-    states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # by block, once it is computed
+    state: State  # becomes the session's state once the step is computed
+    num_matched: int  # leading positions whose keys and values the prefix cache has
+    growth: Growth | None  # room for the other positions; None if all positions are matched
+    block_outputs: list[torch.Tensor] = field(default_factory=list)  # of the parts computed so far, if wanted
+    states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # of computed blocks, by block index
 
     @property
     def num_rows(self) -> int:
@@ -32,32 +32,32 @@ class Prepared:
 
     @property
     def new_hidden(self) -> torch.Tensor:
-        """What is to be computed, [rows, new, hidden_size]."""
+        """Return the hidden states that are to be computed, [rows, new, hidden_size]."""
         hidden = self.step.inputs.hidden
         return hidden[:, self.num_matched :] if self.num_matched else hidden
 
     @property
     def bounds(self) -> Iterable[int]:
-        """Before and after which blocks hidden states are looked at."""
+        """Return the block boundaries at which this step needs hidden states."""
         blocks = self.session.blocks
         return range(blocks.start, blocks.end + 1) if self.step.every_block else (blocks.start, blocks.end)
 
     @property
     def records(self) -> bool:
-        """Whether what convolutions are given is kept."""
+        """Return whether the inputs of convolutions are recorded, so that their states can be cropped later."""
         layout = self.session.layout
         return bool(layout.slots) and layout.crops_states and self.state.settled is not None
 
     @property
     def num_recorded(self) -> int:
-        """Positions that convolutions have kept so far."""
+        """Return how many positions of input the convolutions have recorded so far."""
         if not (self.records and self.step.start):
             return 0
         assert self.state.states is not None
         return max(tensor.shape[-1] for of_block in self.state.states.states for tensor in of_block)
 
     def slots(self, blocks: Span) -> tuple[tuple[Slot, ...], ...]:
-        """What each of these blocks remembers."""
+        """Return the state slots of each of these blocks."""
         first = self.session.blocks.start
         return self.session.layout.slots[blocks.start - first : blocks.end - first] or ((),) * len(blocks)
 
@@ -69,7 +69,7 @@ class Prepared:
 
 
 def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the new positions, both [batch, tokens]."""
+    """Return the position ids and the mask of the new positions, both [batch, tokens]."""
     batch_size, num_tokens, _ = step.inputs.hidden.shape
     positions, mask = step.inputs.position_ids, step.inputs.attention_mask
     if positions is None:
@@ -79,20 +79,20 @@ def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batch_positions(batch: list[Prepared], num_new: int) -> torch.Tensor:
-    """[rows, num_new]."""
-    if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # as in decoding: one call
+    """Return the position ids of the new positions of all rows, [rows, num_new]."""
+    if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # decoding: one call for all
         return torch.tensor([[work.state.length - 1] for work in batch for _ in work.state.rows])
     return torch.cat([positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
 
 
 def hides_nothing(batch: list[Prepared]) -> bool:
-    """Whether every session attends to all its positions."""
+    """Return whether every session attends to all its positions."""
     masks = [work.step.inputs.attention_mask for work in batch]
     return all(mask is None or bool(mask.all()) for mask in masks)
 
 
 def positions_seen(batch: list[Prepared]) -> list[int] | None:
-    """How many of its last positions each row attends to; None: some attend to others before."""
+    """Return how many of its last positions each row attends to; None if a row attends to any other positions."""
     seen: list[int] = []
     for work in batch:
         mask, length = work.step.inputs.attention_mask, work.state.length
@@ -107,7 +107,7 @@ def positions_seen(batch: list[Prepared]) -> list[int] | None:
 
 
 def batch_mask(batch: list[Prepared], length: int) -> torch.Tensor | None:
-    """[rows, length], of rows that end together; None if all is attended to."""
+    """Return the mask [rows, length] of rows that are aligned at their ends; None if it hides nothing."""
     if all(work.state.length == length for work in batch) and hides_nothing(batch):
         return None
     result = torch.zeros(sum(work.num_rows for work in batch), length, dtype=torch.long)
@@ -120,14 +120,14 @@ def batch_mask(batch: list[Prepared], length: int) -> torch.Tensor | None:
 
 
 def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
-    """Where each block of ``blocks`` finds the keys and values of all rows."""
-    by_group: list[list[list[Run]]] = []  # of each session, for each group
+    """Return for each block of ``blocks`` where the keys and values of all rows are."""
+    by_group: list[list[list[Run]]] = []  # by session, then by group
     first = 0
     for work in batch:
         groups = range(len(work.session.layout.groups))
         by_group.append([runs(work.state.rows, group, first) for group in groups])
         first += work.num_rows
-    joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks that have the same runs
+    joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks with the same runs
     result = []
     for block in blocks:
         found = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]

@@ -1,7 +1,7 @@
-"""What a session has been sent, as the prefix cache knows it: by a digest of each full page.
+"""Content of a session as the prefix cache identifies it: by a digest of each full page.
 
-What is decoded fills a page in many steps. It is hashed all at once when the page is full: to hash each token takes as
-long as the rest of preparing its step.
+Decoding fills a page in many steps. The page is hashed all at once when it is full, because hashing every token
+separately takes as long as the rest of preparing a step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from swarm_server.kv.prefix_cache import token_content
 
 
 def followed(state: State, step: SessionStep) -> State:
-    """With the step's content, which comes after all others; no hidden positions may have changed."""
+    """Return ``state`` with the content of ``step`` appended; the mask of earlier positions must be unchanged."""
     state = replace(state, unhashed=(*state.unhashed, step), can_match=False)
     is_full = step.start % PAGE_TOKENS + step.inputs.hidden.shape[1] >= PAGE_TOKENS
     return hashed(state) if is_full else state
 
 
 def hashed(state: State) -> State:
-    """With all content in the hashes."""
+    """Return ``state`` with the content of all its steps in the hashes."""
     if not state.unhashed or state.hashes is None:
         return state
     for _, alike in itertools.groupby(state.unhashed, lambda step: step.inputs.hidden.dtype):
@@ -45,5 +45,5 @@ def same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def hiding(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask, if it hides anything."""
+    """Return the mask, or None if it hides nothing."""
     return None if mask is None or bool(mask.all()) else mask

@@ -1,4 +1,4 @@
-"""Computes steps of many sessions in one batch."""
+"""The engine, which computes steps of many sessions in one batch."""
 
 from __future__ import annotations
 
@@ -47,17 +47,19 @@ _CPU = torch.device("cpu")
 
 
 class BatchMeter(Protocol):
-    """Records of every batch how many blocks, rows and new tokens it had, and how long it took."""
+    """A recorder of every batch: its number of blocks, rows and new tokens, and how long it took."""
 
     def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float, num_sessions: int) -> None: ...
 
 
 class Engine:
-    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in.
+    """The hosted blocks and the sessions' steps through them. An engine runs on the compute thread only.
+
+    Hidden states come in and go out on the CPU. The outputs have the dtype of the inputs.
 
     Attributes:
         stateless: passes through the same blocks without a session.
-        counters: of the positions that steps compute.
+        counters: counts of the positions that steps compute, of blocks and of batch rows.
         ways: how batches are computed.
     """
 
@@ -78,7 +80,7 @@ class Engine:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Of the blocks, in their order."""
+        """Return the devices of the blocks, in block order."""
         return self._stack.devices
 
     @property
@@ -91,19 +93,19 @@ class Engine:
 
     @property
     def mixes_rows(self) -> bool:
-        """Whether sessions of different lengths may share a batch, and a prompt may come in chunks."""
+        """Return whether sessions of different lengths may share a batch, and a prompt may come in chunks."""
         return self._stack.row_independent
 
     @property
     def chunks_prompts(self) -> bool:
-        """Whether a prompt that comes in chunks takes about as long as in one piece, and gives the same."""
+        """Return whether a prompt in chunks takes about as long as in one piece, and gives the same outputs."""
         return self.mixes_rows and not self._token_by_token
 
     def place(self, key: bytes, adapter: Adapter) -> PlacedAdapter:
-        """An adapter ready for use; from any thread.
+        """Return an adapter ready for use. Any thread may call this method.
 
         Raises:
-            RequestRejected: it does not fit the blocks.
+            RequestRejected: the adapter does not fit the blocks.
         """
         require_fit(adapter, self._stack.span, self.hidden_size, self._stack.original)
         return PlacedAdapter.of(key, adapter.moved(self._stack.device_of))
@@ -111,7 +113,7 @@ class Engine:
     # ------------------------------------------------------------ sessions
 
     def layout_of(self, blocks: Span, keeps_outputs: bool) -> PageLayout:
-        """What a session over ``blocks`` stores."""
+        """Return the layout of what a session over ``blocks`` stores."""
         return self.layout.part(blocks, keeps_outputs, windows=self.ways.in_place)
 
     def open(
@@ -127,25 +129,25 @@ class Engine:
         owner: str = "",
         adapter: PlacedAdapter | None = None,
     ) -> Session:
-        """A session without positions.
+        """Return a new session without positions.
 
         Args:
             reserved: how many positions per row the lease promises.
-            keeps_outputs: what comes out of the last block is stored as well, to be sent again.
-            records_past: see RecordPast.
-            shares: equal beginnings are computed once for all sessions that share, if there is a prefix cache.
-            owner: peer id of the client; the prefix cache says whether others share with it.
+            keeps_outputs: whether the outputs of the last block are stored as well, so that they can be sent again.
+            records_past: whether sliding windows keep what a later crop needs (see RecordPast).
+            shares: whether the session shares equal beginnings with other sessions, if there is a prefix cache.
+            owner: the peer id of the client; the prefix cache says whether different owners share.
         """
         layout = self.layout_of(blocks, keeps_outputs)
         state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
-        if shares and self.prefix_cache is not None and not layout.slots:  # states are known at the end only
+        if shares and self.prefix_cache is not None and not layout.slots:  # states are not known page by page
             adapter_key = b"" if adapter is None else adapter.key
             seed = self.prefix_cache.seed(owner, f"{blocks} {keeps_outputs}", adapter_key)
             state = replace(state, hashes=(seed,) * batch_size, digests=((),) * batch_size)
         return Session(blocks, layout, lease, reserved, state, adapter)
 
     def close(self, session: Session) -> None:
-        """Gives back the session's room; what the prefix cache keeps shrinks to what is filled."""
+        """Give back the session's room. Pages that the prefix cache keeps shrink to their filled part."""
         rows, session.state = session.state.rows, State(())
         session.lease.close()
         for page in {part.page for row in rows for parts in row.parts for part in parts}:
@@ -153,11 +155,11 @@ class Engine:
                 page.trim()
 
     def run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
-        """One step of each session, in one batch if there are several; all must have equally many new positions.
+        """Compute one step of each session, in one batch; all steps must have equally many new positions.
 
-        Returns for each the hidden states after its last block, [batch, tokens, hidden_size], or after every block,
-        [blocks, batch, tokens, hidden_size], if the step wants them; or the error that refused it: RequestRejected or
-        PeerBusy. A session whose step failed is as it was before.
+        Returns for each step the hidden states after the session's last block, [batch, tokens, hidden_size]. A step
+        with ``every_block`` gets those after every block, [blocks, batch, tokens, hidden_size]. A refused step gets its
+        error instead: RequestRejected or PeerBusy. A session whose step failed is unchanged.
         """
         longer = [step.start and step.inputs.hidden.shape[1] > 1 for _, step in batch]
         if not (self._token_by_token and any(longer)):
@@ -169,7 +171,7 @@ class Engine:
         ]
 
     def _run_tokens(self, session: Session, step: SessionStep) -> torch.Tensor | Exception:
-        """One position after the other."""
+        """Compute a step one position at a time; the session is unchanged if the step fails."""
         before, states = session.state, None
         outputs: list[torch.Tensor] = []
         try:
@@ -177,7 +179,7 @@ class Engine:
                 (output,) = self._run([(session, token)])
                 if isinstance(output, Exception):
                     raise output
-                assert session.state.states is not None  # only blocks with states are computed like this
+                assert session.state.states is not None  # only blocks with states are computed token by token
                 states = session.state.states.before if not outputs else states
                 outputs.append(output)
         except BaseException as error:
@@ -199,7 +201,7 @@ class Engine:
                     try:
                         prepared[number] = self._prepare(session, step)
                     except (RequestRejected, PeerBusy) as error:
-                        results[number] = error.with_traceback(None)  # whose frames would hold on to the batch
+                        results[number] = error.with_traceback(None)  # its frames would keep the batch in memory
                 outputs = self._compute([work for work in prepared.values() if work.growth])
             except BaseException:
                 for work in prepared.values():
@@ -274,7 +276,11 @@ class Engine:
         return Prepared(session, step, state, num_matched, growth)
 
     def _with_states(self, state: State, session: Session) -> State:
-        """Makes sure of the states before the next step, and of room for those after it."""
+        """Return ``state`` with the states before the next step, and with room for the states after it.
+
+        Raises:
+            RequestRejected: the states before the step are not known.
+        """
         if state.length and state.states is None:
             if session.state.states is None:
                 raise RequestRejected(f"the states after {state.length} positions have not come here")
@@ -294,12 +300,12 @@ class Engine:
     def _match(
         self, state: State, step: SessionStep, keeps_outputs: bool
     ) -> tuple[State, list[list[tuple[Parts, ...]]]]:
-        """Adds the step to the content hashes; returns, page by page, where each row's content is found."""
+        """Add the step to the content hashes. Return the new state and, page by page, where each row's content is."""
         if state.hashes is None:
             return state, []
         mask = hiding(step.inputs.attention_mask)
         if not same_mask(state.mask, hiding(None if mask is None else mask[:, : step.start])):
-            return forgotten(state), []  # what came before looks different now: another content
+            return forgotten(state), []  # the mask of earlier positions has changed, and with it their content
         may_match, num_known = state.can_match and step.start % PAGE_TOKENS == 0, step.start // PAGE_TOKENS
         state = followed(state if mask is state.mask else replace(state, mask=mask), step)
         num_tokens = step.inputs.hidden.shape[1]
@@ -308,10 +314,10 @@ class Engine:
         num_pages = num_tokens // PAGE_TOKENS
         if step.every_block:
             num_pages = 0
-        elif not keeps_outputs:  # then the outputs that are wanted must be computed
+        elif not keeps_outputs:  # outputs that are wanted must then be computed
             num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
             num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
-        assert self.prefix_cache is not None  # or there would be no hashes
+        assert self.prefix_cache is not None  # without it there are no hashes
         found = [self.prefix_cache.longest(digests[num_known:][:num_pages]) for digests in state.digests]
         num_found = min(map(len, found))
         state = replace(state, can_match=num_found * PAGE_TOKENS == num_tokens)
@@ -323,7 +329,7 @@ class Engine:
         session.state = work.state
         if session.layout.slots:
             old = work.state.states
-            assert old is not None  # they were made sure of
+            assert old is not None  # ``_with_states`` made them
             after = tuple(work.states.get(block, ()) for block in session.blocks)
             before = replace(old, before=None) if old.length else None
             states = RowStates(work.state.length, after, old.room, before)
@@ -333,7 +339,7 @@ class Engine:
                 self._store_outputs(session, output)
             if work.num_matched:
                 output = self.outputs(session, step.start, step.start + num_tokens)
-        elif work.num_matched:  # nobody wants those that were not computed
+        elif work.num_matched:  # nobody wants the outputs that were not computed
             skipped = torch.zeros_like(step.inputs.hidden[:, : work.num_matched])
             output = skipped if output is None else torch.cat([skipped.to(output), output], 1)
         if work.state.hashes is not None and not work.state.unhashed:
@@ -353,10 +359,10 @@ class Engine:
             if len(digests) > first_page:
                 self.prefix_cache.touch(digests)
 
-    # ------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------ stored outputs, keys and values
 
     def outputs(self, session: Session, start: int, end: int) -> torch.Tensor:
-        """What came out of the session's last block at these positions, [batch, end - start, hidden_size]."""
+        """Return the stored outputs of the session's last block at these positions, [batch, positions, hidden_size]."""
         group = session.layout.outputs_group
         assert group is not None, "the session does not keep outputs"
         channel = len(session.layout.groups[group].channels) - 1
@@ -364,21 +370,22 @@ class Engine:
             return read(session.state.rows, group, start, end, channel)[:, 0]
 
     def stored(self, session: Session, start: int, end: int) -> Stored:
-        """Everything the session keeps of these positions, for ``adopt``."""
+        """Return everything that the session keeps of these positions, in the form that ``adopt`` takes."""
         known = session.state.states
         states = known.states if known is not None and end == session.length else ()
         with torch.inference_mode():
             return pack(session.state.rows, session.layout, start, end, states)
 
     def adopt(self, session: Session, start: int, changes: Sequence[HistoryChange], stored: Stored) -> None:
-        """A step that was computed elsewhere.
+        """Take over a step that was computed on another server. An error leaves the session unchanged.
 
         Raises:
-            RequestRejected: it does not fit the session. PeerBusy: there is no room. The session is as it was.
+            RequestRejected: the step does not fit the session.
+            PeerBusy: there is no room.
         """
         if not session.state.rows:
             raise RequestRejected("the session is closed")
-        state = replace(forgotten(session.state), states=None)  # those after the step come with it
+        state = replace(forgotten(session.state), states=None)  # the states after the step come with it
         for change in changes:
             state = changed(state, change, session.layout)
         state = cropped(state, start, session.layout)
@@ -413,14 +420,14 @@ class Engine:
     # ------------------------------------------------------------ one batch
 
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
-        """The output of each, on the device of its last block."""
+        """Return the outputs of the steps, each on the device of its session's last block."""
         stack = self._stack
         devices = [stack.device_of(work.session.blocks.start) for work in batch]
         hidden = moved([work.new_hidden for work in batch], devices, [stack.dtype] * len(batch))
         bounds = sorted({*(bound for work in batch for bound in work.bounds), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
-            members.sort(key=lambda i: adapter_order(batch[i]))  # those with the same adapter are computed as one
+            members.sort(key=lambda i: adapter_order(batch[i]))  # rows with the same adapter are computed as one
             for together in self._alike(batch, members):
                 outputs = self._run_part(part, [batch[i] for i in together], [hidden[i] for i in together])
                 for i, output in zip(together, outputs, strict=True):
@@ -430,9 +437,10 @@ class Engine:
         return iter(hidden)
 
     def _alike(self, batch: list[Prepared], members: list[int]) -> Iterator[list[int]]:
-        """Those that can be computed as one.
+        """Group the steps that can be computed as one.
 
-        They have equally many positions that no cache has, states before them or none, and as much recorded.
+        The steps of a group have equally many positions to compute, all or none have states before them, and their
+        convolutions have recorded equally much.
         """
         by_kind: dict[tuple[int, ...], list[int]] = {}
         for i in members:
@@ -443,7 +451,7 @@ class Engine:
         return iter(by_kind.values())
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Blocks of one device that all sessions of the batch go through."""
+        """Run blocks of one device, through which all sessions of the batch go; return each session's output."""
         view = self._stack.view(blocks)
         device, hidden = view.device, [rows.to(view.device) for rows in hidden]
         num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
@@ -481,7 +489,7 @@ class Engine:
         return state_layers(slots, members, num_rows, device, recording=batch[0].records)
 
     def _try_rows(self, ways: Ways) -> torch.Tensor:
-        """What steps of rows of different lengths give if they are computed like this."""
+        """Return the outputs of steps with rows of different lengths, computed in these ways."""
         before, self.ways = self.ways, ways
         try:
             return steps_of_two_lengths(self)

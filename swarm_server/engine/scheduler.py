@@ -1,4 +1,4 @@
-"""Decides what the compute thread does next."""
+"""The scheduler, which decides what the compute thread does next."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
 _ACTIVE_S = 1.0
-_PACE_WEIGHT = 0.1  # of one batch in the average
+_PACE_WEIGHT = 0.1  # weight of one batch in the moving average
 _NOBODY = Caller("")
-_PREFILLS_PER_TRAINING = 3  # of turns that decoding leaves
-_FEW_POSITIONS = 32  # rows × positions of a step that somebody watches, such as one of speculative decoding
-_LEAST_ALONE = 16  # rows of a decoding step that may be computed by itself
-MAX_POSITIONS = 256  # rows × positions of a batch of decoding steps
+_PREFILLS_PER_TRAINING = 3  # prefill turns before a training turn, if both wait
+_FEW_POSITIONS = 32  # rows × positions: a step of up to this size counts as decoding (speculative decoding)
+_LEAST_ALONE = 16  # rows × positions: smaller decoding steps always share batches
+MAX_POSITIONS = 256  # rows × positions that a batch of decoding steps has at most
 
 
 class Kind(IntEnum):
-    """Decoding is short and somebody watches it; prompts come in chunks, short ones together; training can wait."""
+    """A kind of work. Users watch decoding; prompts come in chunks, short ones in one batch; training can wait."""
 
     DECODE = 0
     PREFILL = 1
@@ -43,12 +43,12 @@ class Kind(IntEnum):
 
 @dataclass(eq=False)
 class Work:
-    """A step of a session, or a call, and the future that its caller awaits.
+    """A step of a session, or a function call, with the future that its caller awaits.
 
     Attributes:
-        client: for whom it is, by peer id; empty: for the server itself.
-        user: which of the client's users that is, by a name of the client's choice.
-        cost: rows × positions, which is roughly what it takes.
+        client: the peer id of the client; empty if the work is the server's own.
+        user: which of the client's users the work is for, under a name that the client chooses.
+        cost: rows × positions, roughly proportional to the time that the work takes.
     """
 
     kind: Kind
@@ -80,28 +80,28 @@ class Work:
 
     @property
     def num_left(self) -> int:
-        """Positions of the prompt from this chunk on."""
+        """Return the number of positions of the prompt from this chunk on, over all rows."""
         return self.num_rows * (self.num_tokens + self.session_step[1].num_following)
 
 
 class WorkQueue:
-    """Whose turn it is. Pure: no clock, no thread.
+    """A queue that decides whose turn it is. It is pure: no clock, no thread.
 
-    Within a kind, clients share the turns, and the users of a client share its own, see ``FairQueue``. The prompts of a
-    user are computed in the order of ``PromptOrder``, all else as it comes. Decoding gets every other turn while
-    anything else waits, and all turns while nothing does; of the others' turns, training gets one in four.
+    Within a kind, clients share the turns, and a client's users share the client's turns (see ``FairQueue``). A user's
+    prompts run in the order of ``PromptOrder``, all other work in order of arrival. Decoding gets every second turn
+    while other work waits, and all turns otherwise. Training gets one in four of the turns that decoding leaves.
     """
 
     def __init__(self, mixes_sessions: bool = True, chunk_positions: int = 64) -> None:
-        """``mixes_sessions``: steps of several sessions may be computed in one batch.
+        """Create an empty queue. ``mixes_sessions``: steps of several sessions may be computed in one batch.
 
-        ``chunk_positions``: rows × positions of a batch of prompts, unless one has more: what decoding waits for. A
-        decoding step of a quarter of that, such as a lane of a large batch, keeps the machine busy: it is alone, so
-        that the next server has it while others are computed here.
+        ``chunk_positions``: the most rows × positions in a batch of prompts, unless one prompt chunk has more. Decoding
+        waits for such a batch. A decoding step of a quarter of these positions keeps the machine busy, so it runs
+        alone: the next server can start on this lane of a large batch while the other lanes are computed here.
         """
         self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
         self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue(num_levels=2) for kind in Kind}
-        self._prompts = PromptOrder()  # by the id() of their sessions
+        self._prompts = PromptOrder()  # keyed by the id() of each session
         self._last = Kind.TRAINING
         self._num_prefills = 0  # since the last training
 
@@ -119,20 +119,20 @@ class WorkQueue:
         self._waiting[work.kind].add(work, names, work.cost, place)
 
     def discard(self, work: Work) -> None:
-        """Forgets work whose caller has gone."""
+        """Remove work whose caller has gone."""
         self._waiting[work.kind].remove(work)
         self.forget(work.session)
 
     def is_prompt(self, session: Session) -> bool:
-        """Whether chunks of a prompt of this session have come, and its last one is still to be computed."""
+        """Return whether chunks of this session's prompt have come, and its last chunk has not started yet."""
         return id(session) in self._prompts
 
     def forget(self, session: Session | None) -> None:
-        """Nothing more will come of the session's prompt."""
+        """Forget the session's prompt, of which no more chunks will come."""
         self._prompts.forget(id(session))
 
     def next_batch(self) -> list[Work]:
-        """What to compute now: one piece of work, or steps of several sessions. Empty if nothing waits."""
+        """Return what to compute now: one piece of work, or steps of several sessions; empty if nothing waits."""
         if not len(self):
             return []
         self._last = kind = self._next_kind()
@@ -142,7 +142,7 @@ class WorkQueue:
         return self._batch(kind, self._chunk_positions, self._chunk_positions)
 
     def clear(self) -> list[Work]:
-        """Takes out everything."""
+        """Take out and return all waiting work."""
         return [work for waiting in self._waiting.values() for work in waiting.clear()]
 
     def _next_kind(self) -> Kind:
@@ -154,7 +154,7 @@ class WorkQueue:
         return Kind.PREFILL
 
     def _batch(self, kind: Kind, most_positions: int, alone_positions: int) -> list[Work]:
-        """The first, with steps of as many new positions each; those of ``alone_positions`` or more by themselves."""
+        """Take the first work, and steps with as many new positions. Steps of ``alone_positions`` or more run alone."""
         waiting = self._waiting[kind]
         first = waiting.pop()
         assert first is not None
@@ -179,13 +179,13 @@ class WorkQueue:
 
 
 class StepRunner(Protocol):
-    """What computes steps: the engine."""
+    """The interface through which the scheduler uses the engine."""
 
     def run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]: ...
 
 
 class Scheduler:
-    """One compute thread behind a queue."""
+    """A compute thread with the queue of its work."""
 
     def __init__(
         self,
@@ -195,55 +195,55 @@ class Scheduler:
         counters: Counters | None = None,
         chunk_positions: int = 64,
     ) -> None:
-        """``max_training``: passes that may wait; more are refused. Steps are bounded by the sessions there are.
+        """Start the compute thread. ``max_training``: how many training passes may wait; more are refused.
 
-        The others: see ``WorkQueue``.
+        Steps have no such limit, because open sessions bound their number. For the other arguments see ``WorkQueue``.
         """
         self._engine = engine
         self._counters = counters or Counters()
-        self._training = Shares(max_training, minimum=1)  # used on the event loop
+        self._training = Shares(max_training, minimum=1)  # only used on the event loop
         self._queue = WorkQueue(mixes_sessions, chunk_positions)
         self._changed = threading.Condition()
         self._stopping = False
         self._delay_s, self._delay_time = 0.0, time.monotonic()
-        self._costs = dict.fromkeys(Kind, 0)  # of all work that waits or is being computed; used on the event loop
+        self._costs = dict.fromkeys(Kind, 0)  # of waiting and running work; only used on the event loop
         self._num_waiting = 0
-        self._pace_s = dict.fromkeys(Kind, 0.0)  # for a unit of cost: an exponential average; 0: not known
-        self._stepped_s: dict[int, float] = {}  # when each session, by its id(), had its last step; the latest last
+        self._pace_s = dict.fromkeys(Kind, 0.0)  # seconds per unit of cost, an exponential average; 0 if not known
+        self._stepped_s: dict[int, float] = {}  # time of the last step by id() of the session, latest last
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
 
     @property
     def queue_delay_s(self) -> float:
-        """How long work has waited lately: an exponential average, which fades while there is none."""
+        """Return how long work has waited lately: an exponential average, which fades while no work comes."""
         idle_s = time.monotonic() - self._delay_time
         faded: float = 0.5 ** (idle_s / _DELAY_HALF_LIFE_S)
         return self._delay_s * faded
 
     @property
     def queue_s(self) -> float:
-        """Return how long a step would wait: for all steps, and for one piece of training, since they take turns.
+        """Return how long a step would wait: for all steps, and for one training pass, since these take turns.
 
-        It is known by how long others of the same kind took lately.
+        The estimate uses the time that recent work of the same kind took.
         """
         costs = self._costs | {Kind.TRAINING: self._costs[Kind.TRAINING] / max(1, self._training.used)}
         return sum(costs[kind] * self._pace_s[kind] for kind in Kind)
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that wait or are being computed. What comes later may go before some of them."""
+        """Return how many pieces of work wait or run. Later work may be computed before some of them."""
         return self._num_waiting
 
     @property
     def num_active(self) -> int:
-        """Sessions that had a step lately. On the event loop."""
+        """Return how many sessions had a step in the last second. Only call this on the event loop."""
         oldest_s = time.monotonic() - _ACTIVE_S
         while self._stepped_s and (first := next(iter(self._stepped_s.items())))[1] < oldest_s:
             del self._stepped_s[first[0]]
         return len(self._stepped_s)
 
     def forget(self, session: Session) -> None:
-        """Remove a session that has come to its end from all that is counted."""
+        """Remove a finished session from the scheduler's counters and forget its prompt."""
         self._stepped_s.pop(id(session), None)
         with self._changed:
             self._queue.forget(session)
@@ -251,7 +251,7 @@ class Scheduler:
     async def step(self, session: Session, step: SessionStep, client: str = "", user: str = "") -> torch.Tensor:
         """Return the step's output, [batch, tokens, hidden_size].
 
-        ``user``: whose of the client's users it is, see ``Work``. Raises what refused the step (see ``Engine.run``).
+        ``user``: which of the client's users the step is for. Raises the error that refused it (see ``Engine.run``).
         """
         self._stepped_s.pop(id(session), None)
         self._stepped_s[id(session)] = time.monotonic()
@@ -265,12 +265,12 @@ class Scheduler:
         return output
 
     async def train(self, call: Callable[[], T], client: Caller = _NOBODY, num_positions: int = 1) -> T:
-        """Calls a function on the compute thread when training has its turn.
+        """Call a function on the compute thread when training has its turn, and return its result.
 
-        ``num_positions``: rows × positions that it computes.
+        ``num_positions``: rows × positions that the function computes.
 
         Raises:
-            PeerBusy: too much training waits already.
+            PeerBusy: too many training passes wait already.
         """
         if not self._training.fits(client, 1):
             raise PeerBusy(
@@ -284,12 +284,12 @@ class Scheduler:
         return result
 
     async def call(self, call: Callable[[], T], client: str = "") -> T:
-        """Calls a short function on the compute thread, soon."""
+        """Call a short function on the compute thread in a decoding turn, and return its result."""
         result: T = await self._submit(Work(Kind.DECODE, _future(), call=call, client=client))
         return result
 
     def stop(self) -> None:
-        """Finishes the work in progress, fails what waits, and ends the thread."""
+        """Finish the work in progress, fail all waiting work, and end the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -312,7 +312,7 @@ class Scheduler:
             raise
         finally:
             self._num_waiting, self._costs[kind] = self._num_waiting - 1, self._costs[kind] - cost
-            del work  # an error's traceback would hold on to it, and it to the error, and both to memory
+            del work  # else it and an error's traceback would refer to each other and keep memory alive
 
     def _main(self) -> None:
         while batch := self._next_batch():
@@ -320,7 +320,7 @@ class Scheduler:
             results = self._run(batch)
             self._count(batch, time.monotonic() - start_s)
             _resolve([work.done for work in batch], results)
-            del batch, results  # their memory is not needed until there is more to do
+            del batch, results  # free their memory before waiting for more work
 
     def _next_batch(self) -> list[Work]:
         with self._changed:
@@ -343,12 +343,12 @@ class Scheduler:
         self._counters.batches += 1
         self._counters.compute_s[kind.name.lower()] += seconds
         if batch[0].call is not None and kind is not Kind.TRAINING:
-            return  # it is not as long as a step
+            return  # a short call says nothing about the pace of steps
         pace_s = seconds / max(1, sum(work.cost for work in batch))
         self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
 
     def _run(self, batch: list[Work]) -> list[Any]:
-        """The result of each, or the exception it ended with. Failures belong to the caller; the thread goes on."""
+        """Return each result, or the exception that ended its work. Callers get failures; the thread goes on."""
         try:
             if batch[0].call is not None:
                 return [batch[0].call()]
@@ -365,7 +365,7 @@ def _future() -> asyncio.Future[Any]:
 
 
 def _resolve(futures: Sequence[asyncio.Future[Any]], results: Sequence[Any]) -> None:
-    """On their loops, each of which is woken once: what was computed together goes on its way together."""
+    """Resolve futures on their loops. Each loop is woken once, so that the results of a batch leave together."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
     for future, result in zip(futures, results, strict=True):
         by_loop.setdefault(future.get_loop(), []).append((future, result))

@@ -1,4 +1,4 @@
-"""A session in the engine: its rows, and how steps change them. Values: a step that fails changes nothing."""
+"""State of a session in the engine, and how steps change it. It is immutable: a step that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from swarm_server.kv.row_states import RowStates
 
 @dataclass(frozen=True)
 class Reorder:
-    """New row i is old row ``indices[i]``; the batch may grow or shrink."""
+    """A new order of the rows: new row i is old row ``indices[i]``. The batch may grow or shrink."""
 
     indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Keeps the first ``length`` positions."""
+    """A cut of the session to its first ``length`` positions."""
 
     length: int
 
 
 @dataclass(frozen=True)
 class RecordPast:
-    """Sliding windows keep what a later crop may need: what came after the crop before it."""
+    """A request that sliding windows keep what a later crop needs: the positions since now, or since the last crop."""
 
 
 HistoryChange = Reorder | Crop | RecordPast
@@ -44,12 +44,12 @@ class SessionStep:
     """New positions of one session.
 
     Attributes:
-        start: positions before them; what the session has beyond is dropped.
-        inputs: hidden states and what attention needs to know, for the new positions.
-        changes: what happens to the session before.
-        num_wanted: how many of the last outputs will be used; None: all.
-        every_block: the outputs of every block are wanted, not only of the last.
-        num_following: positions per row that come in the steps after this one, if it is a chunk of a prompt.
+        start: the number of positions before the new ones; the session drops all positions beyond ``start``.
+        inputs: the hidden states of the new positions, with the mask and position ids that attention needs.
+        changes: changes of the session's history that are made before the step.
+        num_wanted: how many of the last outputs the caller uses; None means all.
+        every_block: whether the outputs of every block are wanted, not only the last block's.
+        num_following: the number of positions per row in later steps, if this step is a chunk of a prompt.
     """
 
     start: int
@@ -62,16 +62,16 @@ class SessionStep:
 
 @dataclass(frozen=True)
 class State:
-    """What steps change in a session.
+    """The part of a session that steps change.
 
     Attributes:
-        settled: windows keep what a crop to this length needs; None: nothing beyond the window.
-        hashes: of each row's content so far; None if it is not known any more.
-        digests: of each row's full pages of content.
-        mask: under which that was sent, [batch, positions]; None if nothing was hidden.
-        can_match: all content so far was found in the prefix cache.
-        states: what blocks remember besides; None before the first position, or if it is not known.
-        unhashed: the last steps, whose content is not in ``hashes`` yet, since no page has become full by them.
+        settled: sliding windows keep the positions that a crop to this length needs; None if they keep only the window.
+        hashes: the content hash of each row so far; None if the content is no longer known.
+        digests: the digests of each row's full pages of content.
+        mask: the attention mask of the hashed content, [batch, positions]; None if it hides nothing.
+        can_match: whether all content so far was found in the prefix cache.
+        states: the recurrent and convolution states; None before the first position, or if they are not known.
+        unhashed: the last steps, whose content is not in ``hashes`` yet because they have not filled a page.
     """
 
     rows: tuple[Row, ...]
@@ -93,8 +93,8 @@ class Session:
     """One generation on this server.
 
     Attributes:
-        reserved: positions per row that were promised to it.
-        adapter: of all its rows.
+        reserved: the number of positions per row that the server has promised.
+        adapter: the adapter that applies to all rows.
     """
 
     blocks: Span
@@ -110,13 +110,13 @@ class Session:
 
     @property
     def length(self) -> int:
-        """Positions of every row."""
+        """Return the number of positions, which is the same for every row."""
         return self.state.length
 
     @property
     def used_bytes(self) -> int:
-        """What takes the positions that there are. From any thread."""
-        rows = self.state.rows  # read once: the compute thread may be changing them
+        """Return the bytes that the current positions take. Any thread may read this property."""
+        rows = self.state.rows  # read once, because the compute thread may replace them
         return len(rows) * self.layout.size_bytes(rows[0].length) if rows else 0
 
     @property
@@ -125,7 +125,7 @@ class Session:
 
 
 def changed(state: State, change: HistoryChange, layout: PageLayout) -> State:
-    """Raises RequestRejected if the change cannot be made."""
+    """Return ``state`` after ``change``; raise RequestRejected if the change is impossible."""
     if isinstance(change, RecordPast):
         return replace(state, settled=state.length)
     if isinstance(change, Reorder):
@@ -155,10 +155,10 @@ def cropped(state: State, length: int, layout: PageLayout) -> State:
         raise RequestRejected(f"{state.length} positions cannot be cropped to {length}: sliding windows have moved on")
     if state.states is not None:
         state = replace(state, states=state.states.cropped(length, layout.slots) if length else None)
-    # The hash of part of a page cannot be taken back: from here on, content is not known any more.
+    # The hash of a partial page cannot be undone: from here on, the content is not known.
     return forgotten(replace(state, rows=rows))
 
 
 def forgotten(state: State) -> State:
-    """Without the knowledge of its content: nothing more of it is shared."""
+    """Return ``state`` without its content hashes, so that none of its further pages are shared."""
     return replace(state, hashes=None, digests=(), mask=None, can_match=False, unhashed=())

@@ -1,4 +1,4 @@
-"""How fast this server computes: measured when it starts, cached for the next start, followed while it works."""
+"""The speed of this server: measured when it starts, cached for the next start, updated while it works."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _logger = logging.getLogger(__name__)
 _MIN_TIME_S = 0.2
 _CONTEXT_TOKENS = 32
 _FORWARD_TOKENS = 64
-_WEIGHT = 0.02  # of one batch in the average
-_CACHE_LIFETIME_S = 7 * 24 * 3600.0  # then the machine is measured again
-_WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
+_WEIGHT = 0.02  # weight of one batch in the moving average
+_CACHE_LIFETIME_S = 7 * 24 * 3600.0  # afterwards the machine is measured again
+_WORTH_TELLING = 0.25  # relative: smaller changes are noise, which must not make servers move to other blocks
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Tokens per second: decoding one by one, and many at a time as in prompts and training."""
+    """Speeds in tokens per second: of decoding one token at a time, and of many at a time (prompts, training)."""
 
     decode_tokens_per_s: float
     forward_tokens_per_s: float
 
     def per_block(self, num_blocks: int) -> Speeds:
-        """Of one block, if these are of so many."""
+        """Return the speeds of a single block, if ``self`` describes a span of ``num_blocks`` blocks."""
         return Speeds(self.decode_tokens_per_s * num_blocks, self.forward_tokens_per_s * num_blocks)
 
     def through(self, num_blocks: int) -> Speeds:
-        """Of so many blocks, if these are of one."""
+        """Return the speeds of a span of ``num_blocks`` blocks, if ``self`` describes a single block."""
         return Speeds(self.decode_tokens_per_s / num_blocks, self.forward_tokens_per_s / num_blocks)
 
 
 def measure(engine: Engine, blocks: Span) -> Speeds:
-    """Decoding steps of one session after a short prompt, and prompts of 64 tokens, through ``blocks``."""
+    """Return the speeds through ``blocks``, from decode steps after a short prompt and from prompts of 64 tokens."""
     session = _open(engine, blocks)
     _step(engine, session, 0, _CONTEXT_TOKENS)
     decode = _per_second(lambda number: _step(engine, session, _CONTEXT_TOKENS + number % _CONTEXT_TOKENS, 1))
@@ -67,7 +67,7 @@ def _open(engine: Engine, blocks: Span) -> Session:
 
 
 def _per_second(call: Callable[[int], None]) -> float:
-    """Calls of a function with rising numbers; the first warms up."""
+    """Return how many calls per second take place. ``call`` gets rising numbers; the first call warms up."""
     call(0)
     start, count = time.perf_counter(), 0
     while count < 3 or time.perf_counter() - start < _MIN_TIME_S:
@@ -88,27 +88,27 @@ def _step(engine: Engine, session: Session, start: int, num_tokens: int) -> None
 
 
 class Meter:
-    """Averages what batches really take, and says so when it is no longer what was said. Thread-safe.
+    """A moving average of real batch times, which reports the speeds when they have changed. Thread-safe.
 
-    Decoding is measured per batch: a session waits for the whole batch it is in. Of a session with several rows one
-    counts; what the others take is known from prompts.
+    Decoding is measured per batch, because a session waits for its whole batch. Only one row per session counts: the
+    time of its further rows is estimated from prompts and subtracted.
     """
 
     def __init__(self, measured: Speeds, num_blocks: int, on_change: Callable[[Speeds], None] | None) -> None:
-        """``on_change``: gets the speeds of one block whenever they have changed; None: nothing is to be followed."""
+        """Start from ``measured``. ``on_change`` gets changed speeds of one block; None turns measuring off."""
         self._announced = measured.per_block(num_blocks)
-        self._decode_s = 1 / self._announced.decode_tokens_per_s  # of one block
+        self._decode_s = 1 / self._announced.decode_tokens_per_s  # per token in one block
         self._forward_s = 1 / self._announced.forward_tokens_per_s
         self._num_blocks = num_blocks
         self._on_change = on_change
 
     @property
     def speeds(self) -> Speeds:
-        """Through all hosted blocks."""
+        """Return the last reported speeds through all hosted blocks."""
         return self._announced.through(self._num_blocks)
 
     def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float, num_sessions: int = 1) -> None:
-        """A batch of so many rows of new tokens, of so many sessions, went through so many blocks."""
+        """Add the time of a batch: ``num_rows`` rows of ``num_tokens`` tokens each, through ``num_blocks`` blocks."""
         if self._on_change is None or seconds <= 0:
             return
         if num_tokens == 1:
@@ -132,7 +132,7 @@ def _differ(new: float, old: float) -> bool:
 
 
 class SpeedCache:
-    """Speeds of one block, in the user's cache directory: one file for each model, setting, machine and share of it."""
+    """A cache of one-block speeds in the user's cache directory: a file per model, setting, machine and core share."""
 
     def __init__(self, setting: Sequence[str], cores: CoreShare, directory: Path | None = None) -> None:
         self._setting = list(setting)
@@ -140,7 +140,7 @@ class SpeedCache:
         self._directory = directory or platformdirs.user_cache_path("swarm") / "speeds"
 
     def read(self) -> Speeds | None:
-        """None if nothing, or nothing sensible, has been cached lately."""
+        """Return the cached speeds; None if there are no valid ones of the last week."""
         path = self._path()
         try:
             if time.time() - path.stat().st_mtime > _CACHE_LIFETIME_S:
@@ -168,7 +168,7 @@ class SpeedCache:
 
 
 def hardware_name(devices: Sequence[torch.device]) -> str:
-    """The models of the processors that compute."""
+    """Return the model names of the processors that compute."""
     if devices[0].type == "cuda":
         return ", ".join(map(torch.cuda.get_device_name, devices))
     try:

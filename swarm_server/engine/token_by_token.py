@@ -1,6 +1,6 @@
-"""For blocks whose code begins at zero whenever it is given several positions at once, whatever state there is.
+"""Steps of one position at a time, for blocks whose code ignores the previous state if it gets several positions.
 
-The scan of mamba, as transformers writes it, takes no state to begin with: only single positions go on from one.
+The Mamba scan in transformers takes no initial state: only a single position continues from the previous state.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from swarm_server.kv.kv_cache import CacheBudget
 if TYPE_CHECKING:
     from swarm_server.engine.engine import Engine
 
-_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, mistakes are of order 1
+_SAME = 5e-3  # relative; rounding in int8 and bfloat16 amplifies differences of 1e-7, real errors are of order 1
 
 
 def can_go_on(engine: Engine) -> bool:
-    """Whether several positions after others give what they give in one piece."""
+    """Return whether a sequence in two pieces gives the same outputs as the sequence in one piece."""
     hidden = torch.randn(1, 5, engine.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
     for bounds in ((0, 5), (0, 3, 5)):
@@ -38,10 +38,10 @@ def can_go_on(engine: Engine) -> bool:
 
 
 def tokens_of(step: SessionStep) -> Iterator[SessionStep]:
-    """The step's positions, one after the other.
+    """Yield the step as one step per position, in order.
 
     Raises:
-        RequestRejected: some of them are padding, which only the beginning of a session may have.
+        RequestRejected: some new positions are padding, which is allowed only at the beginning of a session.
     """
     inputs = step.inputs
     mask, positions = inputs.attention_mask, inputs.position_ids

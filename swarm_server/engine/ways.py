@@ -1,4 +1,4 @@
-"""Finds out at the start which faster ways compute what the blocks' own code computes."""
+"""Trials at server start: which faster ways of computing give the same outputs as the blocks' own code."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from swarm_server.kv.rows_cache import BlockRuns, replaceable
 if TYPE_CHECKING:
     from swarm_server.engine.engine import Engine
 
-_SAME = 5e-3  # relative; rounding in int8 amplifies differences of 1e-7, mistakes are of order 1
-_SAME_IN_HALF = 5e-2  # of 16-bit floats, which themselves differ by 4e-3 from one another
+_SAME = 5e-3  # relative; rounding in int8 amplifies differences of 1e-7, real errors are of order 1
+_SAME_IN_HALF = 5e-2  # for 16-bit floats: neighbouring values differ by about 4e-3
 
 
 class Steps(Protocol):
-    """What computes decode steps without the blocks' own code: ``StepGraphs`` or ``StepReplays``.
+    """A way to compute decode steps without the blocks' own code: ``StepGraphs`` or ``StepReplays``.
 
     Attributes:
-        description: of how, for the log.
-        refusal: why it does not compute any; None if it does.
+        description: how steps are computed, as text for the log.
+        refusal: why no steps can be computed this way; None if they can.
     """
 
     @property
@@ -56,13 +56,13 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Ways:
-    """How batches are computed.
+    """A choice of how batches are computed.
 
     Attributes:
-        in_place: attention looks at keys and values where they lie, not at a copy.
-        attention: what attends for one new position, if not transformers' own function.
-        graphs: decode steps as programs of the CPU, or graphs of a GPU; None: the blocks' own code computes them.
-        refusal: why there are none.
+        in_place: whether attention reads keys and values where they are stored, not from a copy.
+        attention: the kernel that attends for one new position; None for transformers' own function.
+        graphs: decode steps as CPU programs or GPU graphs; None if the blocks' own code computes decode steps.
+        refusal: why there are no graphs.
     """
 
     in_place: bool = False
@@ -72,9 +72,9 @@ class Ways:
 
 
 def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], torch.Tensor]) -> Ways:
-    """The fastest of which a trial gives the same as the slowest.
+    """Return the fastest ways whose trial gives the same outputs as the blocks' own code.
 
-    try_rows: what ``steps_of_two_lengths`` gives.
+    ``try_rows``: computes ``steps_of_two_lengths`` in the given ways.
     """
     views = stack.views(stack.span)
     if layout.has_index or not all(replaceable(view.config) for view in views):
@@ -82,7 +82,7 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
     types = {view.device.type for view in views}
     if types == {"cuda"}:
         return _with_replays(stack, layout, try_rows)
-    if types != {"cpu"}:  # memory is fast there, calls are slow: one copy is better than attention in many places
+    if types != {"cpu"}:  # such memory is fast, but calls are slow: one copy beats attention in many places
         return Ways(refusal="blocks are not on the CPU, nor on a GPU with CUDA")
     ways = Ways(in_place=True, attention=attention_kernel())
     try:
@@ -91,7 +91,7 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
             ways = replace(ways, attention=None)
             if not _same(try_rows(ways), expected):
                 return Ways(refusal="attention cannot look at keys and values in place")
-    except Exception:  # a family's own code: whatever it raises means that this way does not fit
+    except Exception:  # a model family's code may raise any error, which means that this way does not fit
         return Ways(refusal="attention cannot look at keys and values in place")
     return _with_graphs(ways, stack, layout, lambda tried: _same(try_rows(tried), expected))
 
@@ -124,7 +124,7 @@ def with_replays(
     attention: Attention,
     recorder: GraphRecorder,
 ) -> Ways:
-    """Graphs for blocks on GPUs, if a trial of them gives what the blocks' own code gives."""
+    """Return ways with graphs for blocks on GPUs, if their trial gives the outputs of the blocks' own code."""
     refusal = _need_their_own_code(stack, layout)
     if refusal is not None:
         return Ways(refusal=refusal)
@@ -135,7 +135,7 @@ def with_replays(
                 if not attention_is_right(attention, device, stack.dtype):
                     return Ways(refusal=f"the attention kernel gives something else on {device}")
         outputs, expected = try_rows(Ways(graphs=replays)), try_rows(Ways())
-    except Exception as error:  # a family's own code, or a driver: whatever it raises means that this does not fit
+    except Exception as error:  # a model family's code or a driver may raise any error: graphs do not fit
         return Ways(refusal=f"a trial of graphs fails: {error}")
     if replays.refusal is None and not _same(outputs, expected, _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF):
         return Ways(refusal="a graph gives something else")
@@ -143,7 +143,7 @@ def with_replays(
 
 
 def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:
-    """Why steps of these blocks cannot be written down; None: they may be."""
+    """Return why steps of these blocks cannot become graphs; None if they can be tried."""
     if layout.has_states or layout.has_index:
         return "blocks remember more than keys and values"
     if not stack.row_independent:
@@ -160,7 +160,7 @@ def _same(outputs: torch.Tensor, expected: torch.Tensor, tolerance: float = _SAM
 
 
 def steps_of_two_lengths(engine: Engine) -> torch.Tensor:
-    """What two prompts give, and then a step of both; [positions, hidden_size]."""
+    """Return the outputs of two prompts (one if rows cannot mix), then of a step of each, [positions, hidden_size]."""
     generator = torch.Generator().manual_seed(0)
     budget = CacheBudget(2**62, 1)
     sessions, outputs = [], []

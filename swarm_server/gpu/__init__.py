@@ -1,1 +1,1 @@
-"""Decoding on GPUs: attention where keys and values lie, steps as one graph, and copies to and from them."""
+"""Decoding on GPUs: attention on keys and values in place, steps as one graph, and copies to and from GPUs."""

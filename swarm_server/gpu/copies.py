@@ -1,4 +1,4 @@
-"""Copies between devices: a GPU takes about as long for the row of one session as for those of all."""
+"""Copies between devices in few calls: copying the rows of all sessions takes a GPU about as long as one row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def moved(
     tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Each tensor on its device and in its dtype; those of one shape but for their first dimension in one copy."""
+    """Return each tensor on its device and in its dtype. Tensors that differ only in dimension 0 share one copy."""
     results = list(tensors)
     together: dict[tuple[object, ...], list[int]] = {}
     for number, (tensor, device, dtype) in enumerate(zip(tensors, devices, dtypes, strict=True)):

@@ -1,4 +1,4 @@
-"""CUDA graphs."""
+"""A recorder of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 
-_WARM_UPS = 2  # calls: the first compiles kernels, and libraries take memory for themselves
+_WARM_UPS = 2  # calls: the first compiles kernels and lets libraries allocate memory
 
 
 class CudaRecorder:
-    """Records graphs that share memory: no two are launched at the same time, and what is in it is not kept.
+    """A recorder of graphs that share memory: no two run at the same time, and the memory's content is not kept.
 
-    Memory is shared by recordings on one stream only, so there is one for each device.
+    Only recordings on one stream share memory, so there is one stream for each device.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pools: dict[torch.device, Any] = {}
-        self._failure: str | None = None  # of a recording, which leaves torch's allocator in disorder
+        self._failure: str | None = None  # a failed recording leaves torch's allocator in disorder
 
     def record(self, device: torch.device, compute: Callable[[], None]) -> Callable[[], None]:
-        """See ``GraphRecorder``.
+        """Record ``compute``, see ``GraphRecorder``.
 
         Raises:
-            RuntimeError: ``compute`` synchronises with the GPU, so that it cannot be recorded, or an earlier one did.
+            RuntimeError: ``compute`` synchronises with the GPU and cannot be recorded, or an earlier recording failed.
         """
         if self._failure is not None:
             raise RuntimeError(f"an earlier recording has failed: {self._failure}")
@@ -46,9 +46,9 @@ class CudaRecorder:
                 current.wait_stream(stream)
                 graph = self._recorded(device, stream, compute)
             except BaseException:
-                torch.cuda.set_stream(current)  # which a recording that fails does not do
+                torch.cuda.set_stream(current)  # a failed recording does not do this
                 with suppress(RuntimeError):
-                    stream.synchronize()  # before anybody frees what it works on
+                    stream.synchronize()  # before the memory that it works on is freed
                 raise
 
         def launch() -> None:
@@ -61,7 +61,7 @@ class CudaRecorder:
         self, device: torch.device, stream: torch.cuda.Stream, compute: Callable[[], None]
     ) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may ask for memory meanwhile: only what this one asks for is recorded.
+        # Other threads may allocate memory meanwhile: only this thread's allocations are recorded.
         recording = torch.cuda.graph(
             graph, pool=self._pools.get(device), stream=stream, capture_error_mode="thread_local"
         )
@@ -77,7 +77,7 @@ class CudaRecorder:
 
 @contextmanager
 def _synchronising_raises() -> Iterator[None]:
-    """In the whole process: for the first graph of a device, when a server starts."""
+    """Make synchronising an error in the whole process, for the first graph of a device when a server starts."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)

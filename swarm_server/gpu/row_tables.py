@@ -1,4 +1,4 @@
-"""Where kernels on a GPU find the keys and values of a batch's rows, as numbers in memory of the GPU."""
+"""Tables of where the keys and values of a batch's rows are, as numbers in GPU memory for kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from swarm_server.kv.kv_rows import MAX_PARTS
 from swarm_server.kv.rows_attention import hidden_before, seen_parts
 from swarm_server.kv.rows_cache import BlockRuns
 
-PARTS = MAX_PARTS + 1  # of a row that has just grown, at most; the first is that with the new position
-FIELDS = 4  # of each part:
+PARTS = MAX_PARTS + 1  # most parts of a row that has just grown; the first part has the new position
+FIELDS = 4  # numbers for each part:
 KEYS, VALUES = 0, 1  # the address of the first position in the first head
 CAPACITY = 2  # positions from one head to the next
-LENGTH = 3  # positions; 0: there is no such part
+LENGTH = 3  # positions; 0 if there is no such part
 
 
 def row_tables(
@@ -25,18 +25,18 @@ def row_tables(
     num_new: int,
     num_rows: int,
 ) -> npt.NDArray[np.int64] | None:
-    """Of each block what kernels are to know.
+    """Return the table that tells kernels where each block's keys and values are.
 
     Args:
-        windows: of each block that attends, how many of the last positions it looks at; None: all.
+        windows: for each block that attends, how many of the last positions it looks at; None for all.
         seen: see ``hidden_before``.
-        num_rows: of the table, at least as many as there are; what is beyond them has no positions.
+        num_rows: the number of rows in the table, at least as many as in the batch; surplus rows have no positions.
 
     Returns:
-        [blocks, num_rows, PARTS, FIELDS]; None: a row is in more parts.
+        The table [blocks, num_rows, PARTS, FIELDS]; None if a row has more parts.
     """
     table = np.zeros((len(blocks), num_rows, PARTS, FIELDS), dtype=np.int64)
-    alike: dict[tuple[int, int | None], list[int]] = {}  # blocks whose positions lie in the same pages
+    alike: dict[tuple[int, int | None], list[int]] = {}  # blocks with positions in the same pages
     for number, window in windows.items():
         alike.setdefault((id(blocks[number].runs), window), []).append(number)
     for (_, window), numbers in alike.items():

@@ -1,9 +1,9 @@
 """Steps of one new position per row as graphs of a GPU: recorded once for each number of rows, launched in one call.
 
-What blocks do in a step is the same every time but for hidden states, positions, and where keys and values are: these
-are in memory that stays where it is, so that a graph can be launched again
-(https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs). A step of so few rows takes a GPU less time than
-Python takes to ask for it.
+Blocks do the same in every step, except for hidden states, positions, and where keys and values are. These inputs have
+fixed addresses, so that a graph can be launched again
+(https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs). A step of few rows takes a GPU less time than Python
+takes to launch its kernels.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from swarm_server.graph.recording import NotCapturable
 from swarm_server.graph.stand_in import StandInCache
 from swarm_server.kv.rows_cache import BlockRuns, attention_in_place
 
-_MOST_ROWS = 256  # of a graph
-_MOST_NEW = 16  # positions of a row: each reads all that are before it, so that long prompts are better off without
-_MOST_GRAPHS = 64  # that are kept
-_MOST_SPANS = 16  # of which there are graphs
-_OFTEN = 3  # steps of some part of the span before there is a graph for it: a recording holds everybody up
-_BEYOND = (1000, 20_000, 1003)  # positions, beyond the longest window, at which blocks are looked at
+_MOST_ROWS = 256  # rows of a graph
+_MOST_NEW = 16  # new positions of a row: each reads all positions before it, so graphs are slow for long prompts
+_MOST_GRAPHS = 64  # graphs that are kept
+_MOST_SPANS = 16  # spans that have graphs
+_OFTEN = 3  # steps of a part of the span before it gets a graph, because a recording delays all sessions
+_BEYOND = (1000, 20_000, 1003)  # positions, beyond the longest window, at which blocks are tried
 
 _logger = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
-    """See ``TritonAttention``."""
+    """The interface of ``TritonAttention``."""
 
     def store(self, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None: ...
 
@@ -44,17 +44,17 @@ class Attention(Protocol):
 
 
 class GraphRecorder(Protocol):
-    """Records what a GPU is asked for. See ``CudaRecorder``."""
+    """A recorder of the work that a GPU gets; see ``CudaRecorder``."""
 
     def record(self, device: torch.device, compute: Callable[[], None]) -> Callable[[], None]:
-        """Calls ``compute``, which reads and writes tensors that stay; the result does the same, without Python."""
+        """Call ``compute``, which uses tensors at fixed addresses; return a call that does the same without Python."""
 
 
 class StepReplays:
-    """Of one stack and its views. Used by one thread at a time.
+    """The graphs of one stack and its views. One thread at a time uses them.
 
     Attributes:
-        refusal: why there are no graphs; None: there are, or may be.
+        refusal: why there are no graphs; None if there are, or may be, graphs.
     """
 
     description = "graphs, which the GPU runs in one call"
@@ -81,11 +81,11 @@ class StepReplays:
         places: Sequence[BlockRuns],
         seen: Sequence[int],
     ) -> torch.Tensor | None:
-        """As ``StepGraphs.run``; ``blocks`` are those of one device."""
+        """Compute a step like ``StepGraphs.run``; ``blocks`` must be on one device."""
         num_rows, num_new = positions.shape
         if self.refusal is not None or num_new > _MOST_NEW or not 0 < num_rows * num_new <= _MOST_ROWS:
             return None
-        key = blocks, 1 << (num_rows * num_new - 1).bit_length()  # a graph is for so many rows or fewer
+        key = blocks, 1 << (num_rows * num_new - 1).bit_length()  # the graph's number of rows
         if min(seen) < num_new or key in self._refused or not self._is_worth_a_graph(key):
             return None
         try:
@@ -95,7 +95,7 @@ class StepReplays:
                 return None
             rows = torch.cat([rows.reshape(-1, 1, rows.shape[2]) for rows in hidden])
             output = replay.run(rows, positions.reshape(-1), torch.from_numpy(table))
-        except Exception as error:  # a family's own code, or a driver: whatever it raises means that this does not fit
+        except Exception as error:  # a model family's code or a driver may raise any error: graphs do not fit
             self._refuse(key, str(error) if isinstance(error, NotCapturable) else f"{type(error).__name__}: {error}")
             return None
         return output.view(num_rows, num_new, -1)
@@ -134,11 +134,11 @@ class StepReplays:
 
 
 def windows_of(stack: BlockStack, longest: int) -> Mapping[int, int | None]:
-    """Of each block that attends, how many of the last positions it looks at; None: all.
+    """Return for each block that attends how many of the last positions it looks at; None for all.
 
     Raises:
-        NotCapturable: what blocks do depends on how many positions the cache says there are, other than by these
-            windows, or attention does something else.
+        NotCapturable: attention does something else, or the blocks' results depend on the number of positions in the
+            cache in another way than by these windows.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 1, stack.hidden_size, generator=generator).to(stack.device, stack.dtype)
@@ -157,19 +157,19 @@ def windows_of(stack: BlockStack, longest: int) -> Mapping[int, int | None]:
 
 
 class _Replay:
-    """A step of so many rows; those that are not used have no positions, and any hidden states."""
+    """A graph of a step of ``num_rows`` rows. Unused rows have no positions, and any hidden states."""
 
     def __init__(
         self, stack: BlockStack, num_rows: int, length: int, attention: Attention, recorder: GraphRecorder
     ) -> None:
-        """``length``: that the blocks are told of a cache that stands for all rows."""
+        """Prepare the memory. ``length``: the number of positions that the stand-in cache reports to the blocks."""
         self.num_rows = num_rows
         self._stack, self._length, self._attention, self._recorder = stack, length, attention, recorder
         self._hidden = torch.zeros(num_rows, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
         self._output = torch.zeros_like(self._hidden)
         shape = stack.num_blocks, num_rows, PARTS, FIELDS
         size = stack.num_blocks * num_rows * PARTS * FIELDS
-        # Numbers go there in one copy, for which the CPU waits only if it has the next ones before.
+        # One copy sends all numbers. The CPU waits for it only if the next numbers are ready before it has ended.
         self._sent = torch.zeros(size + num_rows, dtype=torch.long, pin_memory=stack.device.type == "cuda")
         self._arrived: torch.cuda.Event | None = None
         numbers = torch.zeros_like(self._sent, device=stack.device)
@@ -177,7 +177,7 @@ class _Replay:
         self._launch: Callable[[], None] | None = None
 
     def run(self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """[rows, 1, hidden_size] of ``hidden``, which is not changed by later steps. positions: [rows]."""
+        """Return the output, [rows, 1, hidden_size] as ``hidden``; later steps do not change it. positions: [rows]."""
         if self._arrived is not None:
             self._arrived.synchronize()
         self._hidden[: len(hidden)].copy_(hidden)
@@ -198,7 +198,7 @@ class _Replay:
 
 
 class _NothingStored(StandInCache):
-    """Finds out windows; attention gives something that depends on the queries alone."""
+    """A cache that finds out windows. Its attention returns something that depends on the queries alone."""
 
     def attended(
         self, block: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
@@ -209,7 +209,7 @@ class _NothingStored(StandInCache):
 
 
 class _StoredInPlace(StandInCache):
-    """Keys and values are where the table says. Masks are not looked at: they would be the same each time."""
+    """A cache with keys and values where the table says. It ignores masks, which would be the same each time."""
 
     def __init__(self, num_blocks: int, length: int, table: torch.Tensor, attention: Attention) -> None:
         super().__init__(num_blocks, length)

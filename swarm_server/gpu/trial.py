@@ -1,4 +1,4 @@
-"""Whether attention kernels are right on the GPU that is there: a batch of the start is too short to tell."""
+"""A trial of attention kernels on this GPU, because the batches of a server's start are too short to show errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from swarm_server.gpu.row_tables import CAPACITY, FIELDS, KEYS, LENGTH, PARTS, V
 from swarm_server.gpu.step_replays import Attention
 
 _HEADS, _KV_HEADS, _WIDTH = 6, 2, 64
-_PARTS = ((8, 3), (2600, 2500))  # capacity and positions of each; the last part first
-_TOLERANCE = 2e-2  # of sums that are rounded to bfloat16
+_PARTS = ((8, 3), (2600, 2500))  # capacity and positions of each part; the last part first
+_TOLERANCE = 2e-2  # relative, for sums that are rounded to bfloat16
 
 
 def attention_is_right(attention: Attention, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether it stores a position, and attends to it and 2502 others in two parts of a page, as torch does."""
+    """Return whether a kernel stores a position, and attends to it and 2502 others in two pages, as torch does."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

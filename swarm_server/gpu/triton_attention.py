@@ -1,8 +1,8 @@
-"""Attention of one new position of every row on a GPU, on keys and values where they lie, in Triton.
+"""Attention of one new position of every row on a GPU, in Triton, on keys and values where they are stored.
 
-The positions of a row are divided among several programs, and their sums joined afterwards, as one row alone would
-leave most of a GPU idle: "split K", https://pytorch.org/blog/flash-decoding (Dao et al., 2023). Each of the programs
-keeps a running maximum (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
+Several programs share the positions of a row, and their sums are joined afterwards. One row alone would leave most of a
+GPU idle: "split K", https://pytorch.org/blog/flash-decoding (Dao et al., 2023). Each program keeps a running maximum
+(Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867).
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import triton.language as tl
 
 from swarm_server.gpu.row_tables import FIELDS, PARTS
 
-_PROGRAMS = 256  # that a GPU computes at the same time, about
+_PROGRAMS = 256  # programs that a GPU runs at the same time, about
 _MOST_SHARES = 32
-_ALIGNMENT = 16  # bytes: of pages, and of a position in them if its size is a multiple
-_MIN_SIDE = 16  # of the matrices that tl.dot multiplies
+_ALIGNMENT = 16  # bytes: pages are aligned, and so are positions in them if their size is a multiple
+_MIN_SIDE = 16  # least side of the matrices that tl.dot multiplies
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class TritonAttention:
-    """Of tensors on one device, which must be the current one."""
+    """The attention kernels for tensors on one device, which must be the current device."""
 
     def store(self, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes keys and values to the last position of every row.
+        """Write keys and values to the last position of every row.
 
         Args:
-            table: [rows, PARTS, FIELDS] of ``row_tables``.
-            keys, values: [rows, kv_heads, 1, width of each].
+            table: one block's part of ``row_tables``, [rows, PARTS, FIELDS].
+            keys, values: the new keys and values, [rows, kv_heads, 1, width of each].
         """
         (num_rows, heads, _, width), value_width = keys.shape, values.shape[3]
         _store[(num_rows, heads)](
@@ -48,7 +48,7 @@ class TritonAttention:
     def attend(
         self, table: torch.Tensor, query: torch.Tensor, kv_heads: int, value_width: int, scaling: float
     ) -> torch.Tensor:
-        """query: [rows, heads, 1, width] -> [rows, 1, heads, value_width]; zeros for rows without positions."""
+        """Return attention [rows, 1, heads, value_width] of ``query`` [rows, heads, 1, width]; 0 without positions."""
         num_rows, heads, _, width = query.shape
         group = heads // kv_heads
         shares = min(_MOST_SHARES, 1 << (_PROGRAMS // (num_rows * kv_heads) | 1).bit_length() - 1)
@@ -111,7 +111,7 @@ def _store(
     TYPE: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    last = table + row * PARTS * FIELDS  # the first part is that with the last position; its fields: see row_tables
+    last = table + row * PARTS * FIELDS  # the first part has the last position; for its fields see row_tables
     length = tl.load(last + 3)
     if length > 0:
         place = head * tl.load(last + 2) + length - 1
@@ -157,7 +157,7 @@ def _attend_share(
         entry = table + (row * PARTS + part) * FIELDS
         keys = tl.load(entry).to(tl.pointer_type(TYPE))
         values = tl.load(entry + 1).to(tl.pointer_type(TYPE))
-        if IS_ALIGNED:  # else Triton would load number by number
+        if IS_ALIGNED:  # otherwise Triton would load number by number
             keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
         first_of_head = head * tl.load(entry + 2)
         length = tl.load(entry + 3).to(tl.int32)

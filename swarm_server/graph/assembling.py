@@ -1,4 +1,4 @@
-"""Instructions for any number of rows, from captures with two and three: every number in them is linear in the rows."""
+"""Instructions for any number of rows, from captures with two and three: all their numbers are linear in the rows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from swarm_server.graph.lowering import Lowered, Place
 from swarm_server.graph.recording import Memory, NotCapturable
 
 _ALIGNMENT = 16  # floats: a cache line
-_WHOLE = {Kind.PRODUCT, Kind.ATTEND}  # which have sizes of their own
-_OF_VECTORS = {Kind.MEAN, Kind.LAYER_NORM}  # which look at the innermost dimension as one
+_WHOLE = {Kind.PRODUCT, Kind.ATTEND}  # kinds whose sizes have their own meaning
+_OF_VECTORS = {Kind.MEAN, Kind.LAYER_NORM}  # kinds that treat the innermost dimension as one vector
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What a stack of blocks does with so many rows.
+    """The instructions of a stack of blocks for ``num_rows`` rows.
 
     Attributes:
-        memories: those that depend on the inputs, by number.
-        hidden, positions, output: of the step.
-        windows: of each block that attends, how many of the last positions it looks at; None: all.
+        memories: the memories that depend on the inputs, by number.
+        hidden, positions, output: the places of the step's inputs and output.
+        windows: for each block that attends, how many of the last positions it looks at; None for all.
     """
 
     num_rows: int
@@ -39,10 +39,10 @@ class Captured:
 
 
 class Linear:
-    """Two captures that differ in their number of rows alone, and what they say about any number."""
+    """Two captures that differ in their number of rows alone, and predict the capture for any number of rows."""
 
     def __init__(self, less: Captured, more: Captured) -> None:
-        """Raises NotCapturable: they differ in something else."""
+        """Compare the captures; raise NotCapturable if they differ in anything else."""
         self._less, self._more = less, more
         alike = len(less.code) == len(more.code) and less.windows == more.windows
         if not (alike and all(map(_same_kind, less.code, more.code))):
@@ -55,7 +55,7 @@ class Linear:
         return self._less.windows
 
     def matches(self, other: Captured) -> bool:
-        """Whether it says about another capture what that says itself."""
+        """Return whether another capture is equal to the prediction for its number of rows."""
         try:
             Linear(self._less, other)
         except NotCapturable:
@@ -71,7 +71,7 @@ class Linear:
         return True
 
     def assembled(self, num_rows: int, room: Callable[[int], torch.Tensor]) -> Assembled:
-        """``room``: so many floats to compute in, one-dimensional, or more."""
+        """Return the program for ``num_rows`` rows. ``room(n)``: a 1-D tensor of n or more floats to compute in."""
         at = self._at(num_rows)
         code = [_between(less, more, at) for less, more in zip(self._less.code, self._more.code, strict=True)]
         sizes = {
@@ -96,11 +96,11 @@ class Linear:
 
 
 class Assembled:
-    """A program, and the memory that it is for, which it may share with others.
+    """A program with the memory in which it computes, which other programs may share.
 
     Attributes:
         hidden: [rows, 1, hidden_size], to be written before a run.
-        positions: [rows, 1] int64, too.
+        positions: [rows, 1] int64, to be written before a run.
         output: [rows, 1, hidden_size], to be read after a run.
     """
 
@@ -113,7 +113,7 @@ class Assembled:
         output: Place,
         room: Callable[[int], torch.Tensor],
     ) -> None:
-        self._constants: list[object] = [code]  # which hold on to weights
+        self._constants: list[object] = [code]  # kept alive: the program has only their addresses
         self._positions_number = positions.memory.number
         sizes = dict(sizes)
         num_rows = sizes.pop(self._positions_number)
@@ -158,7 +158,7 @@ class Assembled:
 
 
 def _weight_operands(weight: QuantizedWeight | None) -> list[Operand]:
-    """Where it is packed, and its scales, of which int4 has none apart."""
+    """Return the operands for the packed weight and for its scales; int4 has no separate scales."""
     if isinstance(weight, KernelWeight):
         return [Operand(weight.address.packed), Operand(weight.address.scale)]
     assert isinstance(weight, KernelInt4Weight)
@@ -176,7 +176,7 @@ def _same_kind(a: Lowered, b: Lowered) -> bool:
 
 
 def _same_place(a: Place | None, b: Place | None) -> bool:
-    """But for its numbers."""
+    """Return whether two places are alike, apart from their offsets and strides."""
     if a is None or b is None:
         return a is b
     if len(a.strides) != len(b.strides) or a.memory.number != b.memory.number:
@@ -204,7 +204,7 @@ def _place_between(less: Place, more: Place, at: Callable[[int, int], int]) -> P
 def _folded(
     kind: Kind, sizes: Sequence[int], places: Sequence[Place | None]
 ) -> tuple[tuple[int, ...], list[Place | None]]:
-    """Without dimensions of one, and with those joined that lie behind each other for all operands; four of them."""
+    """Drop dimensions of size one, join dimensions that are contiguous for all operands, and pad to four."""
     strides = [place.strides for place in places if place is not None]
     folded: list[tuple[int, list[int]]] = []
     for number, size in enumerate(sizes):
@@ -231,9 +231,9 @@ def _folded(
 
 
 def _arena(code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, int]) -> tuple[dict[int, int], int]:
-    """Where each memory begins, in floats, and how many there are in all; what is not needed any more is used again.
+    """Return where each memory begins, in floats, and the total; memory that is no longer needed is used again.
 
-    kept: the memories of input and output, the first of which is written before and the second read after.
+    kept: the memories of the input, which is written before the code runs, and of the output, which is read after it.
     """
     first = {kept[0]: -1}
     last = {kept[0]: 0, kept[1]: len(code)}
@@ -247,7 +247,7 @@ def _arena(code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, i
     for memory, end in last.items():
         ends.setdefault(end, []).append(memory)
     offsets: dict[int, int] = {}
-    free: list[tuple[int, int]] = []  # where, and how much
+    free: list[tuple[int, int]] = []  # offset and size of each piece
     total, before = 0, -1
     for memory, number in first.items():  # in the order of their first use
         freed = [other for end in range(before, number) for other in ends.get(end, [])]
@@ -264,7 +264,7 @@ def _arena(code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, i
 
 
 def _joined(free: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours as one, in order."""
+    """Return the free pieces in order, with neighbours joined."""
     joined: list[tuple[int, int]] = []
     for where, room in sorted(piece for piece in free if piece[1]):
         if joined and sum(joined[-1]) == where:

@@ -1,4 +1,4 @@
-"""Runs blocks once, on made-up hidden states, to write down what they do with one new position of each row."""
+"""Capture of what blocks do with one new position of each row, by running them once on made-up hidden states."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from swarm_server.kv.rows_cache import attention_in_place
 
 
 def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
-    """What the stack does with rows that all have ``length`` positions, the new one included.
+    """Return what the stack does with rows that all have ``length`` positions, the new one included.
 
     Raises:
-        NotCapturable: there are no instructions for something that it does.
+        NotCapturable: the stack does something for which there are no instructions.
     """
     recorder = Recorder()
     cache = _RecordingCache(stack.num_blocks, length, recorder)
@@ -35,7 +35,7 @@ def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
     for place in (*places, _place(output)):
         memories[place.memory.number] = place.memory
     numbers = {number: i for i, number in enumerate(sorted(memories))}
-    for memory in memories.values():  # what is not needed is not counted, as it may differ from capture to capture
+    for memory in memories.values():  # unneeded ones are not numbered: they may differ between captures
         memory.number = numbers[memory.number]
     code = tuple(instruction for operation in operations for instruction in lowered(operation))
     by_number = {memory.number: memory for memory in memories.values()}
@@ -47,7 +47,7 @@ def _place(view: View) -> Place:
 
 
 class _RecordingCache(StandInCache):
-    """Tells the recorder of attention."""
+    """A cache that reports attention to the recorder."""
 
     def __init__(self, num_blocks: int, length: int, recorder: Recorder) -> None:
         super().__init__(num_blocks, length)
@@ -68,7 +68,7 @@ def _with_rows_of_floats(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _recorded_products(stack: BlockStack, recorder: Recorder) -> Iterator[None]:
-    """Quantised layers only tell the recorder of their product meanwhile."""
+    """Make quantised layers report their products to the recorder, and not compute, while the context is active."""
     layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
     weights = [layer.quantized for layer in layers]
     try:

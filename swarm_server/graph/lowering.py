@@ -1,4 +1,4 @@
-"""What torch's operators are as instructions: each is a row of a table."""
+"""Instructions for torch's operators: each operator is a row of a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_server.graph.recording import Memory, NotCapturable, Operation, View
 
 @dataclass(frozen=True)
 class Place:
-    """Elements of a memory. Offset and strides in elements; one stride for each of the instruction's sizes."""
+    """A place of elements in a memory. Offset and strides are in elements, one stride per size of the instruction."""
 
     memory: Memory
     offset: int
@@ -24,11 +24,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Lowered:
-    """An instruction before it is known where memories are.
+    """An instruction before the addresses of memories are known.
 
     Attributes:
-        places: out, a, b and c, as far as there are any.
-        weight: of a product.
+        places: the places of out, a, b and c, as far as the instruction has them.
+        weight: the weight of a product.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Lowered:
 
 
 def lowered(operation: Operation) -> list[Lowered]:
-    """Raises NotCapturable: there is no instruction for it."""
+    """Return the instructions for an operation; raise NotCapturable if there are none."""
     lower = _TABLE.get(operation.name)
     if lower is None:
         raise NotCapturable(f"there is no instruction for {operation.name}")
@@ -52,7 +52,7 @@ def lowered(operation: Operation) -> list[Lowered]:
 
 
 def _spread(view: View, sizes: Sequence[int]) -> Place:
-    """As torch broadcasts."""
+    """Return the place of a view that is broadcast to ``sizes`` as torch does."""
     missing = len(sizes) - len(view.sizes)
     strides = [0] * missing
     for have, want, stride in zip(view.sizes, sizes[missing:], view.strides, strict=True):
@@ -67,7 +67,7 @@ def _floats(*views: View) -> None:
 
 
 def _operand(value: Any, sizes: Sequence[int]) -> Place:
-    """A tensor or a number."""
+    """Return the place of a tensor, or of a number as a constant."""
     if isinstance(value, View):
         if value.sizes == () and value.memory.constant is not None:
             value = value.memory.constant.item()

@@ -1,4 +1,4 @@
-"""Writes down what the blocks' own code does with tensors in a step of one new position."""
+"""A record of what the blocks' own code does with tensors in a step of one new position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_protocol.kernels.quantized_linear import QuantizedWeight
 
 
 class NotCapturable(Exception):
-    """The blocks do something that cannot be an instruction; says what."""
+    """The error that the blocks do something that cannot be an instruction; its message says what."""
 
 
 @dataclass(eq=False)
@@ -23,9 +23,9 @@ class Memory:
     """The storage of a tensor.
 
     Attributes:
-        number: in the order of appearance among those that depend on the step's inputs; -1 for constants.
-        constant: a tensor in this storage, for constants.
-        num_elements: how many of ``dtype`` there is room for.
+        number: the order of appearance among memories that depend on the step's inputs; -1 for constants.
+        constant: a tensor in this storage, if it is a constant.
+        num_elements: how many elements of the tensor's dtype fit.
     """
 
     number: int
@@ -35,7 +35,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class View:
-    """A tensor: where its elements lie. Offset and strides in elements."""
+    """A tensor, described by where its elements are. Offset and strides are in elements."""
 
     memory: Memory
     dtype: torch.dtype
@@ -46,12 +46,12 @@ class View:
 
 @dataclass(frozen=True)
 class Operation:
-    """One call. ``arguments``: those of the operator, with views for tensors.
+    """A call of an operator. ``arguments`` are those of the operator, with views in place of tensors.
 
     Attributes:
-        name: of the operator, such as ``aten.mul.Tensor``; or ``product``, ``attend``.
-        output: what it writes.
-        weight: of a ``product``.
+        name: the name of the operator, such as ``aten.mul.Tensor``; or ``product`` or ``attend``.
+        output: the tensor that the call writes.
+        weight: the weight of a ``product``.
     """
 
     name: str
@@ -66,24 +66,24 @@ class Operation:
 
 
 class Recorder(TorchDispatchMode):
-    """While active, writes down every operation whose result depends on tensors that were marked.
+    """A dispatch mode that records, while it is active, every operation whose result depends on marked tensors.
 
-    What depends on none of them is a constant. Views are not operations: tensors are known by where they lie.
+    A tensor that depends on no marked tensor is a constant. Views are not operations: tensors are known by their place.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # which would import torch's compiler, a second of a server's start, to keep it out
+        return False  # True would import torch's compiler just to keep it out, a second of a server's start
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
-        # Of storages that live: all that was ever computed would be 9 MB, and nobody looks at most of it again.
+        # Weak keys: everything that is ever computed would be 9 MB, and most of it is never used again.
         self._memories: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
         self._num_dynamic = 0
 
     def mark(self, tensor: torch.Tensor) -> View:
-        """The tensor, and whatever is computed from it, differs from step to step."""
+        """Mark a tensor that differs from step to step, as does whatever is computed from it; return its view."""
         key = tensor.untyped_storage()
         if key not in self._memories:
             self._memories[key] = Memory(self._num_dynamic, _room(tensor))
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
         return View(memory, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()))
 
     def add(self, name: str, output: torch.Tensor, *inputs: torch.Tensor, **more: Any) -> None:
-        """An operation that torch does not see."""
+        """Record an operation that torch does not see."""
         arguments = tuple(self.view(tensor) for tensor in inputs)
         weight = more.pop("weight", None)
         self.operations.append(Operation(name, self.mark(output), arguments, more, weight))
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         within = all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
         if within and not func._schema.is_mutable:
-            return result  # another view
+            return result  # only a view of an input
         if within and not all(map(self.depends, outputs)):
             raise NotCapturable(f"{name} writes to a constant")
 
@@ -140,12 +140,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _room(tensor: torch.Tensor) -> int:
-    """How many elements like the tensor's its storage has room for."""
+    """Return how many elements of the tensor's dtype its storage has room for."""
     return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
 
 
 def needed(operations: Sequence[Operation], output: View) -> list[Operation]:
-    """Those on which the output, or what attention stores, depends; in their order."""
+    """Return the operations on which the output depends, or what attention stores, in their order."""
     wanted = {output.memory}
     kept = []
     for operation in reversed(operations):

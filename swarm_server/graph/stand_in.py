@@ -1,4 +1,4 @@
-"""A cache for rows of one length that are not there: what blocks do with one new position is all that matters."""
+"""A cache for made-up rows of equal length, to find out what blocks do with one new position."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from swarm_server.kv.rows_cache import RowsCache
 
 
 class StandInCache(RowsCache):
-    """Stores nothing.
+    """A cache that stands for rows without storing anything.
 
     Attributes:
-        windows: of each block so far, how many of the last positions it looks at; None: all.
+        windows: for each block so far, how many of the last positions it looks at; None for all.
     """
 
     def __init__(self, num_blocks: int, length: int) -> None:
-        """``length``: of all rows, the new position included; longer than any window."""
+        """Set the ``length`` of all rows, the new position included; it is longer than any window."""
         super().__init__([], length, 1, in_place=True)
         self._num_blocks = num_blocks
         self._newest: tuple[int, torch.Tensor, torch.Tensor] | None = None
@@ -32,13 +32,13 @@ class StandInCache(RowsCache):
     def attended(
         self, block: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """What attention gives, [rows, 1, heads, value width], of [rows, heads, 1, width]; stores keys and values."""
+        """Return attention [rows, 1, heads, value width] for inputs [rows, heads, 1, width]; handle keys and values."""
 
     def window_of(self, mask: torch.Tensor | None) -> int | None:
-        """How many of the last positions a mask [rows, 1, 1, length] lets through, the same for all rows; None: all.
+        """Return how many of the last positions a mask [rows, 1, 1, length] lets through in every row; None for all.
 
         Raises:
-            NotCapturable: it lets through something else.
+            NotCapturable: the mask lets other positions through.
         """
         if mask is None:
             return None

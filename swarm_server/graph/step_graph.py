@@ -1,4 +1,4 @@
-"""Steps as programs: one for every part of the span and number of new positions that comes along."""
+"""Decode steps as programs: one program for every part of the span and number of new positions that occurs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from swarm_server.graph.recording import NotCapturable
 from swarm_server.kv.rows_attention import channel_numbers, hidden_before, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
-_MOST_PROGRAMS = 64  # that are kept; each takes some 100 KB
-_MOST_POSITIONS = 256  # that are new: as in the largest batch of decoding steps
-_ROWS = (2, 3, 5)  # of the captures: two say what any other is, the third that it is so
+_MOST_PROGRAMS = 64  # programs that are kept; each takes some 100 KB
+_MOST_POSITIONS = 256  # new positions: as many as in the largest batch of decoding steps
+_ROWS = (2, 3, 5)  # rows of the captures: two predict the capture for any number, the third checks this
 _BEYOND = (1000, 5000, 1003)  # positions of the captures, beyond the longest window
 
 _logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Of one stack and its views. Used by the compute thread only.
+    """The programs of one stack and its views. Only the compute thread uses them.
 
     Attributes:
         refusal: why steps of the whole stack are not programs; None if they are.
@@ -44,7 +44,7 @@ class StepGraphs:
         self._longest_window = longest_window
         self._captured: dict[Span, Linear | None] = {}
         self._assembled: OrderedDict[tuple[Span, int], Assembled] = OrderedDict()
-        self._memory = torch.empty(0)  # which all programs compute in, one at a time
+        self._memory = torch.empty(0)  # all programs compute in it, one at a time
         self.refusal = self._first_refusal()
 
     def run(
@@ -55,19 +55,19 @@ class StepGraphs:
         places: Sequence[BlockRuns],
         seen: Sequence[int],
     ) -> torch.Tensor | None:
-        """Stores and computes the new positions of each row; None if that is not possible here.
+        """Compute the new positions of each row and store their keys and values; return None if no program can.
 
-        A program has rows of one new position. Several of one sequence are such rows, too: each sees those before it,
-        since all keys and values of a block are stored before any row attends.
+        A program has rows of one new position. Several new positions of one sequence are several such rows: each sees
+        the positions before it, since all keys and values of a block are stored before any row attends.
 
         Args:
-            hidden: [rows, new, hidden_size] of each session.
-            positions: [rows, new].
-            places: of each block.
-            seen: how many of its last positions each row attends to at most, its new ones included.
+            hidden: the hidden states of each session, [rows, new, hidden_size].
+            positions: the position ids, [rows, new].
+            places: the places of each block's keys and values.
+            seen: how many of its last positions each row attends to at most, new positions included.
 
         Returns:
-            [rows, new, hidden_size]
+            The output of the last block, [rows, new, hidden_size].
         """
         num_rows, num_new = positions.shape
         if self.refusal is not None or not 0 < num_rows * num_new <= _MOST_POSITIONS or min(seen) < num_new:
@@ -129,7 +129,7 @@ class StepGraphs:
 
     def _room(self, num_floats: int) -> torch.Tensor:
         if num_floats > len(self._memory):
-            self._assembled.clear()  # they would hold on to what there was
+            self._assembled.clear()  # they would keep the old memory alive
             self._memory = torch.zeros(num_floats)
         return self._memory
 
@@ -137,7 +137,7 @@ class StepGraphs:
 def _places(
     blocks: Sequence[BlockRuns], windows: Mapping[int, int | None], seen: Sequence[int], num_new: int
 ) -> tuple[np.ndarray, list[object]]:
-    """For each block what ``Program.run`` wants, and what must live until it has run."""
+    """Return for each block what ``Program.run`` takes, and the objects that must live until the program has run."""
     rows: dict[tuple[int, int | None], PagedRows] = {}
     keep: list[object] = []
     words = np.zeros((len(blocks), 4), dtype=np.int64)

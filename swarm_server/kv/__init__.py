@@ -1,1 +1,1 @@
-"""Keys, values and recurrent states: where they are, how much room there is, equal prompts, transfer."""
+"""Keys, values and recurrent states: their places in memory, their budget, reuse of equal prompts, transfer."""

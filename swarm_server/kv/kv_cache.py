@@ -1,4 +1,4 @@
-"""The server's promise of KV-cache room: a byte budget, handed out in leases and shared fairly between clients."""
+"""The budget of the KV cache in bytes, which the server hands out in leases and shares fairly between clients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 from swarm_protocol.errors import PeerBusy
 
-_NEWCOMERS = 4  # a client that has its fair share leaves one part in so many to those who have less
+_NEWCOMERS = 4  # a client with its fair share leaves one part in this many to clients with less
 
 
 class NoRoom(PeerBusy):
-    """The KV cache is full.
+    """The error that the KV cache has no room.
 
     Attributes:
-        missing_bytes: how much more would have to be free.
-        has_its_share: there is room, but only for clients that have less than this one.
+        missing_bytes: how many more bytes would have to be free.
+        has_its_share: whether there is room, but only for clients that hold less than this client.
     """
 
     def __init__(self, message: str, missing_bytes: int, has_its_share: bool = False) -> None:
@@ -27,65 +27,65 @@ class NoRoom(PeerBusy):
 
 
 class CacheBudget:
-    """Bytes of keys and values that the server may hold.
+    """The bytes of keys and values that the server may hold.
 
-    Room is promised before it is used: memory never runs out in the middle of a step. What nobody has a lease for any
-    more but somebody may still reuse (see ``prefix_cache``) is kept until the room is needed. Thread-safe.
+    Room is promised before it is used, so that memory never runs out in the middle of a step. Memory without a lease
+    that a session may still reuse (see ``prefix_cache``) is kept until the room is needed. Thread-safe.
 
     Attributes:
-        reclaim: gives up a little of the kept memory, the oldest; False if there is none.
-        lock: under which all this changes; held while ``reclaim`` is called.
+        reclaim: gives up a little of the kept memory, the oldest first; returns False if nothing is kept.
+        lock: the lock that guards the budget and its leases; it is held while ``reclaim`` runs.
     """
 
     def __init__(self, capacity_bytes: int, token_bytes: int) -> None:
-        """``token_bytes``: what one position takes in all hosted blocks; only for log lines and records."""
+        """Start empty. ``token_bytes``: bytes of one position in all hosted blocks, only for log lines and records."""
         self.capacity_bytes = capacity_bytes
         self._token_bytes = max(1, token_bytes)
         self._charged = 0
-        self._promised = 0  # of that, what reclaiming cannot free
+        self._promised = 0  # the charged bytes that reclaiming cannot free
         self._by_client: dict[str, int] = {}
-        self._released: deque[Charge] = deque()  # whose memory has died
+        self._released: deque[Charge] = deque()  # charges whose owners have died
         self.lock = threading.RLock()
         self._kept = Lease(self, "")
         self.reclaim: Callable[[], bool] = lambda: False
 
     @property
     def tokens_left(self) -> int:
-        """Positions that a new session over all hosted blocks could still get."""
+        """Return how many positions a new session over all hosted blocks could still get."""
         return self.bytes_left // self._token_bytes
 
     @property
     def bytes_left(self) -> int:
-        """What sessions have not got, whether it is kept for reuse or not used at all."""
+        """Return the bytes that no session holds, whether they are kept for reuse or unused."""
         with self.lock:
             self._settle()
             return max(0, self.capacity_bytes - self._charged + self._kept._counted)
 
     @property
     def capacity_tokens(self) -> int:
-        """Positions in all hosted blocks that fit in all."""
+        """Return how many positions over all hosted blocks fit into the whole budget."""
         return self.capacity_bytes // self._token_bytes
 
     def lease(self, client: str, promised_bytes: int = 0) -> Lease:
-        """A lease for ``client``; raises NoRoom if there is no room for ``promised_bytes``."""
+        """Return a lease for ``client``; raise NoRoom if there is no room for ``promised_bytes``."""
         lease = Lease(self, client)
         lease.promise(promised_bytes)
         return lease
 
     def keep(self, size_bytes: int, owner: object, evict: Callable[[], bool]) -> Charge:
-        """Counts memory that ``owner`` holds while it lives, and that ``reclaim`` gives up when it is needed.
+        """Charge memory that ``owner`` holds while it lives, and that ``reclaim`` gives up when room is needed.
 
-        ``evict``: gives up a little to make room for it, like ``reclaim``.
+        ``evict``: gives up a little memory to make room for the new memory, like ``reclaim``.
 
         Raises:
-            NoRoom: there is no room even so.
+            NoRoom: there is no room even after evicting.
         """
         with self.lock:
             self._make_room("", lambda: size_bytes, self._promised + size_bytes, evict)
             return self._kept.take(size_bytes, owner)
 
     def _settle(self) -> None:
-        """Takes memory off that has died since. Under the lock."""
+        """Subtract memory whose owners have died. The caller holds the lock."""
         while self._released:
             charge = self._released.popleft()
             charge.lease._set(charge.lease._promised, charge.lease._held - charge.size_bytes)
@@ -102,11 +102,11 @@ class CacheBudget:
     def _make_room(
         self, client: str | None, needed: Callable[[], int], least: int, reclaim: Callable[[], bool]
     ) -> None:
-        """Until ``needed()`` more bytes fit; what is kept is given up by ``reclaim`` if that can help.
+        """Call ``reclaim`` until ``needed()`` more bytes fit; raise NoRoom if reclaiming cannot help.
 
         Args:
-            client: who must leave room to others; None: nobody.
-            least: what would be charged at least if everything that is kept were given up.
+            client: the client that must leave room for other clients; None if it need not.
+            least: the bytes that would still be charged if all kept memory were given up.
         """
         while True:
             self._settle()
@@ -121,7 +121,7 @@ class CacheBudget:
                 raise NoRoom(self.described(amount, limit) + whose, max(1, missing), has_its_share)
 
     def described(self, size_bytes: int, limit: int | None = None) -> str:
-        """That there is no room for so much more, and what is left of the room up to ``limit``."""
+        """Return a message that ``size_bytes`` more do not fit, with the room that is left up to ``limit``."""
         limit = self.capacity_bytes if limit is None else limit
         left = max(0, limit - self._charged + self._kept._counted) // self._token_bytes
         return (
@@ -130,7 +130,7 @@ class CacheBudget:
         )
 
     def never(self, size_bytes: int) -> NoRoom:
-        """The error for what is more than the whole room."""
+        """Return the error for a request that is larger than the whole budget."""
         num_tokens = -(-size_bytes // self._token_bytes)
         return NoRoom(
             f"no room for {num_tokens} tokens in the KV cache, which has {self.capacity_tokens} in all",
@@ -146,10 +146,11 @@ class CacheBudget:
 
 
 class Lease:
-    """One session's room: what was promised to it, or what it holds if that is more.
+    """One session's room: the promised bytes, or the held bytes if these are more.
 
     Attributes:
-        is_let_in: it may grow as far as there is room, so that the session can finish; shares are for those who come.
+        is_let_in: whether the lease may grow into all free room, so that an admitted session can finish; only new
+            sessions must respect fair shares.
     """
 
     def __init__(self, budget: CacheBudget, client: str) -> None:
@@ -162,7 +163,7 @@ class Lease:
 
     @property
     def charged(self) -> int:
-        """Bytes that count against the budget."""
+        """Return the bytes that count against the budget."""
         with self._budget.lock:
             self._budget._settle()
         return self._counted
@@ -172,11 +173,11 @@ class Lease:
         return max(self._promised, self._held)
 
     def promise(self, size_bytes: int) -> None:
-        """Makes sure of room for ``size_bytes`` in all; raises NoRoom, changing nothing, if there is none."""
+        """Promise room for ``size_bytes`` in total; raise NoRoom and change nothing if there is none."""
         self._grow(size_bytes, 0)
 
     def take(self, size_bytes: int, owner: object) -> Charge:
-        """Counts memory that ``owner`` holds for as long as it lives; raises NoRoom if there is no room."""
+        """Charge memory that ``owner`` holds for as long as it lives; raise NoRoom if there is no room."""
         with self._budget.lock:
             self._grow(0, size_bytes)
             charge = Charge(self, size_bytes)
@@ -186,18 +187,18 @@ class Lease:
 
     @property
     def held(self) -> int:
-        """Bytes of memory."""
+        """Return the bytes of memory that the session holds."""
         with self._budget.lock:
             self._budget._settle()
             return self._held
 
     def release_unused(self) -> None:
-        """Gives back what was promised and is not held."""
+        """Give back the promised bytes that are not held."""
         with self._budget.lock:
             self._set(0, self._held)
 
     def close(self) -> None:
-        """Gives the promise back. Memory that somebody else uses, or that is kept for reuse, stays charged."""
+        """Give the promise back. Memory that other sessions use, or that is kept for reuse, stays charged."""
         with self._budget.lock:
             self._budget._settle()
             kept = self._budget._kept
@@ -215,7 +216,7 @@ class Lease:
         with budget.lock:
             budget._settle()
             if self._client:
-                # What is given up meanwhile may be this lease's own memory: look again each time.
+                # Reclaiming may free this lease's own memory, so the need is computed again each time.
                 budget._make_room(
                     None if self.is_let_in else self._client,
                     lambda: max(promised, self._promised, self._held + more) - self._counted,
@@ -231,23 +232,23 @@ class Lease:
 
 
 class Charge:
-    """Memory that counts against a lease."""
+    """An amount of memory that counts against a lease."""
 
     def __init__(self, lease: Lease, size_bytes: int) -> None:
         self.lease = lease
         self.size_bytes = size_bytes
 
     def release(self) -> None:
-        """Idempotent. Takes no lock: garbage collection may call it in a thread that holds another."""
+        """Mark the memory as freed. Idempotent. Takes no lock: garbage collection may run while a lock is held."""
         self.lease._budget._released.append(self)
 
     def shrink(self, size_bytes: int) -> None:
-        """Counts less from now on."""
+        """Reduce the charge to ``size_bytes``."""
         with self.lease._budget.lock:
             self.lease._set(self.lease._promised, self.lease._held - self.size_bytes + size_bytes)
             self.size_bytes = size_bytes
 
 
 def default_cache_bytes(token_bytes: int, free_bytes: int) -> int:
-    """A fifth of the memory that is free now, but room for at least 1024 tokens of ``token_bytes``."""
+    """Return a fifth of the free memory, but room for at least 1024 tokens of ``token_bytes`` each."""
     return max(1024 * token_bytes, free_bytes // 5)

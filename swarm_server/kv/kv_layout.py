@@ -1,4 +1,4 @@
-"""What blocks keep of each position: found out by caching one."""
+"""Layout of what blocks store for each position, found by running one position with a cache."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout
 from swarm_server.kv.row_states import Slot
 from swarm_server.kv.rows_cache import StatesCache
 
-_MAX_STATES = 8  # of one kind in one block
+_MAX_STATES = 8  # states of one kind in one block
 
 
 @dataclass(frozen=True)
 class BlockFacts:
-    """What one block stores.
+    """The channels and states that one block stores.
 
     Attributes:
-        keys, values: None for blocks without them.
-        window: how many positions its attention looks at, None for all.
-        slots: what it remembers besides.
-        index: keys by which an index chooses the positions that attention looks at, [1 head, width]; None: it has none.
+        keys, values: the channels of the keys and values; None for blocks without them.
+        window: how many positions the block's attention looks at; None for all.
+        slots: the recurrent and convolution states that the block stores besides.
+        index: keys with which an index chooses the positions to attend to, [1 head, width]; None without an index.
     """
 
     keys: Channel | None
@@ -37,7 +37,7 @@ class BlockFacts:
 
 @dataclass(frozen=True)
 class StackLayout:
-    """What each hosted block stores, and its outputs."""
+    """The layout of what each hosted block stores, and of its outputs."""
 
     hosted: Span
     blocks: tuple[BlockFacts, ...]
@@ -51,11 +51,11 @@ class StackLayout:
 
     @property
     def token_bytes(self) -> int:
-        """What one position takes in all hosted blocks, with the outputs."""
+        """Return the bytes that one position takes in all hosted blocks, with the outputs of the last one."""
         return sum(group.token_bytes for group in self.part(self.hosted, keeps_outputs=True).groups)
 
     def token_bytes_by_device(self) -> dict[torch.device, int]:
-        """What one position takes in the blocks of each."""
+        """Return the bytes that one position takes in the blocks of each device."""
         result: dict[torch.device, int] = {}
         for group in self.part(self.hosted, keeps_outputs=True).groups:
             for channel in group.channels:
@@ -64,16 +64,16 @@ class StackLayout:
 
     @property
     def has_states(self) -> bool:
-        """Whether some blocks remember more than keys and values."""
+        """Return whether some blocks store recurrent or convolution states."""
         return any(block.slots for block in self.blocks)
 
     @property
     def has_index(self) -> bool:
-        """Whether some blocks choose the positions that they attend to."""
+        """Return whether some blocks choose the positions that they attend to."""
         return any(block.index for block in self.blocks)
 
     def part(self, span: Span, keeps_outputs: bool, windows: bool = True) -> PageLayout:
-        """What a session over ``span`` stores. Without ``windows``, every block keeps all positions."""
+        """Return the layout of a session over ``span``. Without ``windows``, every block keeps all positions."""
         facts = self.blocks[span.start - self.hosted.start : span.end - self.hosted.start]
         channels: dict[int | None, list[Channel]] = {}
         numbers: dict[int | None, int] = {}
@@ -98,7 +98,7 @@ class StackLayout:
 
 
 class _TakesAll(StatesCache):
-    """A cache that stores all that blocks give it of one position."""
+    """A cache that stores everything that blocks write for one position."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [LinearAttentionAndFullAttentionLayer(_MAX_STATES) for _ in range(num_blocks)]
@@ -134,5 +134,5 @@ def _facts(cache: _TakesAll, block: int, window: int | None) -> BlockFacts:
 
 
 def _channel(tensor: torch.Tensor) -> Channel:
-    """tensor: [1, heads, 1, width]."""
+    """Return the channel that stores tensors like ``tensor``, [1, heads, 1, width]."""
     return Channel(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)

@@ -2,9 +2,9 @@
 
 A *page* is memory for consecutive positions of some rows of one session, in every block of the session. It is as large
 as the session's promise, so that usually one page holds a whole generation and attention reads it in place. A *row* is
-one sequence: which parts of which pages hold its positions. Rows are values: reordering, cropping and undoing a step
-copy references, not keys. Only a row that ends where its page is filled may go on in it; any other gets a page of its
-own.
+one sequence: a list of the parts of pages that hold its positions. Rows are immutable values: reordering, cropping and
+undoing a step copy references, not keys. Only a row that ends where its page is filled may continue in that page. Any
+other row gets a new page.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from swarm_protocol.kernels.attention import Numbers, channel_table
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.row_states import COPIES, CPU, Slot
 
-MAX_PARTS = 4  # of one row; with more, attention would read small pieces
-FORK_TOKENS = 32  # room of a page for a row that leaves another's page
-GROWTH_TOKENS = 64  # least room of a page for a row whose page is full
+MAX_PARTS = 4  # parts of one row; with more, attention would read small pieces
+FORK_TOKENS = 32  # room in a new page for a row that leaves a page in which another row continues
+GROWTH_TOKENS = 64  # least room in a new page for a row whose page is full
 
 
 @dataclass(frozen=True)
 class Channel:
-    """What is stored of every position: keys, values or an index's keys of one block, or the outputs of the last one.
+    """A kind of data stored per position: keys, values or index keys of a block, or outputs of the last block.
 
     Attributes:
-        device: that of the block.
+        device: the device of the block.
     """
 
     heads: int
@@ -51,7 +51,7 @@ class Group:
     """Channels that keep the same positions: all of them, or a window.
 
     Attributes:
-        channels: keys, values and index keys of some blocks, and at last the outputs if they are kept.
+        channels: the keys, values and index keys of some blocks; the outputs, if they are kept, come last.
         window: how many positions attention looks at; None for all.
     """
 
@@ -64,19 +64,19 @@ class Group:
 
     @property
     def most(self) -> int:
-        """Positions that a row keeps at most, but for those of one step; more are dropped down to the window."""
+        """Return how many positions a row keeps, apart from a long step, until it is cut down to its window."""
         return sys.maxsize if self.window is None else 2 * self.window + 2 * GROWTH_TOKENS
 
     def room(self, num_tokens: int) -> int:
-        """Positions that a row of ``num_tokens`` takes room for."""
+        """Return for how many positions a row of ``num_tokens`` takes room."""
         if self.window is None or num_tokens <= self.most:
             return num_tokens
         return 2 * self.most  # while positions are dropped, there are two pages
 
     def excess(self, length: int, num_kept: int, num_new: int, settled: int) -> int:
-        """How many of the oldest positions can go before ``num_new`` are added, if it is time to drop any.
+        """Return how many of the oldest positions to drop before ``num_new`` are added; 0 if none need to go yet.
 
-        The row will not be cropped to fewer than ``settled`` positions.
+        No later crop leaves the row fewer than ``settled`` positions.
         """
         if self.window is None or num_kept + num_new <= self.most:
             return 0
@@ -85,7 +85,7 @@ class Group:
 
 @dataclass(frozen=True)
 class ChannelPlace:
-    """Where a block's keys and values are: which group, and which of its channels.
+    """The place of a block's keys and values: a group, and channels of this group.
 
     Attributes:
         index: the channel of the index's keys; None for blocks without an index.
@@ -99,12 +99,12 @@ class ChannelPlace:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What a session over some blocks stores.
+    """The layout of what a session over some blocks stores.
 
     Attributes:
-        blocks: the place of each block, counted from the session's first; None for those without keys and values.
-        outputs_group: the group whose last channel is the outputs, [1 head, hidden_size]; None: they are not kept.
-        slots: what each block remembers besides, of fixed size.
+        blocks: the place of each block, counted from the session's first; None for blocks without keys and values.
+        outputs_group: the group whose last channel is the outputs, [1 head, hidden_size]; None if they are not kept.
+        slots: the states of fixed size that each block stores besides.
     """
 
     groups: tuple[Group, ...]
@@ -113,18 +113,18 @@ class PageLayout:
     slots: tuple[tuple[Slot, ...], ...] = ()
 
     def size_bytes(self, num_tokens: int) -> int:
-        """What a row of ``num_tokens`` positions takes."""
+        """Return the bytes that a row of ``num_tokens`` positions takes."""
         positions = sum(group.token_bytes * group.room(num_tokens) for group in self.groups)
         return positions + COPIES * self.state_bytes
 
     @property
     def state_bytes(self) -> int:
-        """What a row's states take, however long it is."""
+        """Return the bytes that a row's states take, whatever the row's length."""
         return sum(slot.size_bytes for slots in self.slots for slot in slots)
 
     @property
     def crops_states(self) -> bool:
-        """Whether all states are those of convolutions, which can be cropped."""
+        """Return whether all states belong to convolutions, whose states can be cropped."""
         return all(slot.is_convolution for slots in self.slots for slot in slots)
 
 
@@ -132,13 +132,13 @@ class Page:
     """Memory for ``capacity`` consecutive positions of ``num_rows`` rows.
 
     Attributes:
-        data: per channel [rows, heads, capacity, width].
-        filled: per row, how many positions are taken.
-        pinned: per row, how many positions may not be given back because others know them.
+        data: the memory of each channel, [rows, heads, capacity, width].
+        filled: for each row, how many positions are taken.
+        pinned: for each row, how many positions may not be filled again because the prefix cache refers to them.
     """
 
     def __init__(self, group: Group, num_rows: int, capacity: int, lease: Lease) -> None:
-        """Raises PeerBusy if the lease finds no room."""
+        """Allocate the page; raise PeerBusy if the lease finds no room."""
         self.lease = lease
         self.capacity = capacity
         self.token_bytes = group.token_bytes  # of one row
@@ -153,7 +153,7 @@ class Page:
         self._places: tuple[npt.NDArray[np.int64], ...] | None = None
 
     def addresses(self, row: int, position: int) -> npt.NDArray[np.int64]:
-        """Of what each channel has of a row's first head from a position on, int64."""
+        """Return the address of a row's first head at ``position`` in each channel, [channels], int64."""
         if self._places is None:
             first = np.array([data.data_ptr() for data in self.data], dtype=np.int64)
             sizes = [(data.stride(0), data.stride(2), data.itemsize) for data in self.data]
@@ -165,13 +165,13 @@ class Page:
 
     @property
     def table(self) -> Numbers:
-        """Where the channels are, for the attention kernel."""
+        """Return where the channels are, in the form that the attention kernel takes."""
         if self._table is None:
             self._table = channel_table(self.data)
         return self._table
 
     def trim(self) -> None:
-        """Gives back the room that is not filled; nothing can be added any more."""
+        """Give back the room that is not filled. Nothing can be added to the page afterwards."""
         filled = max(self.filled)
         if filled < self.capacity:
             self._charge.shrink(self._charge.size_bytes * filled // self.capacity)
@@ -182,7 +182,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Part:
-    """Positions ``start`` … ``end`` of one row of a page."""
+    """The positions ``start`` … ``end`` of one row of a page."""
 
     page: Page
     row: int
@@ -198,7 +198,7 @@ Parts = tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence: for each group of the layout, where the positions it keeps are."""
+    """One sequence: for each group of the layout, the parts of pages that hold the kept positions."""
 
     length: int
     parts: tuple[Parts, ...]
@@ -211,7 +211,7 @@ class Row:
         return sum(map(len, self.parts[group]))
 
     def crop(self, length: int, layout: PageLayout) -> Row | None:
-        """The first ``length`` positions; None if a window has dropped what would be looked at next."""
+        """Return the first ``length`` positions; None if a window has dropped positions that the next one looks at."""
         removed = self.length - length
         for number, group in enumerate(layout.groups):
             first = self.length - self.kept(number)
@@ -220,19 +220,19 @@ class Row:
         return replace(self, length=length, parts=tuple(_drop_last(parts, removed) for parts in self.parts))
 
     def slice(self, start: int, end: int) -> tuple[Parts, ...] | None:
-        """Where positions ``start`` … ``end`` are; None if a window has dropped some."""
+        """Return where positions ``start`` … ``end`` are in each group; None if a window has dropped some of them."""
         groups = range(len(self.parts))
         if any(start < self.length - self.kept(group) for group in groups):
             return None
         return tuple(self.slice_of(group, start, end) for group in groups)
 
     def slice_of(self, group: int, start: int, end: int) -> Parts:
-        """Where those of positions ``start`` … ``end`` are that the group still has."""
+        """Return where positions ``start`` … ``end`` are in one group, as far as the group still has them."""
         first = self.length - self.kept(group)
         return _take(self.parts[group], max(start, first) - first, max(end, first) - first)
 
     def extended(self, parts: tuple[Parts, ...], num_tokens: int) -> Row:
-        """With ``num_tokens`` further positions, which are in ``parts``."""
+        """Return the row with ``num_tokens`` further positions, which are in ``parts``."""
         joined = tuple(_join(ours, more) for ours, more in zip(self.parts, parts, strict=True))
         return Row(self.length + num_tokens, joined)
 
@@ -267,7 +267,7 @@ def _join(parts: Parts, more: Parts) -> Parts:
 
 @dataclass
 class Growth:
-    """Room for new positions of rows, taken before they are computed. ``undo`` gives it back."""
+    """Room for new positions of rows, taken before the positions are computed. ``undo`` gives the room back."""
 
     rows: tuple[Row, ...]
     _filled: list[tuple[Page, int, int]] = field(default_factory=list)
@@ -297,13 +297,13 @@ def grow(
     settled: int | None = None,
     counts: Sequence[int] | None = None,
 ) -> Growth:
-    """Rows of one session with room for ``count`` more positions each.
+    """Return the rows of one session with room for ``count`` more positions each.
 
     Args:
-        before: the session's rows until now; what they have of pages and ``rows`` do not is filled again.
-        reserved: how many positions each row was promised; a first page is made for all of them.
-        settled: the rows will not be cropped to fewer positions; None: not at all.
-        counts: of the new positions, how many of the last each group gets room for; None: all.
+        before: the session's rows until now; page room that only ``before`` uses is filled again.
+        reserved: how many positions each row was promised; a first page has room for all of them.
+        settled: the shortest length to which the rows may be cropped later; None if they are not cropped.
+        counts: for how many of the last new positions each group gets room; None means all new positions.
 
     Raises:
         PeerBusy: there is no room; nothing has changed.
@@ -333,7 +333,7 @@ def _grow_group(
     reserved: int,
     settled: int | None,
 ) -> list[Parts]:
-    """For each row its parts of one group, with ``count`` positions added."""
+    """Return each row's parts of one group, with ``count`` positions added."""
     all_parts = [row.parts[number] for row in growth.rows]
     if not count:
         return all_parts
@@ -343,7 +343,7 @@ def _grow_group(
     if excess or max(map(len, all_parts)) > MAX_PARTS:
         all_parts = _compacted(growth, group, all_parts, excess, count, lease)
     grown = list(all_parts)
-    homeless: dict[bool, list[int]] = {False: [], True: []}  # rows that need a new page; True: they leave another's
+    homeless: dict[bool, list[int]] = {False: [], True: []}  # rows that need a new page; True: forks
     for i, parts in enumerate(all_parts):
         last = parts[-1] if parts else None
         if last is None or last.page.lease is not lease or last.page.capacity < last.end + count:
@@ -367,7 +367,7 @@ def _grow_group(
 
 
 def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease) -> Page:
-    """A page for ``best`` positions, or for ``least`` if there is no room for so many."""
+    """Return a page for ``best`` positions, or for ``least`` positions if there is no room for ``best``."""
     try:
         return Page(group, num_rows, max(best, least), lease)
     except PeerBusy:
@@ -384,7 +384,7 @@ def _compacted(
     count: int,
     lease: Lease,
 ) -> list[Parts]:
-    """All rows' parts copied into one page, without the ``excess`` oldest positions."""
+    """Copy all rows' parts into one page, without the ``excess`` oldest positions; return the new parts."""
     kept = [_take(parts, excess, sum(map(len, parts))) for parts in all_parts]
     length = sum(map(len, kept[0]))
     room = max(GROWTH_TOKENS, length // 4 if group.window is None else group.most - length)
@@ -401,7 +401,7 @@ def _compacted(
 
 
 def _given_back(before: Sequence[Row], after: Sequence[Row], lease: Lease) -> Iterator[tuple[Page, int, int]]:
-    """The session's pages, and rows of them, that are not used to the end any more; and how far they stay filled."""
+    """Yield each page and row of the session whose end is no longer used, with how many positions stay filled."""
     ends = {
         (part.page, part.row): 0
         for row in before
@@ -424,12 +424,12 @@ def _given_back(before: Sequence[Row], after: Sequence[Row], lease: Lease) -> It
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive rows of a batch whose positions lie side by side.
+    """Consecutive rows of a batch whose positions lie side by side in the same pages.
 
     Attributes:
-        rows: which rows of the batch.
-        parts: (page, its rows, its positions), in the order of the sequence.
-        length: positions in all.
+        rows: the rows of the batch.
+        parts: tuples of a page, rows of this page and positions of this page, in the order of the sequence.
+        length: the total number of positions.
     """
 
     rows: slice
@@ -437,13 +437,13 @@ class Run:
     length: int
 
     def read(self, channel: int) -> Iterator[torch.Tensor]:
-        """[rows, heads, positions, width] of each part; views."""
+        """Yield each part as a view, [rows, heads, positions, width]."""
         for page, rows, positions in self.parts:
             yield page.data[channel][rows, :, positions]
 
 
 def runs(rows: Sequence[Row], group: int, first: int) -> list[Run]:
-    """Where to read the rows of one session, which begin at row ``first`` of the batch."""
+    """Return where to read the rows of one session, which begin at row ``first`` of the batch."""
     result: list[Run] = []
     start = 0
     for end in range(1, len(rows) + 1):

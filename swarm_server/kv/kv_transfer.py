@@ -1,4 +1,4 @@
-"""Keys and values of a session's positions as bytes, to be stored by a session on another server."""
+"""Keys and values of a session's positions as bytes, for transfer to a session on another server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swarm_server.kv.row_states import States
 
 @dataclass(frozen=True)
 class Stored:
-    """What a session keeps of ``num_tokens`` successive positions.
+    """The data that a session keeps of ``num_tokens`` successive positions.
 
     Attributes:
-        num_kept: for each group of the layout, how many of the last of these positions it has (see ``Group.window``).
+        num_kept: for each group of the layout, how many of the last positions the group has (see ``Group.window``).
         data: bytes; for each group all its channels, [batch, heads, num_kept, width]; then the states of the blocks, if
             these positions are the session's last.
     """
@@ -27,7 +27,7 @@ class Stored:
     data: torch.Tensor
 
     def require_fit(self, layout: PageLayout, batch_size: int) -> None:
-        """Raises RequestRejected unless this is what a session of this layout keeps."""
+        """Raise RequestRejected unless this is the data that a session of this layout keeps."""
         if len(self.num_kept) != len(layout.groups) or any(
             count > self.num_tokens or (group.window is None and count < self.num_tokens)
             for count, group in zip(self.num_kept, layout.groups, strict=False)
@@ -43,7 +43,7 @@ class Stored:
             )
 
     def has_states(self, layout: PageLayout, batch_size: int) -> bool:
-        """Whether the states of the blocks come with the keys and values."""
+        """Return whether the states of the blocks come with the keys and values."""
         states_bytes = batch_size * layout.state_bytes
         return states_bytes > 0 and self.data.numel() == self._kept_bytes(layout, batch_size) + states_bytes
 
@@ -53,7 +53,7 @@ class Stored:
 
 
 def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) -> torch.Tensor:
-    """One channel of those of positions ``start`` … ``end`` that the group has, [rows, heads, positions, width]."""
+    """Return one channel of the positions ``start`` … ``end`` that the group has, [rows, heads, positions, width]."""
     result = []
     for row in rows:
         parts = row.slice_of(group, start, end)
@@ -62,7 +62,7 @@ def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) ->
 
 
 def pack(rows: Sequence[Row], layout: PageLayout, start: int, end: int, states: States = ()) -> Stored:
-    """What the rows of one session keep of these positions; ``states``: those after the last one, if known."""
+    """Return what the rows of one session keep of these positions. ``states``: the states after them, if known."""
     num_kept, data = [], []
     for number, group in enumerate(layout.groups):
         count = sum(map(len, rows[0].slice_of(number, start, end)))
@@ -76,13 +76,13 @@ def pack(rows: Sequence[Row], layout: PageLayout, start: int, end: int, states: 
 
 
 def unpack(stored: Stored, rows: Sequence[Row], layout: PageLayout) -> States | None:
-    """Writes to the last positions of the rows, for which there is room; returns the states after them if they came."""
+    """Write to the last positions of the rows, which have room. Return the states after these positions, if stored."""
     offset = 0
 
     def take(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         nonlocal offset
         start, offset = offset, offset + torch.Size(shape).numel() * dtype.itemsize
-        return stored.data[start:offset].clone().view(dtype).view(shape)  # cloned: aligned
+        return stored.data[start:offset].clone().view(dtype).view(shape)  # cloned to be aligned
 
     for number, (group, count) in enumerate(zip(layout.groups, stored.num_kept, strict=True)):
         if not count:

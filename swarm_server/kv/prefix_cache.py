@@ -1,8 +1,8 @@
 """Reuse of keys and values among sessions that start with the same content.
 
-Content is known by a chain of SHA-256 digests over what was sent: hidden states, positions and mask, page by page. So
-a session gets only what it could have computed itself from what it has sent, and nothing goes by a name that a client
-chooses. Pages stay where they were computed; the cache only refers to them.
+Content is identified by a chain of SHA-256 digests over what was sent: hidden states, positions and mask, page by page.
+A session therefore gets only what it could have computed itself from what it has sent, and no client can choose a name
+for content. Pages stay where they were computed; the cache only refers to them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.kv.kv_rows import Parts
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: the same bytes are other numbers in each
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: equal bytes are different numbers in each
 
 
 class ContentHash:
-    """Digests of one row's content, a digest for each full page; a value."""
+    """The digests of one row's content, one for each full page. Adding tokens gives a new hash."""
 
     def __init__(self, seed: bytes) -> None:
-        """``seed``: whatever else the result depends on, such as the blocks."""
+        """Start a hash. ``seed``: whatever else the result depends on, such as the blocks."""
         self._digest = hashlib.sha256(seed)
         self._num_tokens = 0
 
@@ -34,7 +34,7 @@ class ContentHash:
         return other
 
     def added(self, content: torch.Tensor) -> tuple[ContentHash, list[bytes]]:
-        """After further tokens, content: [tokens, bytes per token] uint8; the digests of pages that became full."""
+        """Return the hash after ``content``, [tokens, bytes per token] uint8, and the digests of newly full pages."""
         other, digests = self.copy(), []
         data, token_bytes = content.contiguous().numpy().data.cast("B"), content.shape[1]
         start = 0
@@ -49,7 +49,7 @@ class ContentHash:
 
 
 def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What identifies each token, [batch, tokens, bytes]. hidden: [batch, tokens, size], the others [batch, tokens]."""
+    """Return identifying bytes, [batch, tokens, bytes]. hidden: [batch, tokens, size]; the rest: [batch, tokens]."""
     dtype = torch.full(hidden.shape[:2], _DTYPES.index(hidden.dtype), dtype=torch.uint8)
     return torch.cat(
         [
@@ -63,12 +63,12 @@ def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.
 
 
 class PrefixCache:
-    """For each page of content, where its positions are in every group of the layout.
+    """A map from each page of content to the place of its positions in every group of the layout.
 
-    Least recently used goes first. Thread-safe: room is asked back from the network's thread too."""
+    The least recently used page is evicted first. Thread-safe, because the network's thread reclaims room too."""
 
     def __init__(self, *, between_owners: bool = True) -> None:
-        """``between_owners``: otherwise content is another one for each owner of sessions."""
+        """Start empty. ``between_owners``: whether sessions of different owners share content."""
         self._between_owners = between_owners
         self._entries: OrderedDict[bytes, tuple[Parts, ...]] = OrderedDict()
         self._lock = threading.RLock()
@@ -77,13 +77,13 @@ class PrefixCache:
         return len(self._entries)
 
     def seed(self, owner: str, context: str, adapter_key: bytes) -> ContentHash:
-        """Of an owner's session before its first position; ``context``: what the result depends on besides.
+        """Return the hash of an owner's session before its first position.
 
-        Neither text has a line break in it."""
+        ``context``: what else the result depends on. Neither ``owner`` nor ``context`` has a line break."""
         return ContentHash(f"{'' if self._between_owners else owner}\n{context}\n".encode() + adapter_key)
 
     def longest(self, digests: Sequence[bytes]) -> list[tuple[Parts, ...]]:
-        """Where the content with these successive digests is, as far as it is known from the first on."""
+        """Return where the content with these successive digests is, up to the first unknown digest."""
         found = []
         with self._lock:
             for digest in digests:
@@ -95,7 +95,7 @@ class PrefixCache:
         return found
 
     def add(self, digest: bytes, parts: tuple[Parts, ...]) -> None:
-        """Keeps a page of content; nobody may fill its positions with anything else any more."""
+        """Keep a page of content. No other content may fill its positions from now on."""
         with self._lock:
             if digest not in self._entries:
                 for group in parts:
@@ -104,17 +104,17 @@ class PrefixCache:
                 self._entries[digest] = parts
 
     def touch(self, digests: Sequence[bytes]) -> None:
-        """These successive pages are in use: the first of them goes last, since no other is of use without it."""
+        """Mark these successive pages as used. The first is evicted last, since the others are useless without it."""
         with self._lock:
             for digest in reversed(digests):
                 if digest in self._entries:
                     self._entries.move_to_end(digest)
 
     def reclaim(self) -> bool:
-        """Forgets the page that was used least recently; False if none is left."""
+        """Forget the least recently used page; return False if none is left."""
         with self._lock:
             if not self._entries:
                 return False
             _, entry = self._entries.popitem(last=False)
-        del entry  # outside the lock: its memory may be given back now
+        del entry  # outside the lock, because this may free the page's memory
         return True

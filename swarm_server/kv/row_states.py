@@ -1,9 +1,8 @@
-"""What blocks of recurrent and convolutional kinds remember of a session: as much after a million tokens as after one.
+"""States that recurrent and convolutional blocks keep for a session, whose size does not grow with the session.
 
-The states of all rows of a session after some length are one value, whose tensors are never written again: reordering
-picks rows, and a step that fails leaves the states before it. What has been added to a recurrent state cannot be taken
-out of it: only the states before the last step are kept as well. Convolutions remember their last inputs, and go back
-as far as those were recorded.
+The states of all rows of a session after some length are one value, whose tensors are never written again. Reordering
+picks rows, and a step that fails leaves the states before it. A recurrent state cannot be undone, so the states before
+the last step are kept as well. Convolutions keep their last inputs, and can go back as far as inputs were recorded.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from transformers.cache_utils import LinearAttentionLayer
 from swarm_server.kv.kv_cache import Lease
 
 CPU = torch.device("cpu")
-COPIES = 3  # of a row's states: those after the last step, those before it, those that are being computed
+COPIES = 3  # copies of a row's states: after the last step, before it, and in computation
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor that a block remembers of a row.
+    """A state tensor that a block keeps for a row.
 
     Attributes:
-        index: which of the block's states of this kind.
-        shape: of one row; the last dimension of a convolution's is positions.
-        device: that of the block.
+        index: the number of the state among the block's states of this kind.
+        shape: the shape for one row; the last dimension of a convolution's state is positions.
+        device: the device of the block.
     """
 
     is_convolution: bool
@@ -42,23 +41,23 @@ class Slot:
 
 
 class Room:
-    """Counts the states of a session's rows against its lease for as long as it lives."""
+    """The room for the states of a session's rows, charged to its lease for as long as this object lives."""
 
     def __init__(self, num_rows: int, row_bytes: int, lease: Lease) -> None:
-        """Raises PeerBusy if the lease finds no room."""
+        """Take the room from the lease; raise PeerBusy if there is none."""
         self.num_rows = num_rows
         lease.take(COPIES * num_rows * row_bytes, self)
 
 
-States = tuple[tuple[torch.Tensor, ...], ...]  # of some rows: block by block, the tensors of its slots
+States = tuple[tuple[torch.Tensor, ...], ...]  # of some rows: for each block, the tensors of its slots
 
 
 @dataclass(frozen=True)
 class RowStates:
-    """Of all rows of a session, after ``length`` positions.
+    """The states of all rows of a session, after ``length`` positions.
 
     Attributes:
-        states: [rows, *shape] each; those of convolutions may have more positions before.
+        states: a tensor [rows, *shape] for each slot; a convolution's tensor may have more positions in front.
         before: the states before the last step, if they are known.
     """
 
@@ -68,12 +67,12 @@ class RowStates:
     before: RowStates | None = None
 
     def picked(self, indices: Sequence[int]) -> RowStates:
-        """New row i is old row ``indices[i]``."""
+        """Return the states in a new order of rows: new row i is old row ``indices[i]``."""
         states = tuple(tuple(tensor[list(indices)] for tensor in of_block) for of_block in self.states)
         return replace(self, states=states, before=None if self.before is None else self.before.picked(indices))
 
     def cropped(self, length: int, blocks: Sequence[tuple[Slot, ...]]) -> RowStates | None:
-        """After the first ``length`` positions; None if that is not known any more."""
+        """Return the states after the first ``length`` positions; None if they are no longer known."""
         if length == self.length:
             return self
         if self.before is not None and self.before.length == length:
@@ -96,13 +95,13 @@ def state_layers(
     *,
     recording: bool,
 ) -> list[LinearAttentionLayer | None]:
-    """For each block what transformers' code reads and writes; None for blocks without states.
+    """Return for each block the layer that transformers' code reads and writes; None for blocks without states.
 
     Args:
-        blocks: the slots of each.
-        members: the states of each session, in which convolutions have recorded as much; None if the sessions begin.
-        num_rows: of all sessions.
-        recording: what convolutions were given is kept, to be cropped later.
+        blocks: the slots of each block.
+        members: the states of each session, with equally much recorded; None if the sessions have no positions yet.
+        num_rows: the number of rows of all sessions together.
+        recording: whether the inputs of convolutions are kept, so that their states can be cropped later.
     """
     layers: list[LinearAttentionLayer | None] = []
     for number, slots in enumerate(blocks):
@@ -117,7 +116,7 @@ def state_layers(
                 given = [states[number][place] for states in members]
                 if slot.is_convolution and not recording:
                     given = [tensor[..., -slot.shape[-1] :] for tensor in given]
-                _fill(layer, slot, torch.cat(given))  # a copy: it is written to
+                _fill(layer, slot, torch.cat(given))  # a copy, because it is written to
             elif recording:  # before the first position, a convolution sees zeros
                 _fill(layer, slot, torch.zeros(num_rows, *slot.shape, dtype=slot.dtype, device=device))
     return layers
@@ -136,14 +135,14 @@ def _fill(layer: LinearAttentionLayer, slot: Slot, state: torch.Tensor) -> None:
 def states_after(
     blocks: Sequence[tuple[Slot, ...]], layers: Sequence[LinearAttentionLayer | None], num_rows: Sequence[int]
 ) -> list[States]:
-    """The states of each session with so many rows."""
+    """Return the states of each session; ``num_rows``: the number of rows of each session."""
     split = [
         [_state(layer, slot).split(list(num_rows)) for slot in slots]
         for slots, layer in zip(blocks, layers, strict=True)
     ]
     if len(num_rows) == 1:
         return [tuple(tuple(parts[0] for parts in of_block) for of_block in split)]
-    # Copies: a part of a tensor would keep all of it in memory.
+    # Copies, because a view of a tensor would keep all of it in memory.
     return [
         tuple(tuple(parts[member].clone() for parts in of_block) for of_block in split)
         for member in range(len(num_rows))

@@ -1,4 +1,4 @@
-"""Where the attention kernel finds the rows of a batch, and which calls it can take over."""
+"""Places of a batch's rows for the attention kernel, and which calls the kernel can take over."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swarm_server.kv.kv_rows import Page, Run
 
 
 class SeenPart(NamedTuple):
-    """Positions ``start`` to ``start + length`` of one row of a page, which a new position attends to.
+    """The positions ``start`` to ``start + length`` of one row of a page, to which a new position attends.
 
     Attributes:
-        run: the number of the run that it belongs to, whose channels are those of the page.
+        run: the number of the run to which the part belongs; the run's channels are those of the page.
     """
 
     page: Page
@@ -28,21 +28,21 @@ class SeenPart(NamedTuple):
 
 
 def seen_parts(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new: int = 1) -> list[list[SeenPart]]:
-    """Where a batch's positions are, as each new position sees them: without those behind it.
+    """Return where a batch's positions are, as each new position sees them: without the positions after it.
 
     Args:
-        runs: of all rows, in order; each ends with its ``num_new`` new positions.
+        runs: the runs of all rows, in order; each run ends with its ``num_new`` new positions.
         hidden: how many positions at the start are left out, for each row and new position.
 
     Returns:
-        Of each row as many as it has new positions, in order; the last part ends with the new position.
+        ``num_new`` lists of parts for each row, in order; the last part of a list ends with its new position.
     """
     rows = []
     for number, run in enumerate(runs):
         for row in range(run.rows.stop - run.rows.start):
             for new in range(num_new):
                 left = hidden[(run.rows.start + row) * num_new + new] if hidden else 0  # still to be left out
-                behind = num_new - 1 - new  # which are all in the last part
+                behind = num_new - 1 - new  # later new positions, all in the last part
                 seen = []
                 for i, (page, rows_of_page, positions) in enumerate(run.parts, 1 - len(run.parts)):
                     start, stop = positions.start, positions.stop
@@ -56,7 +56,7 @@ def seen_parts(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new
 
 
 def paged_rows(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new: int = 1) -> PagedRows:
-    """What ``seen_parts`` gives, for the CPU's kernel."""
+    """Return the parts of ``seen_parts`` in the form that the CPU's kernel takes."""
     return PagedRows(
         [
             [PartOfPage(page.table.address, page.capacity, *place) for page, *place in parts]
@@ -66,11 +66,11 @@ def paged_rows(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new
 
 
 def hidden_before(runs: Sequence[Run], window: int | None, seen: Sequence[int], num_new: int) -> list[int]:
-    """How many of the positions that are kept of each row lie before those that each of its new ones attends to.
+    """Return, for each row and new position, how many kept positions lie before the ones that it attends to.
 
     Args:
-        window: how many of the last positions a new one looks at; None: all.
-        seen: how many of its last positions each row attends to at most, its new ones included.
+        window: how many of the last positions a new position looks at; None means all.
+        seen: how many of its last positions each row attends to at most, new positions included.
     """
     most = sys.maxsize if window is None else window
     rows = [(run.length, row) for run in runs for row in range(run.rows.start, run.rows.stop)]
@@ -82,9 +82,9 @@ def hidden_before(runs: Sequence[Run], window: int | None, seen: Sequence[int], 
 
 
 def hidden_at_start(mask: torch.Tensor | None, num_rows: int) -> list[int] | None:
-    """How many positions at the start a mask of one new position hides from each row; None: it does something else.
+    """Return how many positions at the start a mask hides from each row; None if the mask does anything else.
 
-    mask: [rows or 1, heads or 1, 1, positions], bool or to be added to scores; None: it hides nothing.
+    mask: of one new position, [rows or 1, heads or 1, 1, positions], bool or added to scores; None hides nothing.
     """
     if mask is None:
         return [0] * num_rows
@@ -103,14 +103,14 @@ def hidden_at_start(mask: torch.Tensor | None, num_rows: int) -> list[int] | Non
 
 @functools.lru_cache(maxsize=4096)
 def channel_numbers(channels: tuple[int, ...]) -> Numbers:
-    """Of each run."""
+    """Return the channel of each run in the form that the CPU's kernel takes."""
     return Numbers(channels)
 
 
 def is_plain_sdpa(options: Mapping[str, object]) -> bool:
-    """Whether transformers' sdpa function, given these options and one new position, does nothing but attend.
+    """Return whether transformers' sdpa function, given these options and one new position, does nothing but attend.
 
-    It takes no notice of options that are not named here.
+    The sdpa function ignores options that are not named here.
     """
     return not options.get("dropout") and all(
         options.get(name) is None for name in ("position_bias", "softcap", "cache")

@@ -1,9 +1,9 @@
-"""What a model's own code sees when several sessions run in one batch: an ordinary left-padded batch.
+"""A cache that presents several sessions in one batch to a model's own code as an ordinary left-padded batch.
 
-Rows of different lengths are presented right-aligned: the mask, the positions and the lengths that transformers asks
-the cache for are those of a batch padded on its left, which every family computes correctly. Only the keys and values
-are not laid out like that. Where the blocks call an attention function by name, ours takes its place and calls theirs
-once for each run of rows, on keys and values where they lie. Other blocks get a right-aligned copy.
+Rows of different lengths are presented right-aligned. The mask, the positions and the lengths that transformers asks
+the cache for are those of a left-padded batch, which every family computes correctly. Only the keys and values are laid
+out differently. Where the blocks call an attention function by name, our function takes its place. Ours calls the
+original once for each run of rows, on keys and values where they are stored. Other blocks get a right-aligned copy.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ORIGINALS = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """Where one block's keys and values are.
+    """The places of one block's keys and values.
 
     Attributes:
-        runs: the positions to attend to; the new ones are the last of each.
-        keys, values: for each run the channels of its pages.
-        index: the channels of an index's keys; empty for blocks without an index.
+        runs: the positions to attend to; each run ends with its new positions.
+        keys, values: for each run, the number of the channel in its pages.
+        index: for each run, the channel of an index's keys; empty for blocks without an index.
     """
 
     runs: tuple[Run, ...]
@@ -48,7 +48,7 @@ class BlockRuns:
 
 
 class StatesCache(Cache):
-    """A cache that minimax's code can use as well, which has names of its own for a recurrent state."""
+    """A cache that also has the methods by which MiniMax's code reads and writes a recurrent state."""
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         layer = self.layers[layer_idx]  # not get_recurrent_state, which transformers 5.20 lacks
@@ -59,10 +59,10 @@ class StatesCache(Cache):
 
 
 class RowsCache(StatesCache):
-    """Keys and values of a batch of rows for one call of some blocks.
+    """The keys and values of a batch of rows for one call of some blocks.
 
     Attributes:
-        in_place: the blocks call ``attend`` for attention; else ``update`` copies.
+        in_place: whether the blocks call ``attend`` for attention; otherwise ``update`` returns aligned copies.
     """
 
     is_compileable = False
@@ -76,20 +76,20 @@ class RowsCache(StatesCache):
         states: Sequence[LinearAttentionLayer | None] = (),
         kernel: AttentionKernel | None = None,
     ) -> None:
-        """What the rows of one call look like.
+        """Describe the rows of one call.
 
         Args:
-            length: of the longest row with its ``num_new`` new positions.
-            states: of each block, if any have.
-            kernel: what is to attend for one new position where it can.
+            length: the length of the longest row with its ``num_new`` new positions.
+            states: the layer of each block's states, if any block has states.
+            kernel: the kernel that attends for one new position where it can.
         """
-        layers: list[Any] = list(states)  # None where transformers expects layers: such blocks do not ask for one
+        layers: list[Any] = list(states)  # None, where transformers expects a layer, for blocks that never ask for one
         self.layers = layers
         self._blocks = blocks
         self._length = length
         self._num_new = num_new
         self._current: BlockRuns | None = None
-        # By the ids of mask and runs, which are kept as well, so that the ids stay theirs
+        # Keyed by the ids of mask and runs. Both are kept in the value, so that no other object gets their ids.
         self._masks: dict[tuple[int, int], tuple[object, object, list[torch.Tensor | None]]] = {}
         self._kernel = kernel if num_new == 1 else None
         self._paged: dict[tuple[int, int], tuple[object, object, PagedRows | None]] = {}
@@ -98,14 +98,14 @@ class RowsCache(StatesCache):
     def update(  # type: ignore[override]  # they come by position
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores keys and values [rows, heads, new, width]; returns what attention is to be given."""
+        """Store keys and values [rows, heads, new, width]; return the keys and values that attention gets."""
         block = self._store(layer_idx, keys, values)
         if self.in_place:
             return keys, values
         return self._aligned(block.keys, keys), self._aligned(block.values, values)
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Stores an index's keys [rows, new, width]; returns those of all positions, [rows, length, width]."""
+        """Store an index's keys [rows, new, width]; return the keys of all positions, [rows, length, width]."""
         block = self._current = self._blocks[layer_idx]
         for run, channel in zip(block.runs, block.index, strict=True):
             _write(run, channel, keys[:, None])
@@ -132,7 +132,7 @@ class RowsCache(StatesCache):
         piecewise: bool,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention of ``query`` [rows, heads, new, width] to all positions; [rows, new, heads, width].
+        """Return the attention of ``query`` [rows, heads, new, width] to all positions, [rows, new, heads, width].
 
         ``piecewise``: scores may be computed part by part, as plain scaled dot products.
         """
@@ -158,7 +158,7 @@ class RowsCache(StatesCache):
     def _attend_by_kernel(
         self, block: BlockRuns, query: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
     ) -> torch.Tensor | None:
-        """None if it cannot."""
+        """Return the kernel's output, [rows, new, heads, width]; None if the kernel cannot compute this call."""
         if self._kernel is None or not block.runs:
             return None
         rows = self._paged_rows(block.runs, mask)
@@ -169,7 +169,7 @@ class RowsCache(StatesCache):
         return self._kernel.attend(rows, channels, query, value_width, scaling)
 
     def _paged_rows(self, runs: tuple[Run, ...], mask: torch.Tensor | None) -> PagedRows | None:
-        """The positions that the mask does not hide; None if the kernel cannot leave out those that it does."""
+        """Return the positions that the mask leaves visible; None if the kernel cannot apply this mask."""
         key = id(mask), id(runs)
         if key not in self._paged:
             hidden: list[int] | None = []
@@ -180,7 +180,7 @@ class RowsCache(StatesCache):
         return self._paged[key][2]
 
     def _run_masks(self, runs: Sequence[Run], mask: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """The mask's rows and columns for each run; None where everything is attended to."""
+        """Return the mask's rows and columns for each run; None for a run that attends to everything."""
         if mask is None:
             return [None] * len(runs)
         key = id(mask), id(runs)
@@ -189,7 +189,7 @@ class RowsCache(StatesCache):
         return self._masks[key][2]
 
     def _aligned(self, channels: tuple[int, ...], new: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, length, width], the last positions of every row at the end, zeros before the first."""
+        """Return a copy [rows, heads, length, width] with all rows aligned at their ends and zeros before them."""
         assert self._current is not None
         runs = self._current.runs
         if len(runs) == 1 and runs[0].length == self._length and len(runs[0].parts) == 1:
@@ -203,7 +203,7 @@ class RowsCache(StatesCache):
                 position += part.shape[2]
         return aligned
 
-    # What transformers asks a cache; every block keeps the same positions as far as it can see.
+    # The questions that transformers asks a cache; to transformers, every block seems to keep the same positions.
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -246,7 +246,7 @@ def _attend_parts(
     mask: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """softmax(q k^T * scaling + mask) v with keys and values in parts, and heads that share them."""
+    """Return softmax(q k^T * scaling + mask) v, [rows, new, heads, width]; several heads may share keys and values."""
     rows, heads, num_new, width = query.shape
     kv_heads = keys[0].shape[1]
     query = query.reshape(rows, kv_heads, heads // kv_heads * num_new, width)
@@ -265,12 +265,12 @@ def _attend_parts(
         output = piece if output is None else output.add_(piece)
         position += part.shape[2]
     assert output is not None
-    return output.view(rows, heads, num_new, -1).transpose(1, 2).contiguous()  # as from transformers' function
+    return output.view(rows, heads, num_new, -1).transpose(1, 2).contiguous()  # as transformers' function returns it
 
 
-# ---------------------------------------------------------------- standing in for an attention function
+# ---------------------------------------------------------------- replacing an attention function
 
-_running = threading.local()  # its ``cache``, on a compute thread
+_running = threading.local()  # ``cache``: the one in use on a compute thread
 
 
 def _register(original: str) -> None:
@@ -299,12 +299,12 @@ for _original in _ORIGINALS:
 
 @contextmanager
 def attention_in_place(cache: RowsCache, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
-    """While this lasts, models with these configs call ``cache.attend``, in this thread."""
+    """Make models with these configs call ``cache.attend`` in this thread, while the context is active."""
     originals = [config._attn_implementation for config in configs]
     _running.cache = cache
     try:
         for config, original in zip(configs, originals, strict=True):
-            vars(config)[_NAME] = _PREFIX + original  # past the checks that every assignment runs
+            vars(config)[_NAME] = _PREFIX + original  # avoids the checks of every assignment
         yield
     finally:
         for config, original in zip(configs, originals, strict=True):
@@ -313,5 +313,5 @@ def attention_in_place(cache: RowsCache, configs: Sequence[PreTrainedConfig]) ->
 
 
 def replaceable(config: PreTrainedConfig) -> bool:
-    """Whether our function can take the place of the attention function that the config names."""
+    """Return whether our function can take the place of the attention function that the config names."""
     return config._attn_implementation in _ORIGINALS

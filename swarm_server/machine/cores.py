@@ -1,4 +1,4 @@
-"""How many threads a server computes with, so that the servers of one machine share its cores instead of fighting."""
+"""The number of threads with which a server computes, so that the servers of one machine share its cores."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def fair_threads(mine: set[int], others: Sequence[set[int]], num_earlier: int | None = None) -> int:
-    """A server's share of the cores it may use, of which each is divided evenly among the servers that may use it.
+    """Return a server's share of the cores it may use. Each core is divided evenly among the servers that may use it.
 
-    mine, others: cores of this server and of each other one, of which the first ``num_earlier`` (by default all) began
-    before this one. Rounded down and at least 1; among servers with equal cores, the earlier get what rounding leaves.
+    mine, others: the cores of this server and of each other server. The first ``num_earlier`` others (by default all)
+    began before this server. The share is rounded down, and at least 1. Earlier servers get what rounding leaves among
+    servers with equal cores.
     """
     share = sum((Fraction(1, 1 + sum(core in other for other in others)) for core in mine), Fraction())
     equals = [index for index, other in enumerate(others) if other == mine]
@@ -37,10 +38,10 @@ def fair_threads(mine: set[int], others: Sequence[set[int]], num_earlier: int | 
 
 
 class CoreShare:
-    """This server's part of the machine's cores; a context manager.
+    """This server's part of the machine's cores, as a context manager.
 
-    While it is entered, other servers see it. They do so through a file on which it holds a lock, which the system
-    gives up for a process that is killed.
+    While the context is active, other servers see this server through a file on which it holds a lock. The system
+    releases the lock when a process is killed.
     """
 
     def __init__(
@@ -49,19 +50,19 @@ class CoreShare:
         cores: Collection[int] | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """``directory`` is the one where servers of this machine register, by default in the user's cache directory.
+        """Choose ``directory``, where this machine's servers register, by default in the user's cache directory.
 
-        ``cores`` are by default the physical ones this process may use. ``OMP_NUM_THREADS``, if set, is obeyed.
+        ``cores`` are by default the physical cores that this process may use. ``OMP_NUM_THREADS``, if set, is obeyed.
         """
         self._directory = directory or platformdirs.user_cache_path("swarm") / "cores"
         self._cores = physical_cores(os.sched_getaffinity(0)) if cores is None else set(cores)
         self._fixed = _omp_num_threads(environment)
         self._limit = self._fixed or max(1, int(min(cpu_quota(), len(self._cores))))
-        self._path: Path | None = None  # of what others see of this server
+        self._path: Path | None = None  # the file through which other servers see this one
         self._file: IO[str] | None = None
 
     def __enter__(self) -> CoreShare:
-        """Registers; takes the cores that fewest others use, if it may not keep all of its cores busy."""
+        """Register; if not all cores may be kept busy, take the cores that the fewest other servers use."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with open(self._directory / "lock", "w") as lock:
@@ -83,7 +84,7 @@ class CoreShare:
         self._cores = set(by_use[: self._limit])
 
     def threads(self) -> int:
-        """How many threads to compute with now; takes a few dozen microseconds per server of the machine."""
+        """Return how many threads to compute with now. It takes a few dozen microseconds per server of the machine."""
         if self._fixed:
             return self._fixed
         others = self._others()
@@ -91,7 +92,7 @@ class CoreShare:
         return fair_threads(self._cores, list(others.values()), num_earlier)
 
     def _register(self) -> None:
-        """Under another name at first: a file without a lock on it would be taken for a dead server's."""
+        """Register under another name at first, because an unlocked file would be taken for a dead server's."""
         path = self._directory / f"{time.time_ns():020}-{os.getpid()}.json"
         self._path = path.with_suffix(".partial")
         self._file = open(self._path, "w")  # noqa: SIM115  (kept open: the lock goes with it)
@@ -106,12 +107,12 @@ class CoreShare:
                 self._path.unlink(missing_ok=True)
             self._path = None
         if self._file is not None:
-            with suppress(OSError):  # what could not be written
+            with suppress(OSError):  # of data that could not be written
                 self._file.close()
             self._file = None
 
     def _others(self) -> dict[Path, set[int]]:
-        """The cores of other living servers, first those that began first; registrations of dead ones are deleted."""
+        """Return the cores of other living servers, oldest first; delete the registrations of dead servers."""
         others = {}
         for path in sorted(self._directory.glob("*.json")):
             if path == self._path:
@@ -124,7 +125,7 @@ class CoreShare:
                             others[path] = set(entry["cores"])
                     else:
                         path.unlink(missing_ok=True)
-            except (OSError, ValueError, KeyError, TypeError):  # it just ended, or is not ours
+            except (OSError, ValueError, KeyError, TypeError):  # the server just ended, or the file is not ours
                 pass
         return others
 
@@ -142,16 +143,16 @@ def _boot_id() -> str:
 
 
 def _omp_num_threads(environment: Mapping[str, str]) -> int | None:
-    """The user's choice; OpenMP reads "4,2" as 4 outside nested loops, and passes over what is not a number."""
+    """Return the user's choice. OpenMP reads "4,2" as 4 outside nested loops, and ignores what is not a number."""
     first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
 
-# ---------------------------------------------------------------- what the machine says
+# ---------------------------------------------------------------- what the system reports
 
 
 def physical_cores(cpus: Collection[int], directory: Path = CPUS) -> set[int]:
-    """One number for each core that has some of ``cpus``: its first CPU. A CPU of unknown core counts as one."""
+    """Return a number for each core that has some of ``cpus``: its first CPU. A CPU of unknown core counts as one."""
     return {_first_sibling(cpu, directory) for cpu in cpus}
 
 
@@ -166,7 +167,7 @@ def _first_sibling(cpu: int, directory: Path) -> int:
 
 
 def cpu_quota(own: Path = OWN_CGROUP, root: Path = CGROUPS) -> float:
-    """CPUs' worth of time that this process's control groups grant it, in either version; inf without a limit."""
+    """Return how many CPUs' time the control groups of this process grant, in either version; inf without a limit."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -178,7 +179,7 @@ def cpu_quota(own: Path = OWN_CGROUP, root: Path = CGROUPS) -> float:
             continue
         for mount in [root / controllers, root / "cpu"] if controllers else [root, root / "unified"]:
             group = mount / path.lstrip("/")
-            # A container sees its group as the root, and often under a name that exists outside only.
+            # A container sees its group as the root, and often under a name that exists only outside.
             for directory in [group, *group.parents]:
                 if directory.is_relative_to(mount):
                     quota = min(quota, _quota_of(directory))

@@ -1,23 +1,23 @@
-"""Which linear layers ``--quant int4`` holds in 8 bits, because a model loses most by rounding these to 4."""
+"""The linear layers that ``--quant int4`` holds in 8 bits, because a model loses most by rounding these to 4."""
 
 from __future__ import annotations
 
 from swarm_protocol.checkpoints.family import Family
 
-MORE_BITS = 0.48  # per parameter of the model; 4-bit groups take 4.5, so that all take less than 5
-_DIFFERENCE = 3.6  # bits that a weight takes more in 8 bits, with scales of rows of 320 inputs or more
+MORE_BITS = 0.48  # extra bits per parameter of the model; 4-bit groups take 4.5, so that the total is below 5
+_DIFFERENCE = 3.6  # extra bits of a weight in 8 bits, if the scales are of rows of 320 inputs or more
 
-_VALUE = {"v_proj", "kv_a_proj_with_mqa", "kv_b_proj"}  # the last two are DeepSeek's, of keys and values
+_VALUE = {"v_proj", "kv_a_proj_with_mqa", "kv_b_proj"}  # the last two are DeepSeek's, for keys and values
 _KEY = {"k_proj"}
 _DOWN = {"down_proj", "fc2", "c_proj", "fc_out", "w2", "dense_4h_to_h"}
-_ATTENTION = {"attn", "attention", "self_attn", "self_attention"}  # which has a c_proj in some families, too
+_ATTENTION = {"attn", "attention", "self_attn", "self_attention"}  # attention has a c_proj in some families, too
 
 
 def eight_bit_layers(family: Family) -> tuple[frozenset[str], ...]:
-    """Return the names within each block of the layers in 8 bits; the same on every server of a model.
+    """Return the names of the 8-bit layers within each block, which are the same on every server of a model.
 
-    Products of values come first, then those of keys, then the last products of feed-forward layers, from the first and
-    last block inwards, until ``MORE_BITS`` are spent. Routed experts and fused query-key-value layers stay in 4 bits.
+    Value projections come first, then key projections, then down projections from the first and last block inwards,
+    until ``MORE_BITS`` are spent. Routed experts and fused query-key-value layers stay in 4 bits.
     """
     last = family.num_blocks - 1
     candidates = sorted(
@@ -36,7 +36,7 @@ def eight_bit_layers(family: Family) -> tuple[frozenset[str], ...]:
 
 
 def _sensitivity(name: str) -> int | None:
-    """0 for the most sensitive kind of layer; None for a layer that stays in 4 bits."""
+    """Return the rank of a kind of layer, 0 for the most sensitive; None for a layer that stays in 4 bits."""
     *path, kind = name.split(".")
     if "experts" in path:
         return None

@@ -1,11 +1,11 @@
-"""Gives memory back to the system that nobody uses any more.
+"""A trimmer that gives unused memory back to the system.
 
-Requests that were cut off leave tensors in cycles of references, which Python finds late: it counts objects, not bytes.
-And what is freed, the C library keeps for itself.
+Requests that were cut off leave tensors in cycles of references. Python finds such cycles late, because it counts
+objects, not bytes. The C library keeps freed memory for itself.
 
-Until version 2.38, glibc does not use the pieces again that are left of aligned allocations, as all tensors are
-(https://sourceware.org/bugzilla/show_bug.cgi?id=14581): a server that computes large passes grows by 50 MB with every
-few of them. The pages of such pieces can be given back.
+Until version 2.38, glibc does not reuse the pieces that are left of aligned allocations, as all tensors are
+(https://sourceware.org/bugzilla/show_bug.cgi?id=14581). A server that computes large passes grows by 50 MB with every
+few passes. The pages of such pieces can be given back.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from collections.abc import Callable
 from functools import partial
 
 GROWN_BYTES, MUCH_BYTES = 64 << 20, 16 << 20
-MAX_LOOKS = 16  # from one trim to the next while a process is large and gives nothing back
+MAX_LOOKS = 16  # calls from one trim to the next while a process is large and gives nothing back
 
 
 class HeapTrimmer:
-    """Of this process."""
+    """A trimmer of the memory of this process."""
 
     def __init__(
         self,
         resident_bytes: Callable[[], int] | None = None,
         trim: Callable[[], object] | None = None,
     ) -> None:
-        """``resident_bytes`` and ``trim`` stand for the system. Does nothing where there is no glibc."""
+        """Prepare to trim. ``resident_bytes`` and ``trim`` replace the system's. Without glibc, nothing is trimmed."""
         self._resident_bytes = resident_bytes or _resident_bytes
         self._trim = trim or _glibc_trim()
-        self._last_bytes = 0  # once it was trimmed
-        self._least_bytes = sys.maxsize  # once it was trimmed, whenever that was
-        self._gave_much = False  # the last time; there may be more now, if much was in use
-        self._looks = 0  # since the last time
-        self._max_looks = 1  # doubled each time that it gave little
+        self._last_bytes = 0  # the size after the last trim
+        self._least_bytes = sys.maxsize  # the smallest size after any trim
+        self._gave_much = False  # whether the last trim gave much; there may be more now, if much was in use
+        self._looks = 0  # calls since the last trim
+        self._max_looks = 1  # doubled each time that a trim gives little
 
     async def trim(self) -> None:
-        """If the process has grown since the last time, or gave back much then; takes about 0.2 s.
+        """Trim if the process has grown since the last trim, or gave back much then. It takes about 0.2 s.
 
-        And with backoff as long as it is larger than it has been: what was in use the last time may be free now, and
-        nothing grows by that.
+        Also trim, with backoff, while the process is larger than it has been: memory that was in use at the last trim
+        may be free now, which does not show as growth.
         """
         if self._trim is None:
             return

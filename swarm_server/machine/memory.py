@@ -1,4 +1,4 @@
-"""Estimates of memory: what is free, what blocks and cached tokens take."""
+"""Estimates of memory: how much is free, and how much blocks take."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "no
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory of the device that is free now."""
+    """Return the bytes of the device's memory that are free now."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for new tensors
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for new tensors
         return torch.cuda.mem_get_info(device)[0] + kept
     try:
         with open("/proc/meminfo") as file:
@@ -28,7 +28,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def hosted_bytes(checkpoint: Checkpoint, quant: str) -> list[int]:
-    """What each block of the model takes once loaded with this quantisation."""
+    """Return the bytes that each block of the model takes once it is loaded with this quantisation."""
     family, weight_bytes = checkpoint.family, _BYTES_PER_WEIGHT[quant]
     sizes = [weight_bytes * checkpoint.block_parameters(index) for index in range(family.num_blocks)]
     if quant == "int4":
@@ -39,7 +39,7 @@ def hosted_bytes(checkpoint: Checkpoint, quant: str) -> list[int]:
 
 
 def num_that_fit(sizes_bytes: Sequence[int], free_bytes: float) -> int:
-    """How many blocks in a row fit, whichever these are."""
+    """Return how many consecutive blocks fit, whichever block is the first."""
     ends = list(accumulate(sizes_bytes, initial=0))
     for count in range(len(sizes_bytes), 0, -1):
         if max(end - start for start, end in zip(ends, ends[count:], strict=False)) <= free_bytes:

@@ -1,1 +1,1 @@
-"""What Prometheus reads of a server. Import ``exporter``; it asks for prometheus_client."""
+"""Metrics of a server for Prometheus. Import ``exporter``, which needs prometheus_client."""

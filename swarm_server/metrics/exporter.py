@@ -1,4 +1,4 @@
-"""The HTTP server that Prometheus asks, in a thread of its own: nobody who generates waits for it."""
+"""The HTTP server that Prometheus reads, in a thread of its own, so that generation does not wait for it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from swarm_server.core.counters import Counters
 from swarm_server.metrics import families
 from swarm_server.sessions.host import SessionManager
 
-_TIMEOUT_S = 5.0  # for the event loop to say how it is; Prometheus itself waits 10 s
+_TIMEOUT_S = 5.0  # for the event loop to report its state; Prometheus itself waits 10 s
 Record = Callable[[], ServerRecord]
 Sessions = Callable[[], SessionManager | None]
 
 
 class Exporter:
-    """Shows the counters of a server, and once it has a state that as well. To be closed.
+    """An HTTP server that shows a server's counters, and the server's state once there is one. It must be closed.
 
     Attributes:
-        url: where; the port is the one that was taken.
+        url: the address of the metrics, with the port that was taken.
     """
 
     def __init__(self, host: str, port: int, counters: Counters, loop: asyncio.AbstractEventLoop) -> None:
-        """``loop``: on which the state changes. Raises ValueError if it cannot listen at the address."""
+        """Listen; raise ValueError if the address is not available. ``loop``: the one on which the state changes."""
         self._loop = loop
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector):
@@ -41,7 +41,7 @@ class Exporter:
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
 
     def show_state(self, record: Record, sessions: Sessions) -> None:
-        """What is asked on the event loop from now on."""
+        """Show the state from now on; ``record`` and ``sessions`` are called on the event loop."""
 
         async def read() -> list[Metric]:
             return list(families.state(record(), sessions()))
@@ -51,7 +51,7 @@ class Exporter:
         )
 
     def close(self) -> None:
-        """Waits for the thread."""
+        """Stop the HTTP server and wait for its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -65,5 +65,5 @@ class _Collected(Collector):
         return self._collect()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: otherwise ``collect`` would be called to learn the names."""
+        """Return nothing, because ``collect`` would otherwise be called to learn the names."""
         return []

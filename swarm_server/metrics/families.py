@@ -1,4 +1,4 @@
-"""What a server counts, and what it is at the moment, as metrics."""
+"""Metrics of what a server counts, and of its present state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "swarm_server_"
 
 
 def counted(counters: Counters) -> Iterator[Metric]:
-    """Readable in any thread."""
+    """Yield the metrics of the counters. Any thread may call this."""
     yield _counter("positions", "Rows x positions by what was done with them.", counters.positions, "kind")
     yield _counter("block_positions", "The same times blocks, of what is computed.", counters.block_positions, "kind")
     yield _histogram("batch_rows", "Rows of a batch of steps.", {"": counters.batch_rows})
@@ -31,7 +31,7 @@ def counted(counters: Counters) -> Iterator[Metric]:
 
 
 def state(record: ServerRecord, sessions: SessionManager | None) -> Iterator[Metric]:
-    """On the event loop. ``sessions``: of the hosted blocks, if there are any."""
+    """Yield the metrics of the state, on the event loop. ``sessions``: of the hosted blocks; None if there are none."""
     about = {
         "model": record.model,
         "revision": record.revision,

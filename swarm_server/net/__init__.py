@@ -1,1 +1,1 @@
-"""Messages as they come and go: validation, reassembly, pushes to the next server, distances."""
+"""Messages from and to other peers: validation, reassembly, pushes to the next server, network measurements."""

@@ -1,4 +1,4 @@
-"""What is on its way to this server, or waits to be computed: bounded in all, and none may come too slowly."""
+"""The limits of data that arrive or wait to be computed: a bound on their memory, and a lowest rate."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from swarm_protocol.net.shares import Caller, Shares
 from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import MIB, PART_BYTES
 
-CAPACITY_BYTES = 768 * MIB  # a client's share has room for the two tensors of the largest backward pass
+CAPACITY_BYTES = 768 * MIB  # a client's share holds the two tensors of the largest backward pass
 STALL_TIMEOUT_S = 20.0
 MIN_BYTES_PER_S = 16 * 1024.0  # several streams share a line of 1 Mbit/s
 _NOBODY = Caller("")
-_FEW_PARTS = 16  # of a tensor of any size
+_FEW_PARTS = 16  # allowed for a tensor of any size
 _LEAST_PART_BYTES = PART_BYTES // 16  # on average; peers cut tensors at PART_BYTES
 
 
 class Arrivals:
-    """The bytes of all requests of which more is to come, or that wait to be computed. Used on one event loop.
+    """The memory of all requests that are still arriving or wait to be computed. Used on one event loop only.
 
-    Each stream gets that ``of`` the client for whom it comes.
+    Each stream uses the view that ``of`` returns for its client.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Arrivals:
         return self._shares.used
 
     def of(self, caller: Caller) -> Arrivals:
-        """What comes from one client counts here, and may not take all the room."""
+        """Return a view of these arrivals for one client, which counts here and may not take all the room."""
         return _ClientArrivals(self, caller)
 
     def take(self, size_bytes: int) -> None:
-        """Raises PeerBusy if there is no room."""
+        """Reserve bytes. Raise PeerBusy if there is no room."""
         if self.used_bytes + size_bytes > self.capacity_bytes:
             raise PeerBusy(
                 f"no room for {size_bytes} bytes more of requests that are arriving: {self.used_bytes} of "
@@ -57,12 +57,12 @@ class Arrivals:
         self._shares.add(_NOBODY, -size_bytes)
 
     def pace(self) -> Pace:
-        """For one request."""
+        """Return the pace of one request."""
         return Pace(self.stall_timeout_s, self.min_bytes_per_s)
 
 
 class _ClientArrivals(Arrivals):
-    """Those of one client."""
+    """The arrivals of one client."""
 
     def __init__(self, everything: Arrivals, caller: Caller) -> None:
         super().__init__(everything.capacity_bytes, everything.stall_timeout_s, everything.min_bytes_per_s)
@@ -82,13 +82,13 @@ class _ClientArrivals(Arrivals):
 
 
 class Pace:
-    """How long the rest of a request may be waited for.
+    """The time that the rest of a request may take.
 
-    A sender may fall silent for ``stall_timeout_s`` longer than one part takes at the lowest rate. What comes at that
-    rate or faster may go on for ever.
+    A sender may be silent for ``stall_timeout_s`` plus the time of one part at the lowest rate. Data that come at
+    that rate or faster may continue for ever.
 
     Attributes:
-        left_s: how long to wait for the next message.
+        left_s: the time to wait for the next message.
     """
 
     def __init__(self, stall_timeout_s: float, min_bytes_per_s: float) -> None:
@@ -100,14 +100,14 @@ class Pace:
 
 
 class Reservation:
-    """Bytes that count until it is closed. A context manager."""
+    """Bytes that count as used until the reservation is closed; also a context manager."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
         self._size_bytes = 0
 
     def take(self, size_bytes: int) -> None:
-        """Raises PeerBusy if there is no room."""
+        """Reserve more bytes. Raise PeerBusy if there is no room."""
         self._arrivals.take(size_bytes)
         self._size_bytes += size_bytes
 
@@ -123,14 +123,14 @@ class Reservation:
 
 
 class ArrivingTensor:
-    """A tensor whose parts count as they come, until it is closed.
+    """A tensor whose parts count as used memory while they arrive, until it is closed; also a context manager.
 
-    A context manager. Raises:
+    Raises:
         PeerBusy: at construction and in ``add``, if there is no room.
     """
 
     def __init__(self, arrivals: Arrivals, assembler: Assembler, waits: bool = False) -> None:
-        """``waits``: it counts even if it came in one part, since it waits to be computed."""
+        """Create the tensor. If ``waits``, it counts even if it came in one part, since it waits to be computed."""
         self._assembler = assembler
         self._reservation = Reservation(arrivals)
         if waits or not assembler.complete:
@@ -142,7 +142,7 @@ class ArrivingTensor:
         return self._assembler.complete
 
     def add(self, part: bytes) -> None:
-        """Raises RequestRejected if the part is empty, there are very many, or more comes than was announced."""
+        """Add a part. Raise RequestRejected if it is empty, there are too many, or more comes than was announced."""
         self._parts_left -= 1
         if not part:
             raise RequestRejected("a part of a tensor is empty")

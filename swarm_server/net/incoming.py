@@ -1,4 +1,4 @@
-"""The messages of one stream, as a request reads them."""
+"""The messages of one stream, with a time limit for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGE_BYTES = 16 * 1024  # of a message that takes a while on a slow line, unli
 
 
 async def cancelled(task: asyncio.Future[Any]) -> None:
-    """Cancels it, and returns once it has ended, however it does."""
+    """Cancel the task, and return when it has ended in any way."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
@@ -25,20 +25,20 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
 
 
 class Incoming:
-    """Reads a client's stream. Within a request, what comes counts among ``arrivals``, and must not come too slowly."""
+    """The reader of a client's stream. A request's messages count in ``arrivals``, and must not come too slowly."""
 
     def __init__(self, messages: AsyncIterator[Any], arrivals: Arrivals, reads_ahead: bool = False) -> None:
-        """``reads_ahead``: after a large message, another arrives while that one is worked at; then ``aclose`` it."""
+        """Create the reader. If ``reads_ahead``, it prefetches the message after a large one, and needs ``aclose``."""
         self._messages = messages
         self._arrivals = arrivals
         self._reads_ahead = reads_ahead
         self._ahead: asyncio.Future[Any] | None = None
-        self._pace: Pace | None = None  # of the request that has begun to come
+        self._pace: Pace | None = None  # of the request that has begun to arrive
 
     async def begin(self, idle_timeout_s: float | None) -> Any:
-        """The next request, before which there may be silence; None at the end of the stream.
+        """Return the next request, before which the stream may be silent, or None at the end of the stream.
 
-        Raises SessionLost after ``idle_timeout_s``; None: never.
+        Raise SessionLost after ``idle_timeout_s``; None means no limit.
         """
         self._pace = None
         if idle_timeout_s is None:
@@ -50,7 +50,7 @@ class Incoming:
             raise SessionLost(f"the session was closed after {idle_timeout_s:g} s without a request") from None
 
     async def next(self) -> Any:
-        """The next message of a request; None at the end of the stream. Raises SessionLost if it is late."""
+        """Return the next message of a request, or None at the end of the stream. Raise SessionLost if it is late."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         if self._pace is None:
@@ -68,7 +68,7 @@ class Incoming:
         return message
 
     async def _message(self) -> Any:
-        """None at the end of the stream."""
+        """Return the next message, or None at the end of the stream."""
         ahead, self._ahead = self._ahead, None
         message = await (anext(self._messages, None) if ahead is None else ahead)
         if self._reads_ahead and message is not None and message.ByteSize() > _LARGE_BYTES:
@@ -76,21 +76,21 @@ class Incoming:
         return message
 
     async def aclose(self) -> None:
-        """Nothing is read any more: the messages may be closed then, which nobody may who waits for one."""
+        """Cancel the prefetch, after which the messages may be closed; closing fails while a read is under way."""
         if self._ahead is not None:
             await cancelled(self._ahead)
 
     async def first(self, *kinds: str) -> Any:
-        """The next message, which must be of one of these kinds; raises RequestRejected if it is not."""
+        """Return the next message. Raise RequestRejected if it is not of one of these kinds."""
         message = await self.next()
         if message is None or message.WhichOneof("kind") not in kinds:
             raise RequestRejected(f"expected a message of kind {' or '.join(map(repr, kinds))}")
         return message
 
     async def collect(self, assembler: Assembler, request: ExitStack) -> torch.Tensor:
-        """The tensor that begins in ``assembler``, with its further parts. It counts until ``request`` is closed.
+        """Return the tensor that begins in ``assembler``, with all parts. It counts until ``request`` is closed.
 
-        Raises PeerBusy if there is no room.
+        Raise PeerBusy if there is no room.
         """
         arriving = request.enter_context(ArrivingTensor(self._arrivals, assembler, waits=True))
         while not arriving.complete:

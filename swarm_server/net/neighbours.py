@@ -1,4 +1,4 @@
-"""Connections to other servers by peer id: at the addresses of their signed records, and nowhere else."""
+"""Connections to other servers by peer id, only at the addresses of their signed records."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from swarm_server.net.push import ChannelPool
 from swarm_server.net.push_bundle import PushStream, PushStreams
 
 _logger = logging.getLogger(__name__)
-_READ_EVERY_S = 2.0  # at most, however many unknown peers are named
+_READ_EVERY_S = 2.0  # at most this often, however many unknown peers are named
 _READ_TIMEOUT_S = 10.0
 
 
 class Neighbours:
-    """The servers of the swarm that this server may push to, as it has last read them from the DHT.
+    """The servers of the swarm that this server may push to, as last read from the DHT.
 
-    Clients name a next hop by its peer id. One that is not known yet has just joined, or does not exist: the swarm is
-    read again, at most once in two seconds, and all who ask meanwhile share what was read.
+    Clients name a next hop by its peer id. An unknown peer has just joined, or does not exist. The swarm is then read
+    again, at most once in two seconds, and all simultaneous callers share the result.
     """
 
     def __init__(self, channels: ChannelPool, read: Callable[[], Awaitable[SwarmView]]) -> None:
-        """``read`` stands for the DHT: the servers of the hosted model."""
+        """Create the table; ``read`` returns the servers of the hosted model from the DHT."""
         self._channels = channels
         self._read = read
         self._records: dict[str, ServerRecord] = {}
@@ -36,7 +36,7 @@ class Neighbours:
         self._streams = PushStreams(self.stub)
 
     async def stub(self, peer_id: str) -> BlocksStub:
-        """Raises PeerUnavailable or BadReply if the server is not in the swarm, or cannot be reached."""
+        """Connect to a server. Raise PeerUnavailable or BadReply if it is unknown or cannot be reached."""
         record = self._records.get(peer_id)
         if record is None:
             await self._read_again()
@@ -47,36 +47,36 @@ class Neighbours:
         try:
             return await self._channels.stub(record)
         except (PeerUnavailable, BadReply):
-            await self._read_again(may_wait=False)  # it may have been started again, at another address
+            await self._read_again(may_wait=False)  # the server may have restarted at another address
             newer = self._records.get(peer_id, record)
             if _place(newer) == _place(record):
                 raise
             return await self._channels.stub(newer)
 
     async def push_stream(self, peer_id: str) -> PushStream:
-        """That which all sessions share; raises like ``stub``."""
+        """Return the stream to the server that all sessions share. Raise the errors of ``stub``."""
         return await self._streams.to(peer_id)
 
     async def knows(self, peer_id: str) -> bool:
-        """Whether it is a server of the swarm."""
+        """Return whether the peer is a server of the swarm."""
         if peer_id not in self._records:
             await self._read_again()
         return peer_id in self._records
 
     async def _read_again(self, may_wait: bool = True) -> None:
-        """Returns when a reading has ended that began after the call; not ``may_wait``: at once if it is too early."""
+        """Wait for a reading that began after this call; without ``may_wait``, return if none may begin yet."""
         if may_wait or self._pause_s() <= 0:
             await self._reading.after_now(self._read_records, lambda: asyncio.sleep(self._pause_s()))
 
     def _pause_s(self) -> float:
-        """Until the next reading may begin."""
+        """Return the time until the next reading may begin."""
         return max(0.0, self._read_s + _READ_EVERY_S - asyncio.get_running_loop().time())
 
     async def _read_records(self) -> None:
         self._read_s = asyncio.get_running_loop().time()
         try:
             view = await asyncio.wait_for(self._read(), _READ_TIMEOUT_S)
-        except Exception as error:  # whatever ails the DHT: outputs can go through the client
+        except Exception as error:  # for any failure of the DHT: outputs can go through the client
             _logger.warning("the servers of the swarm cannot be read: %s", error)
             return
         self._records = {record.peer_id: record for record in view.servers}

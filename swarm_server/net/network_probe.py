@@ -1,4 +1,4 @@
-"""Measures the network between this server and others of the swarm; nobody outside it is asked."""
+"""Measurement of the network between this server and other servers of the swarm, but no one else."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.net.push import ChannelPool
 
-MAX_ANNOUNCED = 8  # round-trip times, the shortest
-_MAX_ASKED = 16  # at a time
-_MAX_COMPARED = 2  # others that are asked beside the nearest: each takes a connection, perhaps through a relay
+MAX_ANNOUNCED = 8  # round-trip times; the shortest are announced
+_MAX_ASKED = 16  # servers per round
+_MAX_COMPARED = 2  # servers compared with the nearest; each takes a connection, perhaps through a relay
 _TIMEOUT_S = 3.0
 _FIRST_ECHO_BYTES, _MOST_ECHO_BYTES = 16 * 1024, 256 * 1024
 _ECHO_TIMEOUT_S = 10.0
 _ECHOES = 2  # of each size
-_QUICK_S = 0.1  # sending a payload: more than what round trips vary by
+_QUICK_S = 0.1  # sending a payload must take longer than round trips vary
 _LEAST_S = 1e-5
-_MAX_ECHOES = 2  # servers that are asked for them
-_ECHO_EVERY = 10  # rounds
-_WORTH_TELLING = 0.25  # relative: what changes less is noise, which must not make servers move
-_FEW_REPLICAS = 2  # so few servers of a block are asked before others
-_MAX_VERIFIED = 32  # servers at a time
+_MAX_ECHOES = 2  # servers whose bandwidth is measured
+_ECHO_EVERY = 10  # rounds between two measurements of the bandwidth
+_WORTH_TELLING = 0.25  # relative: a smaller change is noise, which must not make servers move
+_FEW_REPLICAS = 2  # a block with no more servers than this is critical; its servers are checked first
+_MAX_VERIFIED = 32  # servers checked at a time
 
 
 class NetworkProbe:
-    """Round-trip times to servers that may come next in a chain, and how many bytes pass.
+    """The round-trip times to servers that may come next in a chain, and the bandwidth to other servers.
 
     Attributes:
-        rtts_s: to the nearest of those that answered last, by peer id.
-        bytes_per_s: in the slower direction, with the best of the servers that were asked; 0 until one has been.
+        rtts_s: the round-trip times to the nearest servers that answered in the last round, by peer id.
+        bytes_per_s: the bandwidth of the slower direction to the best server measured; 0 before the first measurement.
     """
 
     def __init__(self, neighbours: ChannelPool) -> None:
         self._channels = neighbours
         self._chance = random.Random()
         self._num_rounds = 0
-        self._silent: dict[str, float] = {}  # when the record expires of those who did not answer, by peer id
+        self._silent: dict[str, float] = {}  # the expiry times of silent servers' records, by peer id
         self.rtts_s: dict[str, float] = {}
         self.bytes_per_s = 0.0
 
     async def measure(self, view: SwarmView, own: ServerRecord) -> None:
-        """One round: the nearest of last time, and some others."""
+        """Measure one round: the nearest servers of the last round, and some others."""
         others = [server for server in view.servers if _can_be_asked(server, own)]
         nexts = {server.peer_id: server for server in others if may_follow(own, server)}
         known = [server for peer_id, server in nexts.items() if peer_id in self.rtts_s]
@@ -66,10 +66,10 @@ class NetworkProbe:
         self._num_rounds += 1
 
     async def living(self, view: SwarmView, own: ServerRecord | None = None) -> SwarmView:
-        """The view without servers that do not answer: records of the dead stand for a while.
+        """Return the view without servers that do not answer, because the records of dead servers persist for a while.
 
-        In a large swarm only some are asked, first those without whom blocks may be missing. Who did not answer is left
-        out until it has published another record.
+        Only some servers of a large swarm are checked, first those without which blocks may be missing. A silent server
+        is left out until it has published another record.
         """
         replicas = view.replicas(max((server.num_blocks for server in view.servers), default=0))
 
@@ -94,7 +94,7 @@ class NetworkProbe:
         return SwarmView(tuple(server for server in present if server.peer_id not in silent))
 
     async def _rtt_s(self, server: ServerRecord) -> float | None:
-        """None if it does not answer."""
+        """Return the round-trip time, or None if the server does not answer."""
         rtt_s = await self._timed(server, pb.EchoRequest(), _TIMEOUT_S)
         return None if rtt_s == inf else rtt_s
 
@@ -104,10 +104,10 @@ class NetworkProbe:
             self.bytes_per_s = best
 
     async def _bytes_per_s(self, server: ServerRecord) -> float:
-        """In the slower direction; 0 if the server does not answer.
+        """Return the bandwidth of the slower direction, or 0 if the server does not answer.
 
-        Each payload is sent twice, the first time to widen TCP's window, and a larger one only if that is quick. Round
-        trips are measured as often: what else passes may hold one up, and then bytes seem to take no time.
+        Each payload is sent twice, the first time to widen TCP's window. A larger one follows only if that is quick.
+        Round trips are measured equally often: other traffic may delay one, and then bytes would seem to take no time.
         """
         rtt_s, size_bytes = inf, _FIRST_ECHO_BYTES
         while True:
@@ -128,7 +128,7 @@ class NetworkProbe:
             size_bytes *= 4
 
     async def _timed(self, server: ServerRecord, request: pb.EchoRequest, timeout_s: float) -> float | None:
-        """None if it fails; infinite if there is no answer within that time."""
+        """Return the time of an echo; a failure gives None, and no answer within ``timeout_s`` gives infinity."""
         try:
             stub = await self._channels.stub(server)
             start_s = time.perf_counter()
@@ -141,7 +141,7 @@ class NetworkProbe:
 
 
 def may_follow(own: ServerRecord, server: ServerRecord) -> bool:
-    """Whether a chain may go from ``own`` straight to ``server``."""
+    """Return whether a chain may go from ``own`` directly to ``server``."""
     return own.span.start < server.span.end and server.span.start <= own.span.end < server.span.end
 
 

@@ -1,4 +1,4 @@
-"""Sends what a session has computed straight to a session on another server."""
+"""Pushing of a session's outputs directly to a session on another server."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from swarm_server.net.push_bundle import PushStream
 
 _logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 3.0
-_IDLE_S = 60.0  # longer than from one round of measuring to the next
-_MAX_ADDRESSES = 4  # of one server, which are tried
+_IDLE_S = 60.0  # longer than the time between two rounds of measurement
+_MAX_ADDRESSES = 4  # of one server that are tried
 _LOST = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
-_MAX_SETTLED_BYTES = 64 * 1024  # hidden states of a step that are kept until the next, which may take minutes
+_MAX_SETTLED_BYTES = 64 * 1024  # of a step that is kept until the next one, which may take minutes
 
 Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
 Parts = list[bytes]
@@ -36,7 +36,7 @@ GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
 
 
 class Reachable(Protocol):
-    """Servers by peer id, see ``Neighbours``."""
+    """The interface by which a pusher reaches servers by peer id, see ``Neighbours``."""
 
     async def stub(self, peer_id: str) -> BlocksStub: ...
 
@@ -44,12 +44,12 @@ class Reachable(Protocol):
 
 
 class ChannelPool:
-    """Connections to other servers, kept open for all sessions while they are used: a relay has room for a limited
-    number.
+    """The pool of connections to other servers; sessions share them, and unused ones are closed because a relay has
+    room for a limited number only.
     """
 
     def __init__(self, connect: Connect, idle_s: float = _IDLE_S) -> None:
-        """``connect`` stands for the network, see ``Dialer.connect``; ``idle_s``: until one without calls is closed."""
+        """Create a pool. For ``connect``, see ``Dialer.connect``; ``idle_s``: close a connection without calls then."""
         self._connect = connect
         self._options = [*CLIENT_OPTIONS, ("grpc.client_idle_timeout_ms", round(idle_s * 1000))]
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
@@ -57,19 +57,19 @@ class ChannelPool:
         self._is_closed = False
 
     async def stub(self, server: ServerRecord) -> BlocksStub:
-        """Raises PeerUnavailable or BadReply if the server cannot be reached or is another one, or all are closed."""
+        """Return a stub. Raise PeerUnavailable or BadReply if the pool is closed or the server cannot be reached."""
         addresses, fingerprint = server.addresses[:_MAX_ADDRESSES], server.tls_fingerprint
         self._forget_lost()
         known = (self._channels.get((address, fingerprint)) for address in addresses)
         channel = next((task.result() for task in known if task is not None and _is_open(task)), None)
         if channel is None and not self._is_closed:
             _, channel = await first_reached(addresses, partial(self._channel, fingerprint), keeps=True)
-        if channel is None or self._is_closed:  # gRPC ends the process of who makes a stub for a channel that is closed
+        if channel is None or self._is_closed:  # gRPC ends the process that makes a stub of a closed channel
             raise PeerUnavailable("the connections to other servers are closed", server.peer_id)
         return BlocksStub(channel)  # type: ignore[no-untyped-call]
 
     async def _channel(self, fingerprint: bytes, address: str) -> grpc.aio.Channel:
-        """Whoever wants it meanwhile waits for the same; it goes on if nobody waits any more."""
+        """Return a channel; callers share one attempt to connect, which continues even if no caller waits any more."""
         key = address, fingerprint
         if key not in self._channels:
             self._channels[key] = connecting = asyncio.ensure_future(
@@ -79,7 +79,7 @@ class ChannelPool:
         return await result_of(self._channels[key])
 
     def _forget_lost(self) -> None:
-        """Idle ones, and those whose server is gone or at another address. Whoever has a stub keeps its channel.
+        """Remove channels that are idle, or whose server is gone or has moved. A stub keeps its own channel alive.
 
         A channel connects with its first call.
         """
@@ -92,7 +92,7 @@ class ChannelPool:
         self._seen_ready.intersection_update(self._channels.values())
 
     def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
-        """Even if nobody waits for the connection any more: the next who wants it tries again."""
+        """Remove a connection that failed, even if nobody waits for it any more, so that the next call tries again."""
         if (connecting.cancelled() or connecting.exception() is not None) and self._channels.get(key) is connecting:
             del self._channels[key]
 
@@ -110,22 +110,22 @@ def _is_open(connecting: asyncio.Task[grpc.aio.Channel]) -> bool:
 
 
 class Pusher:
-    """One session's stream to another server's session: that of its next hop, or one that stands by for it.
+    """One session's stream to a session on another server: its next hop, or a standby.
 
-    Steps that were not taken when the stream breaks are handed to ``give_up``, in order, as are all that come later. A
-    step that arrives twice is harmless. The other server says that it has taken a step, unless it is settled: then the
-    next one says so.
+    When the stream breaks, ``give_up`` gets the steps that were not acknowledged, in order, and then all later ones. A
+    step that arrives twice is harmless. The other server acknowledges each step except a settled one: the next step
+    shows that a settled one arrived.
     """
 
     def __init__(self, neighbours: Reachable, hop: pb.NextHop, give_up: GiveUp, is_bundled: bool = False) -> None:
-        """Starts to connect at once. ``is_bundled``: small steps share a stream with those of other sessions."""
+        """Start to connect at once. If ``is_bundled``, small steps share a stream with those of other sessions."""
         self._hop = hop
         self._neighbours, self._is_bundled = neighbours, is_bundled
         self._give_up = give_up
         self._untaken: dict[int, tuple[pb.Step, Parts]] = {}
-        self._bundled: dict[int, PushStream] = {}  # the streams of those that share one
+        self._bundled: dict[int, PushStream] = {}  # the shared streams, by the numbers of their steps
         self._taken = asyncio.Condition()
-        self._giving_up = asyncio.Lock()  # one by one, in order; the client of each may be slow to take it
+        self._giving_up = asyncio.Lock()  # steps are given up one by one, in order; the client may be slow to take each
         self._broken = False
         self.retired = False
         self._stub: BlocksStub | None = None
@@ -135,7 +135,7 @@ class Pusher:
         self._writing: asyncio.Task[Any] | None = None
 
     async def send(self, step: pb.Step, parts: Parts) -> None:
-        """Returns once those before are on their way; waits while the next hop has too many to take."""
+        """Send a step after the earlier ones; wait while the next hop has too many unacknowledged steps."""
         if not self._connecting.done():
             await asyncio.wait([self._connecting])
         if step.settled:
@@ -143,12 +143,12 @@ class Pusher:
             step.settled = not parts and step.hidden.size_bytes <= _MAX_SETTLED_BYTES
         else:
             self._ask_for_settled()
-        # Nothing may be under way on the other stream, which this step could overtake.
+        # Wait until nothing is under way on the other stream, because this step could overtake it.
         is_idle = not self._untaken and (self._writing is None or self._writing.done())
         if self._is_bundled and is_idle and not parts and not self._broken and may_be_bundled(step):
             await self._send_bundled(step)
             return
-        await self._until(lambda: not self._bundled)  # nor may this one overtake what shares a stream
+        await self._until(lambda: not self._bundled)  # this step must not overtake those on the shared stream either
         if self._call is None and not self._broken:
             await self._attach()
         call = self._call
@@ -157,19 +157,19 @@ class Pusher:
             await self._give_up_late(step, parts)
             return
         self._untaken[step.number] = step, parts
-        assert call is not None  # or the stream would be broken
-        # If it breaks, the reader notices as well, and gives up what was not taken. What comes after this step is
-        # computed while it travels.
+        assert call is not None  # otherwise the stream would be broken
+        # If the stream breaks, the reader notices too, and gives up the unacknowledged steps. Do not wait: the next
+        # step is computed while this one travels.
         await self._write(call, _requests(step, parts), waits=False)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Waits until it holds, or the stream is broken; takes no turn of the event loop if it does already."""
+        """Wait until ``holds()`` is true or the stream is broken; do not yield to the event loop if one already is."""
         if not (self._broken or holds()):
             async with self._taken:
                 await self._taken.wait_for(lambda: self._broken or holds())
 
     def _forget_taken(self) -> None:
-        """All that was sent has been taken; nobody waits for that, since one step at a time is sent."""
+        """Drop all steps, because a settled step follows, which shows that they arrived; no caller waits for that."""
         self._untaken.clear()
         for number, stream in self._bundled.items():
             stream.forget(self._hop.push_key, number)
@@ -191,9 +191,9 @@ class Pusher:
         taken.add_done_callback(lambda done: asyncio.ensure_future(self._answered(step.number, done.result())))
 
     def _ask_for_settled(self) -> None:
-        """Whether those that share a stream are taken, of which nothing is said: by sending them again."""
+        """Send unacknowledged settled steps of the shared stream again, so that the other server acknowledges them."""
         for number, stream in list(self._bundled.items()):
-            step, _ = self._untaken.get(number, (None, []))  # none if the stream is broken
+            step, _ = self._untaken.get(number, (None, []))  # None if the stream is broken
             if step is not None and step.settled:
                 step.settled = False
                 self._post_bundled(stream, step)
@@ -209,19 +209,19 @@ class Pusher:
             await self._break()
 
     async def drain(self) -> bool:
-        """Waits until everything is taken; False if it never will be."""
+        """Wait until all steps are acknowledged; return False if they never will be."""
         await asyncio.wait([self._connecting])
         async with self._taken:
             await self._taken.wait_for(lambda: self._broken or not self._untaken)
         return not self._broken
 
     async def retire(self) -> None:
-        """Ends the stream; what was not taken is forgotten. Whoever waits in ``send`` is let go."""
+        """End the stream, forget unacknowledged steps, and release all callers that wait in ``send``."""
         self.retired = self._broken = True
         self._forget_taken()
         self._connecting.cancel()
         if self._call is not None:
-            self._call.cancel()  # which ends the reader, unless it is in the middle of giving something up
+            self._call.cancel()  # the cancellation ends the reader, unless the reader is giving a step up
         self._stop_writing()
         async with self._taken:
             self._taken.notify_all()
@@ -233,8 +233,8 @@ class Pusher:
             self._lost(error)
 
     async def _attach(self) -> None:
-        """Only with the first step: before, the next hop may not have heard of the session yet."""
-        assert self._stub is not None  # or the stream would be broken
+        """Open the stream with the first step, because before it, the next hop may not know the session yet."""
+        assert self._stub is not None  # otherwise the stream would be broken
         self._call = call = self._stub.Push()
         self._reading = asyncio.ensure_future(self._read(call, FirstStatus(call)))
         await self._write(call, [pb.PushRequest(push_key=self._hop.push_key)])
@@ -242,9 +242,9 @@ class Pusher:
     async def _write(
         self, call: grpc.aio.StreamStreamCall[Any, Any], requests: Iterable[pb.PushRequest], waits: bool = True
     ) -> None:
-        """Returns once they are on their way, or the stream is broken; not ``waits``: once those before are.
+        """Write the requests, and wait until they are sent (without ``waits``: only earlier ones) or the stream breaks.
 
-        In a task of its own, which can be cancelled: gRPC lets a writer wait for ever whose call ends before it began.
+        A separate task writes, so that it can be cancelled: gRPC lets a writer hang whose call ended before it began.
         """
         if self._writing is not None and not self._writing.done():
             await asyncio.wait([self._writing])
@@ -270,10 +270,10 @@ class Pusher:
             async for reply in call:
                 async with self._taken:
                     for number in [number for number in self._untaken if number <= reply.number]:
-                        del self._untaken[number]  # of settled ones before it nothing is said
+                        del self._untaken[number]  # settled steps before this one get no acknowledgement
                     self._taken.notify_all()
         except grpc.RpcError as error:
-            await self._break()  # before it is known why
+            await self._break()  # done before the reason is known
             _, details = await first.instead_of(error.code(), error.details())
             details = printable(details or "no details")
             _logger.info("the stream to server %s broke: %s", short_id(self._hop.peer_id), details)
@@ -284,10 +284,10 @@ class Pusher:
         await self._break()
 
     async def _break(self) -> None:
-        """Gives up what was not taken, and all that comes later."""
+        """Break the stream: give up the unacknowledged steps, and all later ones."""
         self._stop_writing()
         self._broken = True
-        async with self._giving_up:  # free now, unless it was broken before: what comes later waits for it
+        async with self._giving_up:  # free now, unless the stream was broken before; later steps wait for the lock
             untaken, self._untaken = self._untaken, {}
             async with self._taken:
                 self._taken.notify_all()
@@ -296,14 +296,14 @@ class Pusher:
                     await self._give_up(step, parts)
 
     async def _give_up_late(self, step: pb.Step, parts: Parts) -> None:
-        """After those that were under way when the stream broke."""
+        """Give up a step after those that were under way when the stream broke."""
         async with self._giving_up:
             if not self.retired:
                 await self._give_up(step, parts)
 
 
 def _requests(step: pb.Step, parts: Parts) -> Iterator[pb.PushRequest]:
-    """One by one: each copies its part."""
+    """Yield the requests one by one, because each copies its part."""
     yield pb.PushRequest(step=step)
     for part in parts:
         yield pb.PushRequest(more=part)

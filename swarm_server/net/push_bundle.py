@@ -1,4 +1,4 @@
-"""One stream to another server for the small steps of all sessions that go on there."""
+"""One stream to another server for the small steps of all sessions that continue there."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ Taken = asyncio.Future[bool]
 
 
 class PushStream:
-    """Attributes:
-    ended: nothing can be sent any more.
+    """A stream to another server that many sessions share.
+
+    Attributes:
+        ended: whether nothing can be sent any more.
     """
 
     def __init__(self, stub: BlocksStub) -> None:
@@ -35,7 +37,7 @@ class PushStream:
         self._running = asyncio.ensure_future(self._run())
 
     def send(self, push_key: bytes, step: pb.Step) -> Taken:
-        """Whether the session has taken the step: False if it is not there, or the stream has broken or is full."""
+        """Return a future: True if the session took the step, False if it is gone, or the stream is broken or full."""
         taken = asyncio.get_running_loop().create_future()
         if self.ended or self._outbox.size_bytes > _MAX_UNSENT_BYTES:
             taken.set_result(False)
@@ -45,7 +47,7 @@ class PushStream:
         return taken
 
     def forget(self, push_key: bytes, number: int) -> None:
-        """Nobody waits for the answer to this step any more."""
+        """Stop waiting for the answer to this step."""
         self._waiting.pop((push_key, number), None)
 
     async def _run(self) -> None:
@@ -79,19 +81,19 @@ def _set(taken: Taken, value: bool) -> None:
 
 
 class PushStreams:
-    """Those to all other servers; one that has ended is replaced."""
+    """The shared streams to all other servers; a stream that has ended is replaced."""
 
     def __init__(self, stub: Callable[[str], Awaitable[BlocksStub]]) -> None:
-        """``stub``: connects to the server with a peer id."""
+        """Create the table; ``stub`` connects to the server with a peer id."""
         self._stub = stub
         self._streams: dict[str, PushStream] = {}
 
     async def to(self, peer_id: str) -> PushStream:
-        """Raises PeerUnavailable or BadReply if the server cannot be reached."""
+        """Return the stream to a server. Raise PeerUnavailable or BadReply if the server cannot be reached."""
         if (stream := self._living(peer_id)) is not None:
             return stream
         stub = await self._stub(peer_id)
-        stream = self._living(peer_id)  # somebody else may have been sooner
+        stream = self._living(peer_id)  # another caller may have been faster
         if stream is None:
             self._streams[peer_id] = stream = PushStream(stub)
         return stream

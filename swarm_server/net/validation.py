@@ -1,4 +1,4 @@
-"""What a request must satisfy before the server takes memory or time for it."""
+"""The checks that a request must pass before the server spends memory or time on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN_CHARS = 60
 
 @dataclass(frozen=True)
 class RequestValidator:
-    """What this server serves."""
+    """The request validator of one hosted span."""
 
     model: str
     revision: str
@@ -39,11 +39,11 @@ class RequestValidator:
     max_step_tokens: int = 1 << 31  # rows × positions of one step of more than one position
 
     def blocks(self, contract: pb.Contract) -> Span:
-        """The span asked for.
+        """Return the requested span.
 
         Raises:
-            PeerMoved: other wire version, model or revision, or blocks that are not hosted here.
-            RequestRejected: no span at all.
+            PeerMoved: another wire version, model or revision, or blocks that are not hosted here.
+            RequestRejected: the blocks are not a valid span.
         """
         if contract.wire_version != WIRE_VERSION:
             raise PeerMoved(
@@ -64,18 +64,18 @@ class RequestValidator:
         return blocks
 
     def batch_size(self, batch_size: int) -> int:
-        """Raises RequestRejected if it is out of range."""
+        """Return the batch size. Raise RequestRejected if it is out of range."""
         if not 1 <= batch_size <= MAX_BATCH_SIZE:
             raise RequestRejected(f"batch size {batch_size} is out of range: expected 1 to {MAX_BATCH_SIZE}")
         return batch_size
 
     def codec(self, codec: pb.Codec) -> None:
-        """Of what is sent. Raises RequestRejected if there is none of that number."""
+        """Check the codec of data to be sent. Raise RequestRejected if its number is unknown."""
         if codec not in pb.Codec.values():
             raise RequestRejected(f"codec {codec} is unknown: expected one of {sorted(pb.Codec.values())}")
 
     def hidden(self, wire: pb.Tensor, batch_size: int | None = None) -> Assembler:
-        """Checks the header of hidden states [batch, tokens, hidden_size] and starts to collect them."""
+        """Check the header of hidden states [batch, tokens, hidden_size], and return an assembler for their parts."""
         shape = wire.shape
         if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:
             expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
@@ -86,13 +86,13 @@ class RequestValidator:
         return Assembler(wire, self.max_tensor_bytes)
 
     def new_positions(self, wire: pb.Tensor, batch_size: int | None = None, past: int = 0) -> Assembler:
-        """Like ``hidden``, for positions that follow ``past`` others; too many are refused before memory is taken."""
+        """Check ``hidden`` after ``past`` other positions; too many are refused before memory is reserved."""
         if len(wire.shape) == 3:
             self.length(past + wire.shape[1])
         return self.hidden(wire, batch_size)
 
     def stored(self, stored: pb.Stored) -> Assembler:
-        """Starts to collect keys and values, which the session checks against what it keeps."""
+        """Return an assembler for keys and values; the session later compares them with what it keeps."""
         if len(stored.num_kept) > MAX_WINDOWS:
             raise RequestRejected(
                 f"keys and values come with {len(stored.num_kept)} kinds of windows: expected at most {MAX_WINDOWS}"
@@ -103,7 +103,7 @@ class RequestValidator:
         return Assembler(wire, self.max_tensor_bytes)
 
     def changes(self, changes: Sequence[pb.Change]) -> None:
-        """Of a session before a step."""
+        """Check the changes of a session before a step."""
         if len(changes) > MAX_CHANGES:
             raise RequestRejected(f"a step comes with {len(changes)} changes: expected at most {MAX_CHANGES}")
         for change in changes:
@@ -111,7 +111,7 @@ class RequestValidator:
                 self.batch_size(len(change.reorder.indices))
 
     def next_hop(self, hop: pb.NextHop) -> None:
-        """Where a session's outputs go, or its copy."""
+        """Check the address of a session's next hop or copy."""
         require_key(hop.push_key, "the next session's push key")
         if len(hop.peer_id) > MAX_NAME_CHARS:
             raise RequestRejected(
@@ -120,7 +120,7 @@ class RequestValidator:
         self.codec(hop.codec)
 
     def step_tokens(self, batch_size: int, num_tokens: int) -> None:
-        """No step may hold up the others for long."""
+        """Check a step's size, because no step may delay the others for long."""
         if num_tokens > max(1, self.max_step_tokens // batch_size):
             raise RequestRejected(
                 f"a step of {batch_size} × {num_tokens} positions is too long: expected at most "
@@ -128,7 +128,7 @@ class RequestValidator:
             )
 
     def positions(self, wire: pb.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
-        """int64 [batch or 1, num_tokens]."""
+        """Return the checked position ids, int64 [batch or 1, num_tokens]."""
         if list(wire.shape[:3]) not in ([batch_size, num_tokens], [1, num_tokens]) or wire.dtype != pb.INT32:
             raise RequestRejected(
                 f"position ids have shape {shown_shape(wire)}: expected int32 [{batch_size}, {num_tokens}]"
@@ -149,17 +149,17 @@ class RequestValidator:
             )
 
     def at_most(self, num_positions: int) -> int:
-        """So many positions, or all that the model has if they are fewer."""
+        """Return ``num_positions``, or the model's maximum if that is lower."""
         return num_positions if self.max_positions is None else min(num_positions, self.max_positions)
 
 
 def require_user(user: str) -> None:
-    """Raises RequestRejected if the name of a client's user is too long to be kept."""
+    """Raise RequestRejected if the name of a client's user is too long to be kept."""
     if len(user) > _MAX_USER_CHARS:
         raise RequestRejected(f"the user's name has {len(user)} characters: expected at most {_MAX_USER_CHARS}")
 
 
 def require_key(key: bytes, what: str) -> None:
-    """Raises RequestRejected if a key of the client's choice is too short to be a secret, or too long to be kept."""
+    """Raise RequestRejected if a key that a client chose is too short to be a secret, or too long to be kept."""
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise RequestRejected(f"{what} has {len(key)} bytes: expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}")

@@ -1,1 +1,1 @@
-"""A server's life: joining, hosting a span, moving, draining. Import ``server``."""
+"""The life cycle of a server: joining, hosting a span, moving, draining. Import ``server``."""

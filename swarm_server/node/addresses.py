@@ -1,4 +1,4 @@
-"""Where a server listens, and under which address others reach it."""
+"""The address that a server listens on, and the address under which others reach it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from swarm_protocol.wire.constants import SERVER_OPTIONS
 from swarm_server.reach.own_addresses import source_address
 
 LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # which it is does not matter
+_ANY_PORT = 9  # any port will do, because nothing is sent
 
 
 def ip_address(host: str) -> str:
-    """libp2p listens on addresses only; raises ValueError for a name that does not resolve."""
+    """Return the IP address of ``host``, which libp2p needs. Raise ValueError for a name that does not resolve."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):
@@ -30,16 +30,16 @@ def ip_address(host: str) -> str:
 
 
 def listening_host(host: str | None, initial_peers: Sequence[str], registered: Sequence[str] = ()) -> str:
-    """The address to listen on: ``host``, else the one of this machine from which the swarm is reached.
+    """Return the address to listen on: ``host``, else the address of this machine from which it reaches the swarm.
 
     Args:
         initial_peers: multiaddrs of members of the swarm.
-        registered: of those on this machine, where there are no ``initial_peers``. Without any, or if they are on the
-            loopback, it is the loopback.
+        registered: multiaddrs of members on this machine, used if there are no ``initial_peers``. Without any, or if
+            all are on the loopback, the result is the loopback.
 
     Raises:
         ValueError: ``host`` is not known, or is the loopback, which peers elsewhere cannot reach.
-        NoSwarm: no way leads to the initial peers.
+        NoSwarm: this machine has no route to the initial peers.
     """
     remote = [peer for peer in initial_peers or registered if tcp_target(peer) and not is_loopback(peer)]
     if host is not None:
@@ -65,9 +65,9 @@ def listening_host(host: str | None, initial_peers: Sequence[str], registered: S
 
 @contextmanager
 def claimed(host: str, port: int) -> Iterator[None]:
-    """Held by a server for its libp2p port: libp2p itself would share the port with another, which breaks both.
+    """Hold a server's libp2p port, because libp2p itself would share the port with another server, which breaks both.
 
-    Port 0 is none yet.
+    Port 0 means that no port is chosen yet.
 
     Raises:
         ValueError: the port is in use, or the address is not this machine's.
@@ -76,8 +76,8 @@ def claimed(host: str, port: int) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as claim, socket.socket(family, kind, protocol) as probe:
         try:
             if port:
-                claim.bind(f"\0swarm-lm {host} {port}")  # an abstract socket: gone with its process
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a connection that has ended lately
+                claim.bind(f"\0swarm-lm {host} {port}")  # an abstract socket: the kernel removes it with its process
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port whose connection just ended
             probe.bind(target)
         except OSError:
             raise ValueError(_cannot_listen(host, port)) from None
@@ -90,9 +90,9 @@ def _cannot_listen(host: str, port: int) -> str:
 
 
 def bind(host: str, port: int, certificate: Certificate) -> tuple[grpc.aio.Server, int]:
-    """A gRPC server that is not started yet, and its port; raises ValueError if it cannot listen there.
+    """Return a gRPC server, not started yet, and its port. Raise ValueError if it cannot listen there.
 
-    Port 0 stands for a free one.
+    Port 0 stands for any free port.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     try:
@@ -105,7 +105,7 @@ def bind(host: str, port: int, certificate: Certificate) -> tuple[grpc.aio.Serve
 
 
 def lan_address() -> str:
-    """The address of the interface that leads outside, else the loopback; nothing is sent."""
+    """Return the address of the interface that leads outside, else the loopback; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", _ANY_PORT))  # TEST-NET-1: routed like any outside address
@@ -116,7 +116,7 @@ def lan_address() -> str:
 
 
 def free_port(host: str) -> int:
-    """One that nobody uses at this moment."""
+    """Return a port that nobody uses at this moment."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.bind(target)

@@ -1,4 +1,4 @@
-"""Hosts the blocks of one span: loads them, measures them, and computes for sessions until it is closed."""
+"""The loading, measuring and serving of one span's blocks, until the span is closed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ _SHARE_CORES_S = 5.0
 
 
 def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], torch.dtype]:
-    """Of the blocks and of computation; raises ValueError if there is no such device, or it does not quantise so."""
+    """Return the devices of the blocks and the dtype of computation.
+
+    Raises:
+        ValueError: a device cannot be used, or does not support the quantisation.
+    """
     name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     devices = tuple(map(_usable, config.devices or (name,)))
     for device in devices:
@@ -67,10 +71,10 @@ def _usable(name: str) -> torch.device:
 
 
 class SpanRuntime:
-    """One span while it is hosted.
+    """One span while the server hosts it.
 
     Attributes:
-        host: its sessions.
+        host: the sessions of the span.
     """
 
     def __init__(self, span: Span, host: SessionManager, meter: Meter, cores: CoreShare) -> None:
@@ -81,12 +85,12 @@ class SpanRuntime:
 
     @property
     def speeds(self) -> Speeds:
-        """Through the whole span; at first as measured alone, then as traffic shows."""
+        """Return the speeds through the whole span: measured before serving at first, later measured in traffic."""
         return self._meter.speeds
 
     @property
     def cache_tokens(self) -> int:
-        """Room for keys and values, in all."""
+        """Return the number of positions for which the KV cache has room in all."""
         return self.host.services.budget.capacity_tokens
 
     @property
@@ -98,14 +102,14 @@ class SpanRuntime:
         return self.host.services.scheduler.queue_delay_s
 
     async def close(self) -> None:
-        """Ends the sessions that are left."""
+        """End the sessions that are left, and stop the compute thread."""
         self._sharing.cancel()
         await self.host.close()
         await asyncio.to_thread(self.host.services.scheduler.stop)
 
 
 class SpanLoader:
-    """Makes hostings, one after the other, all of one model and with one configuration."""
+    """The loader of one server's spans, one after the other, all of one model and with one configuration."""
 
     def __init__(
         self,
@@ -128,14 +132,14 @@ class SpanLoader:
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
-        """What so many blocks would be computed at; None if this machine has never measured it."""
+        """Return the expected speeds of ``num_blocks`` blocks, or None if this machine has never measured them."""
         if self._config.throughput is not None:
             return Speeds(self._config.throughput, self._config.throughput)
         per_block = self._speed_cache.read()
         return None if per_block is None else per_block.through(num_blocks)
 
     def prefetch(self, span: Span) -> None:
-        """Starts what ``load`` will wait for: in a thread, which goes on if nobody does."""
+        """Start to load a span in a thread, which continues even if nobody waits for it; ``load`` gets the result."""
         self._prefetching[span] = asyncio.ensure_future(asyncio.to_thread(self._load, span))
 
     async def load(self, span: Span) -> Stack:
@@ -144,12 +148,12 @@ class SpanLoader:
         return await self._prefetching.pop(span)
 
     def cancel(self) -> None:
-        """Nobody will wait for what is prefetched."""
+        """Cancel the waiting for all prefetched spans."""
         for loading in self._prefetching.values():
             loading.cancel()
 
     async def start(self, stack: Stack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
-        """Hosts what was loaded. ``sharing``: see ``prefix_sharing``."""
+        """Host a loaded span. For ``sharing``, see ``prefix_sharing``."""
         config, span = self._config, stack.span
         prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all")
         engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache)
@@ -172,7 +176,7 @@ class SpanLoader:
             span,
             engine.hidden_size,
             max_positions(self._checkpoint.config),
-            max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # or a prompt comes in one piece
+            max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # else one piece per prompt
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)
@@ -185,9 +189,9 @@ class SpanLoader:
         return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
     def _load(self, span: Span) -> Stack:
-        gc.collect()  # what was hosted before
+        gc.collect()  # frees the blocks that were hosted before
         block_index, blocks = self._checkpoint.family.block_index, frozenset(span)
-        self._checkpoint.stored(lambda name: block_index(name) in blocks)  # what comes from others comes at once
+        self._checkpoint.stored(lambda name: block_index(name) in blocks)  # downloads all missing weights at once
         report = Report(self._config.quant)
         cache = WeightCache(self._config.weight_cache_bytes)
         quant, family = self._config.quant, self._checkpoint.family
@@ -253,18 +257,18 @@ class SpanLoader:
 
 
 def _room_bytes(engine: Engine) -> int:
-    """Free memory for keys and values: of each device as much as its blocks can use when the first one is full."""
+    """Return the free memory for keys and values: what all devices can use until the first one is full."""
     token_bytes = engine.layout.token_bytes_by_device()
     return min(available_bytes(device) * sum(token_bytes.values()) // token_bytes[device] for device in token_bytes)
 
 
 async def _share_cores(cores: CoreShare, scheduler: Scheduler) -> None:
-    """Follows the number of servers on this machine with the number of threads that compute."""
+    """Adapt the number of compute threads to the number of servers on this machine, until cancelled."""
     num_threads = None
     while True:
         if cores.threads() != num_threads:
             num_threads = cores.threads()
-            # OpenMP keeps the number for each thread that asks it to compute.
+            # OpenMP keeps this number for each calling thread, so the compute thread itself must set it.
             await scheduler.call(partial(torch.set_num_threads, num_threads))
             _logger.info("computing with %d %s", num_threads, "thread" if num_threads == 1 else "threads")
         await asyncio.sleep(_SHARE_CORES_S)

@@ -1,4 +1,4 @@
-"""How a server finds its swarm, through the peers it is given or other servers of this machine, and stays in one."""
+"""Joining a swarm, through given peers or other servers of this machine, and staying a member."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from swarm_server.node.addresses import LOOPBACK, claimed, free_port, ip_address
 from swarm_server.reach.own_addresses import OwnAddresses
 from swarm_server.reach.reach import can_be_reached
 
-_LOCK_TIMEOUT_S = 90.0  # for servers that are joining, each for no longer than it waits for those who do not answer
-_MAX_MET = 3  # strangers at a time: in a large swarm a node does not know all others
+_LOCK_TIMEOUT_S = 90.0  # for servers that are joining, which wait in turn for peers that do not answer
+_MAX_MET = 3  # unknown peers contacted at a time: in a large swarm, a node does not know all others
 _RESTARTS_S = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)  # pauses before the libp2p daemon is started again
-_STEADY_S = 60.0  # a daemon that has lived for so long was well
+_STEADY_S = 60.0  # a daemon that has run for so long counts as healthy
 _logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """A server's place in its swarm: its DHT node, and the registry entry by which others of this machine find it.
+    """A server's membership in its swarm: its DHT node, and its registry entry for other servers of this machine.
 
-    Two halves of one swarm come about when servers start while others are frozen, cut off or too busy to answer.
-    Whoever finds the way to the other half makes them one.
+    A swarm can start as two separate halves if servers start while others are frozen, cut off or too busy to answer.
+    A server that finds a peer of the other half merges the two.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Membership:
         joined_through: Sequence[str] = (),
         advertise: Callable[[Sequence[str]], Awaitable[object]] | None = None,
     ) -> None:
-        """``host`` is the address that the server listens on. ``discovered``: members on the local network.
+        """Register this server; ``host`` is its listening address, ``discovered`` returns members on the local network.
 
-        ``joined_through``: of members that were given or found first. ``advertise``: there, the addresses of this one.
-        ``after_restart`` is called whenever another libp2p daemon was started.
+        ``joined_through``: members that were given or found first. ``advertise`` announces this server's addresses on
+        the local network. ``after_restart`` is called whenever another libp2p daemon was started.
         """
         self.dht = dht
         self.host = host
@@ -75,9 +75,9 @@ class Membership:
         self._keep_entry(lambda: registry.write(dht.peer_id, self._registered()))
 
     async def keep(self) -> bool:
-        """Renews the registry entry, and merges a swarm that was partitioned; returns whether anybody was met.
+        """Renew the registry entry, and merge a partitioned swarm; return whether a new peer was contacted.
 
-        Does little if all registered servers and initial peers are known.
+        The call does little if all registered servers and initial peers are known.
         """
         self._keep_entry(lambda: self._registry.renew(self.dht.peer_id, self._registered()))
         await self.dht.remember_peers()
@@ -85,10 +85,10 @@ class Membership:
         return bool(strangers) and await self.dht.connect_to(random.sample(strangers, min(len(strangers), _MAX_MET)))
 
     async def restart_daemon(self) -> None:
-        """Starts the libp2p daemon again; without it, nobody finds this server.
+        """Start the libp2p daemon again; without a daemon, nobody finds this server.
 
         Raises:
-            NoSwarm: it does not start, or ends again and again.
+            NoSwarm: the daemon does not start, or ends again and again.
         """
         if time.monotonic() - self._restarted_s > _STEADY_S:
             self._num_failures = 0
@@ -114,27 +114,27 @@ class Membership:
         raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
 
     def members(self) -> list[str]:
-        """Multiaddrs of those through which the swarm was joined, or could be."""
+        """Return the multiaddrs of members through which the swarm was joined, or could be."""
         return [
             peer for peer in (*self._config.initial_peers, *self._discovered()) if not peer.endswith(self.dht.peer_id)
         ]
 
     def own_addresses(self) -> OwnAddresses:
-        """Where others reach this server directly; it stays where it has joined."""
+        """Return this server's direct addresses; they may follow the route to the members that it joined through."""
         is_chosen = self._config.host is None
         return OwnAddresses(self.host, self._config.announce_address, is_chosen, self._joined_through)
 
     def _registered(self) -> list[str]:
-        """Where others of this machine join: elsewhere, if this server only asks others itself."""
+        """Return the addresses through which others of this machine join: other members' if this node serves no one."""
         return self._addresses if self.dht.serves_others else self.members() or self._addresses
 
     def leave(self) -> None:
         self._keep_entry(lambda: self._registry.remove(self.dht.peer_id))
 
     def _others(self) -> list[str]:
-        """Addresses of initial and discovered peers, and of registered servers that are reached as this one is.
+        """Return addresses of initial and discovered peers, and of registered servers as reachable as this one.
 
-        Servers for this machine alone would be of no use to those who join over the network, and stay apart from them.
+        Servers that only this machine reaches would be useless to peers on the network, so the two kinds stay apart.
         """
         registered = [
             entry.addresses[0]
@@ -161,10 +161,10 @@ class Membership:
 
 
 async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitStack) -> Membership:
-    """A DHT node that stores records for others, and that others of this machine find until ``cleanup``.
+    """Return a DHT node that stores records for others, and that others of this machine find until ``cleanup``.
 
     Raises:
-        NoSwarm: no initial peer answers. ValueError: one is no multiaddr, or the DHT's port is in use.
+        NoSwarm: no initial peer answers. ValueError: an initial peer is not a multiaddr, or the DHT's port is in use.
     """
     remove_ended_swarms()
     registry = LocalRegistry(config.swarm)
@@ -208,7 +208,7 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
 def _reachability(
     relay: str, initial_peers: Sequence[str], announced_host: str | None
 ) -> Callable[[P2P], Awaitable[bool]] | None:
-    """Finds out whether others reach the libp2p daemon; None: they do."""
+    """Return a check whether others reach the libp2p daemon, or None if it counts as reachable."""
     if relay == "never":
         return None
 
@@ -223,7 +223,7 @@ async def _nothing() -> None:
 
 
 async def _discover(config: ServerConfig, cleanup: AsyncExitStack) -> LanDiscovery:
-    """Returns when members have answered, or should have.
+    """Discover members on the local network; return when they have answered, or should have.
 
     Raises:
         NoSwarm, ValueError: see ``LanDiscovery.start``. ValueError also for a host that others cannot reach.
@@ -241,13 +241,13 @@ async def _discover(config: ServerConfig, cleanup: AsyncExitStack) -> LanDiscove
 
 
 def _host(config: ServerConfig, initial_peers: Sequence[str], registered: Sequence[str]) -> str:
-    """See ``listening_host``; one that others can discover is on the local network. Raises NoSwarm if there is none."""
+    """Return ``listening_host``, or a local network's address if peers must discover it. Raise NoSwarm without one."""
     host = listening_host(config.host, initial_peers, registered)
     return local_address(lan_address()) if config.discover and host == LOOPBACK else host
 
 
 async def _join_discovered(found: Sequence[str], join_through: Callable[..., Awaitable[Dht]]) -> Dht | None:
-    """None if nobody is found, or nobody of them answers: a false answer must not keep servers from their swarm."""
+    """Join through discovered peers. Return None if none answers: a false discovery must not prevent other ways."""
     try:
         return await join_through(found) if found else None
     except JoinRefused:
@@ -260,7 +260,7 @@ async def _join_discovered(found: Sequence[str], join_through: Callable[..., Awa
 async def _join_registered(
     config: ServerConfig, registry: LocalRegistry, join_through: Callable[..., Awaitable[Dht]]
 ) -> Dht:
-    """Joins through a server of this machine; founds the swarm if there is none, or none that answers in time."""
+    """Join through a server of this machine; found the swarm if there is none, or none that answers in time."""
     servers = registry.servers()
     reached = [server for server in servers if server.addresses]
     if reached:

@@ -1,7 +1,7 @@
-"""Starts several servers of one machine from one process that has imported everything: each is ready in a second.
+"""A launcher of several servers on one machine: each is ready in a second, because one process imports everything.
 
-``python -m swarm_server.node.local_cluster`` reads a line of JSON for each server from stdin, ``{"arguments": [...],
-"stdout": FILE, "stderr": FILE, "cores": [...] or null}``, and prints its process id. Servers end with this process.
+``python -m swarm_server.node.local_cluster`` reads a line of JSON for each server from stdin: ``{"arguments": [...],
+"stdout": FILE, "stderr": FILE, "cores": [...] or null}``. It prints each process id. Servers end with this process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent die
 
 def main() -> None:
     _warm_up()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal: whoever started the servers ends them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the servers, because nobody waits for them
+    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal: the parent process ends the servers
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin:
         job = json.loads(line)
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Does once what every server would: imports, also those that the first model and the first address ask for."""
+    """Import once what every server needs, including modules that are first needed by the model or an address."""
     import uvloop  # noqa: F401
 
     from swarm_protocol.imports.light_imports import import_transformers
@@ -47,11 +47,11 @@ def _warm_up() -> None:
     describe(Checkpoint.open(locate(DEFAULT_MODEL)).config)
     str(Multiaddr("/ip4/127.0.0.1/tcp/1/p2p/QmR4TDUsi3uun3zmW681rpWdk4avvY9jhyfFH5E55pPZNm"))
     gc.collect()
-    gc.freeze()  # the collector of a fork would write to every object, and so copy the page it is on
+    gc.freeze()  # a collection in a fork would write to every object, and so copy the pages that the object is on
 
 
 def _serve(job: dict[str, Any]) -> None:
-    """Becomes a server; does not return."""
+    """Become a server in a forked process; this does not return."""
     code = 99
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

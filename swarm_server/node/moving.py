@@ -1,4 +1,4 @@
-"""Which span a server hosts: it chooses the first, and moves when the swarm needs others more."""
+"""The choice of the span that a server hosts: the first one, and later moves when the swarm needs others more."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from swarm_server.placement.placement import (
 from swarm_server.verification.liars import Liars
 
 _logger = logging.getLogger(__name__)
-_BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; what is left is for keys and values
-_SETTLE_S = 0.3  # servers that join together have read each other's choices after so long
-_MAX_SETTLING = 10  # times that a choice is looked at again
+_BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; the rest is for keys and values
+_SETTLE_S = 0.3  # after this time, servers that join together have read each other's choices
+_MAX_SETTLING = 10  # how often a choice is reconsidered
 
 
 def num_hosted(starting: Starting) -> int:
-    """How many blocks a server chooses.
+    """Return the number of blocks that a server hosts.
 
     Raises:
-        ValueError: there is no room for one block, or the model has fewer than asked for.
+        ValueError: there is no room for one block, or the model has fewer blocks than the configuration wants.
     """
     config, num_blocks = starting.config, starting.checkpoint.family.num_blocks
     if config.num_blocks is not None:
@@ -56,8 +56,8 @@ def num_hosted(starting: Starting) -> int:
 
 
 class PeerMonitor:
-    """The servers of the model's revision that is served here, without those that are known to be dead, or to
-    answer wrongly."""
+    """The view of the servers that serve the same revision of the model, without those known to be dead or to answer
+    wrongly."""
 
     def __init__(self, joined: Joined, network_probe: NetworkProbe, liars: Liars) -> None:
         self._dht = joined.membership.dht
@@ -67,11 +67,11 @@ class PeerMonitor:
         self._liars = liars
 
     async def servers(self) -> SwarmView:
-        """All servers of the model, whether they answer or not."""
+        """Return all servers of the model, whether they answer or not."""
         return await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
 
     async def view(self, own: ServerRecord | None = None) -> SwarmView:
-        """``own``: what this server has published, if it has."""
+        """Return the living servers of the same revision; ``own`` is this server's published record, if any."""
         view = await self.servers()
         kind = self._checkpoint.revision, WIRE_VERSION
         same = SwarmView(
@@ -84,7 +84,7 @@ class PeerMonitor:
         return await self._network_probe.living(same, own)
 
     async def choose_span(self, num_hosted: int, own: ServerRecord | None = None) -> Span:
-        """``own``: what this server has published, if it has chosen before."""
+        """Return the span to host; ``own`` is this server's published record, if it has chosen before."""
         view = await self.view(own)
         if own is not None:
             view = others_first(view, own.peer_id)
@@ -97,7 +97,7 @@ class PeerMonitor:
 
 
 class Mover:
-    """Hosts one span after the other, and has the record say so."""
+    """The mover of a server: it hosts one span after the other, and keeps the published record up to date."""
 
     def __init__(self, joined: Joined, monitor: PeerMonitor, presence: Presence) -> None:
         starting = joined.starting
@@ -112,7 +112,7 @@ class Mover:
         self._prefix_sharing = prefix_sharing(starting.config, starting.access, joined.membership.host)
 
     async def settle(self, state: Loading) -> Loading:
-        """Chooses once more, and again while others do, who may have chosen at the same time."""
+        """Choose once more, and again while other servers, which may have chosen at the same time, are joining."""
         for _ in range(_MAX_SETTLING):
             await asyncio.sleep(_SETTLE_S)
             own = state.record
@@ -138,12 +138,12 @@ class Mover:
         await self._monitor.measure_network(self._presence.state.record)
 
     async def rebalance(self) -> None:
-        """Raises what loading blocks raises, other ones and the old ones too; the next call tries again."""
+        """Move if the swarm needs it. Raise if even the old blocks cannot be loaded again; the next call retries."""
         old = self._presence.state.record.span
         if isinstance(self._presence.state, Loading | Unloaded):  # the last call failed
             await self._host_again(self._presence.state)
             return
-        loading = await self._leave_if_needed()  # no name here holds the old blocks: their memory is for the new ones
+        loading = await self._leave_if_needed()  # no variable refers to the old blocks: frees their memory
         if loading is not None:
             await self._host_instead(loading, old)
 
@@ -155,7 +155,7 @@ class Mover:
         _logger.info("hosting blocks %s", loading.record.span)
 
     async def _leave_if_needed(self) -> Loading | None:
-        """What the server does next if it has left its blocks for others."""
+        """Return the next state if the server has left its blocks for others, else None."""
         state = self._presence.state
         if not isinstance(state, Serving | Draining):  # Draining: the last move failed half-way
             return None
@@ -166,7 +166,7 @@ class Mover:
         return None if to is None else await self._leave(state, to)
 
     async def _leave(self, hosting: Serving | Draining, to: Span) -> Loading | None:
-        """None if others do not let it go."""
+        """Leave for another span; return None if other servers do not allow it."""
         planning, peer_id = hosting.plan_move(to), hosting.record.peer_id
         self._presence.enter(planning)
         await self._presence.publish()
@@ -185,7 +185,7 @@ class Mover:
         return (await self._unload(draining)).load(to)
 
     async def _host_instead(self, loading: Loading, old: Span) -> None:
-        """Other blocks than the ``old``, or those again if the others cannot be loaded."""
+        """Host the new blocks, or the ``old`` ones again if the new ones cannot be loaded."""
         self._presence.enter(loading)
         await self._presence.publish()
         to = loading.record.span
@@ -200,7 +200,7 @@ class Mover:
         _logger.info("hosting blocks %s", self._presence.state.record.span)
 
     async def _failure_to_host(self, loading: Loading) -> str:
-        """Empty: there is none. Not the exception, which keeps what was loaded: memory may be short."""
+        """Host the span; return the error message or "". An exception object would keep the loaded blocks in memory."""
         try:
             await self.host(loading)
         except Exception as error:
@@ -208,7 +208,7 @@ class Mover:
         return ""
 
     async def drain(self) -> None:
-        """Lets generations end or move to other servers, and hosts no other blocks."""
+        """Let generations end or move to other servers, and host no more blocks."""
         match self._presence.state:
             case Serving() | Draining() as hosting:
                 await self._drain(hosting.drain())
@@ -232,13 +232,13 @@ class Mover:
         await publishing
 
     async def close(self) -> None:
-        """Ends the sessions that are left."""
+        """End the sessions that are left."""
         state = self._presence.state
         if isinstance(state, Serving | Draining):
             await self._unload(state)
 
     async def _unload(self, hosting: Serving | Draining) -> Unloaded:
         unloaded = hosting.unload()
-        self._presence.enter(unloaded)  # first: nothing is opened while the sessions end
+        self._presence.enter(unloaded)  # entered first, so that no session is opened while the others end
         await hosting.runtime.close()
         return unloaded

@@ -1,4 +1,4 @@
-"""Adapters that the server loads itself, to be chosen by name: each is called like its directory."""
+"""Adapters that the server loads at its start; clients choose them by name, which is that of the directory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def adapter_names(paths: Sequence[Path]) -> tuple[str, ...]:
 
 
 def check_adapters(paths: Sequence[Path], family: Family, config: PreTrainedConfig) -> None:
-    """Whether they fit the model, all its blocks included.
+    """Check that the adapters fit the model, including all its blocks.
 
     Raises:
-        CheckpointError: one cannot be read. ValueError: one does not fit.
+        CheckpointError: an adapter cannot be read. ValueError: an adapter does not fit.
     """
     if not paths:
         return
@@ -46,10 +46,10 @@ def check_adapters(paths: Sequence[Path], family: Family, config: PreTrainedConf
 
 
 def load_adapters(paths: Sequence[Path], family: Family, engine: Engine, span: Span) -> dict[str, PlacedAdapter]:
-    """What of them lies in ``span``, by name.
+    """Return the parts of the adapters that lie in ``span``, by name.
 
     Raises:
-        CheckpointError, RequestRejected: one has changed since it was checked.
+        CheckpointError, RequestRejected: an adapter has changed since it was checked.
     """
     placed = {}
     for name, path in zip(adapter_names(paths), paths, strict=True):

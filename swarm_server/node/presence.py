@@ -1,4 +1,4 @@
-"""What the swarm knows of a server: its record follows its state, and stays in the DHT while libp2p daemons end."""
+"""The published record of a server: it follows the server's state, and outlives libp2p daemons that end."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from swarm_server.sessions.host import SessionManager
 from swarm_server.weights.offering import Load, Offering
 
 _logger = logging.getLogger(__name__)
-_POLL_S = 0.1  # after a libp2p daemon was restarted, before the next is watched
-_WIRE_BYTES = 4  # of one number of a hidden state
+_POLL_S = 0.1  # between the restart of a libp2p daemon and watching the new one
+_WIRE_BYTES = 4  # per number of a hidden state
 
 
 def offers_public_only(starting: Starting) -> bool:
-    """Whether secrets are kept: anybody can join, and the user has not said that files are offered all the same."""
+    """Return whether only public files are offered: anybody can join, and the user has not allowed more."""
     is_private = starting.access.control is not None and not starting.config.open_to_clients
     return starting.config.share_weights == AUTO and not is_private
 
 
 def offered_bytes_per_s(starting: Starting) -> float | None:
-    """Return the limit of what is sent of the checkpoint's files, as ``Offering`` takes it; 0: nothing is offered.
+    """Return the most bytes per second of the checkpoint's files to send, as ``Offering`` takes it; 0 offers nothing.
 
-    The files of a directory may be a secret.
+    Files that lie in a local directory may be secret.
     """
     config, files = starting.config, starting.checkpoint.files
     if offers_public_only(starting) and isinstance(files, Directory) and not is_packaged(files.location):
@@ -46,7 +46,7 @@ class Presence:
     """The state of a server, and its record in the DHT.
 
     Attributes:
-        offering: of the checkpoint's files, which the record names.
+        offering: the offer of the checkpoint's files, whose digest the record contains.
     """
 
     def __init__(self, joined: Joined, network_probe: NetworkProbe, state: Loading) -> None:
@@ -74,16 +74,16 @@ class Presence:
         return self._state
 
     def enter(self, state: State) -> None:
-        """Others hear of it with the next ``publish``."""
+        """Change to another state; the swarm learns of it with the next ``publish``."""
         self._state = state
 
     @property
     def sessions(self) -> SessionManager | None:
-        """Those of the hosted blocks; None while there are none."""
+        """Return the sessions of the hosted blocks, or None while no blocks are hosted."""
         return self._state.runtime.host if isinstance(self._state, Serving | Draining) else None
 
     def record(self) -> ServerRecord:
-        """As it is at this moment."""
+        """Return the record as it is at this moment."""
         record = replace(self._measured(), work=self._counters.work(), weights=self.offering.digest)
         if self._reach is None:
             return record
@@ -106,26 +106,26 @@ class Presence:
             _logger.warning("the swarm did not take this server's record; trying again in %g s", REFRESH_S)
 
     async def keep_offer(self) -> None:
-        """Finds out what can be offered, and says so at once."""
+        """Refresh the offer of files, and publish the record at once if the offer has changed."""
         before = self.offering.digest
         await self.offering.refresh()
         if self.offering.digest != before:
             await self.publish()
 
     async def keep_membership(self) -> None:
-        """Publishes to those who are met at once, not only when the record is due."""
+        """Renew the membership, and publish the record at once if a new peer was contacted."""
         if await self._membership.keep():
             await self.publish()
 
     async def keep_revocations(self) -> None:
-        """In a private swarm: learns of them, and keeps them in the DHT and on disk."""
+        """Fetch a private swarm's revocations, and keep them in the DHT and on disk."""
         if self._dht.revocations is not None and self._known_revocations is not None:
             await self._dht.revocations.keep()
             self._known_revocations.save()
             self._access.warn_if_no_member()
 
     async def keep_daemon(self, is_stopping: Callable[[], bool]) -> SwarmError:
-        """Starts another libp2p daemon whenever one has ended; returns why that is not possible any more."""
+        """Start another libp2p daemon whenever one has ended; return the error when that is no longer possible."""
 
         async def restart() -> SwarmError | None:
             await self._dht.daemon_ended()
@@ -137,14 +137,14 @@ class Presence:
             except SwarmError as error:
                 return error
             await self._membership.keep()
-            if not await self._dht.publish(self.record()):  # one that waits for the old daemon is in the way
+            if not await self._dht.publish(self.record()):  # a record that still waits for the old daemon is in the way
                 await self.publish()
             return None
 
         return await repeat(restart, (_POLL_S, _POLL_S))
 
     async def withdraw(self, may_restart: bool) -> None:
-        """``may_restart``: if the libp2p daemon has ended, another may be started for it."""
+        """Withdraw the record. If ``may_restart``, a libp2p daemon that has ended may be restarted for this."""
         self.enter(end(self._state))
         withdrawn = await self._dht.publish(self.record())
         if not withdrawn and not self._dht.is_alive and may_restart:

@@ -1,4 +1,4 @@
-"""A server's life: join the swarm, host blocks where they are needed, keep its record fresh, leave."""
+"""The life of a server: it joins the swarm, hosts blocks where they are needed, renews its record, and leaves."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
     from swarm_server.metrics.exporter import Exporter
 
 _logger = logging.getLogger(__name__)
-_GRACE_S = 2.0  # for streams that are open when the server stops
-_JUDGE_S = (3 * REFRESH_S, 4 * REFRESH_S)  # a key under which nothing stands is looked for at many nodes
-_TRIM_S = 10.0  # between two looks whether the heap has grown
-_OFFER_S = (600.0, 900.0)  # between two looks whether there are more files, as after moves
+_GRACE_S = 2.0  # for streams that are still open when the server stops
+_JUDGE_S = (3 * REFRESH_S, 4 * REFRESH_S)  # looking up an absent key contacts many nodes, so this is rare
+_TRIM_S = 10.0  # between two checks whether the heap has grown
+_OFFER_S = (600.0, 900.0)  # between two checks whether there are more files, for example after a move
 _PROBE_S = (10.0, 40.0)  # between two rounds of measuring the network
 
 
@@ -66,7 +66,7 @@ class Server:
     """One server; ``run`` is its whole life.
 
     Attributes:
-        ready: it serves, or has served.
+        ready: whether it serves, or has served.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -75,11 +75,11 @@ class Server:
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Makes ``run`` withdraw the record and return."""
+        """Make ``run`` withdraw the record and return."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Serves until ``stop``; prints one line to stdout once it is ready.
+        """Serve until ``stop``; print one line to stdout once the server is ready.
 
         Raises:
             ValueError, SwarmError: the configuration cannot work; one sentence says why.
@@ -137,7 +137,7 @@ class Server:
     async def _serve(
         self, presence: Presence, mover: Mover, judge: Judge, losing_daemon: asyncio.Task[SwarmError]
     ) -> None:
-        """Until ``stop``, or until there is no libp2p daemon any more."""
+        """Run the periodic tasks until ``stop``, or until the libp2p daemon cannot be started any more."""
         offering = asyncio.ensure_future(presence.keep_offer())
         stopping = asyncio.ensure_future(self._stop.wait())
         tasks = [
@@ -161,7 +161,7 @@ class Server:
 
 
 async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitStack) -> Exporter | None:
-    """Before anything slow: a port that is in use should be said at once."""
+    """Start the metrics exporter; this comes before all slow steps, so that a port in use is reported at once."""
     if config.metrics_port is None:
         return None
     from swarm_server.metrics.exporter import Exporter
@@ -175,7 +175,7 @@ async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitSt
 async def _start(
     config: ServerConfig, counters: Counters, cleanup: AsyncExitStack
 ) -> tuple[Starting, Membership | None]:
-    """The membership: if the swarm had to be joined to find the model."""
+    """Find the model and prepare to load it. The membership is None unless the swarm was needed to find the model."""
     access, streams = ServerAccess.of(config), DaemonStreams()
     credentials = ClientCredentials(access.identity, access.token)
     dialer = Dialer(credentials, streams, TunnelMembership(access.identity, access.token))
@@ -189,9 +189,9 @@ async def _start(
         given.within(checkpoint.family.num_blocks)
     devices, dtype = devices_and_dtype(config)
     cores = cleanup.enter_context(CoreShare())
-    torch.set_num_threads(cores.threads())  # of threads that have not computed yet
+    torch.set_num_threads(cores.threads())  # for threads that have not computed yet
     loader = SpanLoader(config, checkpoint, cores, devices, dtype, counters)
-    if given is not None:  # nothing to find out first: load while joining
+    if given is not None:  # the span is already known: load while joining
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
     return Starting(config, access, checkpoint, devices, dtype, channels, loader, counters, streams), membership
@@ -200,7 +200,7 @@ async def _start(
 async def _open(
     config: ServerConfig, access: ServerAccess, streams: DaemonStreams, channels: ChannelPool, cleanup: AsyncExitStack
 ) -> tuple[Checkpoint, Membership | None]:
-    """The model that the configuration names, or that the swarm serves; what is not here or on the hub, from there."""
+    """Open the model that is configured, or that the swarm serves; get it from the swarm if the hub is unreachable."""
     failure: HubUnreachable | None = None
     if not config.model.startswith(FROM_SWARM):
         try:
@@ -236,7 +236,7 @@ async def _join(starting: Starting, membership: Membership | None, cleanup: Asyn
 
 
 def _reach(joined: Joined, monitor: PeerMonitor) -> Reach:
-    """It finds relays among the servers of the model besides."""
+    """Return the server's ``Reach``, which from now on also finds relays among the servers of the model."""
 
     async def offered() -> list[str]:
         return [server.relay_address for server in (await monitor.servers()).servers]
@@ -259,7 +259,7 @@ def _judge(joined: Joined, presence: Presence, liars: Liars) -> Judge:
 
 
 def _model_flag(asked: str, served: str) -> str:
-    """The flag by which other commands take the same model; empty: they take it without one."""
+    """Return the flag by which other commands select the same model, or an empty string if they need none."""
     if asked.startswith(FROM_SWARM):
         asked = served if served == ServerConfig.model else f"{FROM_SWARM}{served}"
     return "" if asked == ServerConfig.model else f" --model {shlex.quote(asked)}"

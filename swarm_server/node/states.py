@@ -1,4 +1,4 @@
-"""The states of a server's life, each with exactly what there is in it; transitions are pure.
+"""The states of a server's life; each holds exactly the data that exist in it, and transitions are pure.
 
 Starting → Joined → Loading → Serving → Draining → Unloaded → Ended. A server that moves goes from Unloaded back to
 Loading; one that is stopped while it loads goes from Loading to Unloaded.
@@ -32,7 +32,7 @@ from swarm_server.reach.reach import Reach
 
 @dataclass(frozen=True)
 class Starting:
-    """The model is found, and the swarm is about to be joined."""
+    """The state in which the model is found, and the server is about to join the swarm."""
 
     config: ServerConfig
     access: ServerAccess
@@ -46,16 +46,16 @@ class Starting:
 
     @property
     def span(self) -> Span | None:
-        """The blocks that the configuration names; None: the server chooses once it sees the swarm."""
+        """Return the configured blocks, or None if the server chooses its blocks when it sees the swarm."""
         return self.config.blocks or self.config.initial_blocks
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The server has its place in the DHT and a port, and the swarm does not know yet what it will host.
+    """The state in which the server has a DHT node and a port, but has not announced yet which blocks it will host.
 
     Attributes:
-        address: where others reach ``grpc_server``, which is not started yet. ``reach`` knows if that changes.
+        address: the address of ``grpc_server``, which is not started yet; later changes of it are in ``reach``.
     """
 
     starting: Starting
@@ -93,16 +93,16 @@ class Joined:
 
 @dataclass(frozen=True)
 class Loading:
-    """The record names blocks that will be hosted."""
+    """The state in which the record names blocks that the server will host."""
 
     record: ServerRecord
 
     def choose(self, span: Span) -> Loading:
-        """Others have chosen at the same time."""
+        """Choose another span, because other servers have chosen at the same time."""
         return Loading(replace(self.record, span=span))
 
     def stay_with(self, span: Span) -> Loading:
-        """For good: other blocks could not be loaded."""
+        """Keep this span permanently, because loading other blocks failed."""
         return Loading(replace(self.record, span=span, pinned=True))
 
     def serve(self, runtime: SpanRuntime) -> Serving:
@@ -118,7 +118,7 @@ class _Hosting:
     runtime: SpanRuntime
 
     def measured(self, next_hop_rtts_s: Mapping[str, float], network_tokens_per_s: float) -> ServerRecord:
-        """The record with what is measured at this moment."""
+        """Return the record with the present measurements."""
         return replace(
             with_speeds(self.record, self.runtime.speeds),
             cache_tokens=self.runtime.cache_tokens,
@@ -129,15 +129,15 @@ class _Hosting:
         )
 
     def plan_move(self, to: Span) -> Self:
-        """Others may want to leave the same blocks: the record says so before the server drains."""
+        """Announce the move before draining, because other servers may want to leave the same blocks."""
         return replace(self, record=replace(self.record, next_span=to))
 
     def stay(self) -> Self:
-        """Others need the server where it is."""
+        """Cancel the move, because the swarm needs the server where it is."""
         return replace(self, record=replace(self.record, next_span=None))
 
     def drain(self, next_span: Span | None = None) -> Draining:
-        """``next_span``: where the server moves; None: it leaves."""
+        """Drain before the move to ``next_span``, or before leaving the swarm if that is None."""
         return Draining(replace(self.record, state=ServerState.DRAINING, next_span=next_span), self.runtime)
 
     def unload(self) -> Unloaded:
@@ -146,17 +146,17 @@ class _Hosting:
 
 @dataclass(frozen=True)
 class Serving(_Hosting):
-    """Sessions are opened."""
+    """The state in which the server opens sessions."""
 
 
 @dataclass(frozen=True)
 class Draining(_Hosting):
-    """The sessions that are left end, or move to other servers."""
+    """The state in which the remaining sessions end, or move to other servers."""
 
 
 @dataclass(frozen=True)
 class Unloaded:
-    """No blocks are hosted; the record still names those that were."""
+    """The state in which no blocks are hosted; the record still names the previous ones."""
 
     record: ServerRecord
 
@@ -169,7 +169,7 @@ class Unloaded:
 
 @dataclass(frozen=True)
 class Ended:
-    """The record is withdrawn."""
+    """The state in which the record is withdrawn."""
 
     record: ServerRecord
 
@@ -182,7 +182,7 @@ def end(state: State) -> Ended:
 
 
 def with_speeds(record: ServerRecord, speeds: Speeds | None) -> ServerRecord:
-    """The record as it is if they are not known."""
+    """Return the record with these speeds, or unchanged if they are not known."""
     if speeds is None:
         return record
     return replace(record, tokens_per_s=speeds.decode_tokens_per_s, forward_tokens_per_s=speeds.forward_tokens_per_s)

@@ -1,1 +1,1 @@
-"""Which blocks a server should host. Pure: a view in, moves out."""
+"""The choice of the blocks that a server should host. The functions are pure: a view in, moves out."""

@@ -1,14 +1,14 @@
-"""How many tokens per second a swarm can carry. Pure.
+"""The throughput of a swarm, in tokens per second, as a pure function of its servers.
 
-That is what passes through all blocks if clients spread it as well as possible. A server computes any part of its span,
-so that its time goes to whichever of its blocks are short of others. Given the spans, this is a bipartite flow from
-servers to blocks; because spans are intervals, its minimum cut (Ford and Fulkerson, "Maximal flow through a network",
-1956) has a closed form:
+It is what passes through all blocks if clients spread it as well as possible. A server computes any part of its span,
+so its time goes to those of its blocks that have the fewest other servers. Given the spans, this is a bipartite flow
+from servers to blocks. Because spans are intervals, its minimum cut (Ford and Fulkerson, "Maximal flow through a
+network", 1956) has a closed form:
 
     throughput = min over unions V of intervals, but not all blocks:  (speed of all - speed inside V) / (B - |V|)
 
-where a server is inside V if its whole span is, and speeds are in blocks x tokens per second. What is outside V at the
-minimum is the bottleneck.
+where a server is inside V if its whole span is, and speeds are in blocks x tokens per second. The blocks outside V at
+the minimum are the bottleneck.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import numpy as np
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
 
-EQUAL = 1e-6  # relative: numbers that differ less are the same
+EQUAL = 1e-6  # relative: numbers that differ less count as equal
 _NUDGE = 1e-9
 _NUMBERS_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How much a swarm can carry.
+    """The throughput of a swarm, and its bottleneck.
 
     Attributes:
-        tokens_per_s: through all blocks; 0 if nobody holds some of them.
-        bottleneck: [blocks], true for those that limit it: as many as there are.
+        tokens_per_s: the throughput through all blocks; 0 if nobody holds some of them.
+        bottleneck: [blocks], true for every block that limits the throughput.
     """
 
     tokens_per_s: float
@@ -41,11 +41,11 @@ class Balance:
 
     @property
     def num_missing(self) -> int:
-        """How many blocks nobody holds."""
+        """Return the number of blocks that nobody holds."""
         return 0 if self.tokens_per_s else int(self.bottleneck.sum())
 
     def is_better_than(self, other: Balance) -> bool:
-        """It carries more, or as much with fewer blocks that limit it."""
+        """Return whether this swarm carries more, or as much with fewer blocks that limit it."""
         if self.tokens_per_s > other.tokens_per_s * (1 + EQUAL):
             return True
         same = self.tokens_per_s >= other.tokens_per_s * (1 - EQUAL)
@@ -54,7 +54,7 @@ class Balance:
 
 @dataclass(frozen=True)
 class SpanChange:
-    """So much speed goes from one span to another; None: from nowhere."""
+    """An amount of speed that moves from the span ``since`` to the span ``to``; None is a server that is new."""
 
     speed: float
     since: Span | None
@@ -74,7 +74,7 @@ class Coverage:
 
     @classmethod
     def of(cls, view: SwarmView, num_blocks: int) -> Coverage:
-        """Those that are there or about to come; who moves counts where it goes to. An unknown speed is a usual one."""
+        """Return present and joining servers; moving ones count at their destinations, unknown speeds as the median."""
         servers = sorted(filter(_is_counted, view.servers), key=lambda server: server.peer_id)
         known = [speed for server in servers if (speed := speed_of(server))]
         usual = median(known) if known else 1.0
@@ -102,7 +102,7 @@ class Coverage:
         return Balance(float(throughput), bottleneck)
 
     def balances_with(self, alternatives: Sequence[Sequence[SpanChange]]) -> tuple[np.ndarray, np.ndarray]:
-        """What the swarm would carry after each of several sets of changes, which bring equal speed from nowhere.
+        """Return the swarm's throughput after each of several sets of changes; all sets add the same new speed.
 
         Returns: [alternatives] tokens per second, [alternatives, blocks] the bottlenecks.
         """
@@ -123,14 +123,14 @@ class Coverage:
         return np.concatenate(throughputs), np.concatenate(bottlenecks)
 
     def upper_bound(self) -> float:
-        """No spans of these lengths carry more: a server of L blocks carries at most L times what passes the swarm."""
+        """Return a bound for any spans of these lengths: a server of L blocks adds at most L times the throughput."""
         limit = self.speeds.sum() / self.num_blocks
         while (lower := np.minimum(self.speeds, limit * self.lengths).sum() / self.num_blocks) < limit * (1 - EQUAL):
             limit = lower
         return float(limit)
 
     def block_sums(self) -> list[float]:
-        """For each block, the tokens per second of the servers that hold it, each through its whole span."""
+        """Return for each block the tokens per second of the servers that hold it, each through its whole span."""
         change = np.zeros(self.num_blocks + 1)
         np.add.at(change, self.starts, self.speeds / self.lengths)
         np.add.at(change, self.ends, -self.speeds / self.lengths)
@@ -138,7 +138,7 @@ class Coverage:
         return sums
 
     def _inside(self) -> np.ndarray:
-        """[start, end] -> the speed of all servers whose span lies inside start:end."""
+        """Return [start, end]: the speed of all servers whose span lies inside start:end."""
         matrix = np.zeros((self.num_blocks + 1, self.num_blocks + 1))
         np.add.at(matrix, (self.starts, self.ends), self.speeds)
         return matrix[::-1].cumsum(0)[::-1].cumsum(1)
@@ -147,7 +147,7 @@ class Coverage:
         return Span(int(self.starts[index]), int(self.ends[index]))
 
     def moved(self, moves: Iterable[tuple[int, Span]]) -> Coverage:
-        """With some servers, given by index, at other spans."""
+        """Return a copy with some servers, given by index, at other spans."""
         starts, ends = self.starts.copy(), self.ends.copy()
         for index, to in moves:
             starts[index], ends[index] = to.start, to.end
@@ -155,7 +155,7 @@ class Coverage:
 
 
 def speed_of(server: ServerRecord) -> float:
-    """In blocks x tokens per second; 0: unknown."""
+    """Return the server's speed in blocks x tokens per second, or 0 if it is unknown."""
     tokens_per_s = server.forward_tokens_per_s or server.tokens_per_s
     if server.network_tokens_per_s:
         tokens_per_s = min(tokens_per_s, server.network_tokens_per_s)
@@ -171,7 +171,7 @@ def _is_counted(server: ServerRecord) -> bool:
 
 
 def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarray]:
-    """For each layout the throughput, and which blocks are its bottleneck: the widest, if there are several.
+    """Return the throughput of each layout, and its bottleneck: the widest one if there are several.
 
     inside: [layouts, start, end], see ``Coverage._inside``; speed: of all servers together. The minimum of a ratio is
     found by Dinkelbach's method ("On Nonlinear Fractional Programming", 1967), the best V for a ratio by dynamic
@@ -182,7 +182,7 @@ def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarr
     bottlenecks = np.ones((num_layouts, size - 1), bool)
     active = np.arange(num_layouts)
     while len(active):
-        # A little above the throughput, all blocks are no longer as good a V as those outside the bottleneck.
+        # With a price a little above the throughput, V = all blocks is worse than the blocks outside the bottleneck.
         speed_inside, outside = _best_intervals(
             inside[active], throughputs[active] * (1 + _NUDGE) + _NUDGE * speed / size
         )
@@ -198,11 +198,11 @@ def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _best_intervals(inside: np.ndarray, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The V for which (speed inside - price x blocks) is greatest: the speed inside it, and the blocks outside."""
+    """Return the speed inside the V with the greatest (speed inside - price x blocks), and the blocks outside V."""
     num_layouts, size, _ = inside.shape
     rows, ends = np.arange(num_layouts), np.arange(size)
     best = np.zeros((num_layouts, size))
-    since = np.zeros((num_layouts, size), int)  # where the interval that ends here begins; here itself: none does
+    since = np.zeros((num_layouts, size), int)  # start of the interval that ends here; equal to the end if none does
     for end in range(1, size):
         values = best[:, :end] + inside[:, :end, end] - prices[:, None] * (end - ends[:end])
         start = values.argmax(1)

@@ -1,4 +1,4 @@
-"""Which blocks of a server's span go on which of its devices. Pure."""
+"""The split of a server's span over its devices, as a pure function."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from swarm_protocol.span import Span
 
 
 def split_span(span: Span, block_bytes: Sequence[int], free_bytes: Sequence[int]) -> list[Span]:
-    """Consecutive parts of ``span``, one for each device, in proportion to the devices' free memory.
+    """Return consecutive parts of ``span``, one for each device, in proportion to the devices' free memory.
 
     Args:
-        block_bytes: [blocks of the span] of any unit: only their proportions count.
+        block_bytes: [blocks of the span], in any unit, because only the proportions count.
         free_bytes: [devices]
 
     Raises:

@@ -1,6 +1,6 @@
-"""Which blocks a server should host, and when it should host others. Pure: functions of what the swarm looks like.
+"""The blocks that a server should host, and the moves to others, as pure functions of a view of the swarm.
 
-What counts is how much the swarm can carry (``capacity.py``).
+The criterion is the throughput of the swarm (``capacity.py``).
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from swarm_protocol.span import Span
 from swarm_server.placement.capacity import EQUAL, Balance, Coverage, SpanChange
 
 T = TypeVar("T")
-MARGIN = 0.03  # what the swarm must gain, relative
-CHECK_S = (8.0, 20.0)  # a server asks itself so often whether it should move, at random intervals between the two
-CONFIRM_S = 2.0  # after saying that it will leave, a server looks whether others want to leave the same blocks
-URGENT_DRAIN_S = 5.0  # for sessions to end or move when blocks are missing elsewhere: few can go on anyhow
-_MAX_MOVES = 2048  # of one plan; what is left to do then is planned later
+MARGIN = 0.03  # the relative gain of throughput that is worth a move
+CHECK_S = (8.0, 20.0)  # a server checks whether it should move at random intervals between these two
+CONFIRM_S = 2.0  # from announcing a move until a server checks whether others want to leave the same blocks
+URGENT_DRAIN_S = 5.0  # for sessions to end or move when blocks are missing elsewhere: few sessions can continue anyhow
+_MAX_MOVES = 2048  # of one plan; further moves are planned later
 _MAX_CANDIDATES = 512  # moves that are compared with one another
-_WINDOWS_EACH = 4  # of one server, where not all can be tried
-_MAX_TOGETHER = 256  # moves taken without comparing again
+_WINDOWS_EACH = 4  # of one server, if there are too many to try all
+_MAX_TOGETHER = 256  # moves made without another comparison
 _MAX_PAIRS = 2048
 
 
 @dataclass(frozen=True)
 class Move:
-    """A server is to host other blocks."""
+    """A planned move: one server is to host other blocks."""
 
     peer_id: str
     to: Span
 
 
 def choose_span(view: SwarmView, num_blocks: int, num_hosted: int, tokens_per_s: float = 0.0) -> Span:
-    """The window of ``num_hosted`` blocks where one more server helps the swarm most.
+    """Return the window of ``num_hosted`` blocks where one more server helps the swarm most.
 
-    That is where the swarm can then carry most; while blocks are missing, where most of them are found; among equals,
-    where the blocks' throughputs, summed over the servers that hold them and sorted, are lexicographically lowest; then
-    the first. Servers still joining count as well, those that leave do not.
+    The highest throughput of the swarm decides; while blocks are missing, the most of them found. Among equals, the
+    lexicographically lowest sorted list of block throughputs decides, then the first window. A block's throughput is
+    the sum over the servers that hold the block. Joining servers count as well, leaving ones do not.
 
     Args:
-        tokens_per_s: of the new server through that many blocks; 0: unknown, it is taken for a usual one.
+        tokens_per_s: the speed of the new server through that many blocks; 0 means unknown: the median is assumed.
     """
     layout = Coverage.of(view, num_blocks)
     num_hosted = min(num_hosted, num_blocks)
@@ -56,10 +56,10 @@ def choose_span(view: SwarmView, num_blocks: int, num_hosted: int, tokens_per_s:
 
 
 def others_first(view: SwarmView, peer_id: str) -> SwarmView:
-    """What decides for a server that joins together with others, so that they do not all choose the same blocks.
+    """Return the part of the view that a joining server considers, so that joining servers choose different blocks.
 
-    Of those that join, each heeds the ones with a lower peer id; when all have read what the others chose and chosen
-    again, each has a place of its own.
+    This part leaves out the server itself, and joining servers with a higher peer id. After all have read the choices
+    of the others and chosen again, each has a place of its own.
     """
     return SwarmView(
         tuple(
@@ -71,11 +71,11 @@ def others_first(view: SwarmView, peer_id: str) -> SwarmView:
 
 
 def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tuple[Move, ...]:
-    """Moves that together let the swarm carry more than ``margin`` more, relative; none if there are no such moves.
+    """Return moves that together raise the throughput by more than ``margin``, relative, or none if there are none.
 
-    Everybody finds the same moves in the same view: those which help most, again and again, until none helps. Moves at
-    the end that bring less than ``margin`` are left out, so that a swarm comes to rest. Servers that are pinned, or not
-    ONLINE, or on their way, stay.
+    All servers find the same moves in the same view: repeatedly the most helpful ones, until none helps. Last moves
+    that bring less than ``margin`` are left out, so that a swarm comes to rest. Servers that are pinned, not ONLINE, or
+    already moving stay.
     """
     layout = Coverage.of(view, num_blocks)
     moves: list[Move] = []
@@ -93,7 +93,7 @@ def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tupl
 
 
 def own_move(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> Span | None:
-    """Where the server is to go now: where the plan sends it, unless others must come to its blocks first."""
+    """Return the span that the plan gives the server now; None to stay, or if others must come to its blocks first."""
     moves = plan_moves(view, num_blocks, margin)
     destinations = [move.to for move in moves if move.peer_id == peer_id]
     if destinations and (_others_hold_all(view, peer_id, num_blocks) or _closes_gaps(view, moves, num_blocks)):
@@ -102,11 +102,11 @@ def own_move(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MAR
 
 
 def may_leave(view: SwarmView, peer_id: str, num_blocks: int, margin: float = MARGIN) -> bool:
-    """Whether a server that has said where it will go may leave its blocks: it must not open a gap.
+    """Return whether a server that has announced its next span may leave its blocks without opening a gap.
 
-    Others must hold all it has, and not have said that they will leave as well: of two that want to leave the same
-    blocks, neither goes, and they try again at other times. While blocks are missing anyhow, nothing passes through the
-    swarm; then it may also go if that is a step to a swarm without gaps.
+    Servers that have not announced to leave must hold all its blocks. If two want to leave the same blocks,
+    neither goes, and both try again at other times. While blocks are missing, nothing passes through the swarm; then
+    the server may also go if the planned moves lead to a swarm without gaps.
     """
     return _others_hold_all(view, peer_id, num_blocks) or _closes_gaps(
         view, plan_moves(view, num_blocks, margin), num_blocks
@@ -121,7 +121,7 @@ def _others_hold_all(view: SwarmView, peer_id: str, num_blocks: int) -> bool:
 
 
 def _closes_gaps(view: SwarmView, moves: Sequence[Move], num_blocks: int) -> bool:
-    """Whether blocks are missing now, and none will be after these moves and those that are under way."""
+    """Return whether blocks are missing now, and none will be after these moves and those under way."""
     present = [server for server in view.servers if server.state is not ServerState.JOINING]
     if all(any(block in server.span for server in present) for block in range(num_blocks)):
         return False
@@ -132,13 +132,13 @@ def _closes_gaps(view: SwarmView, moves: Sequence[Move], num_blocks: int) -> boo
 
 # ---------------------------------------------------------------- planning
 
-_Steps = list[tuple[int, Span]]  # of servers by their index in the layout
+_Steps = list[tuple[int, Span]]  # of servers, by their index in the layout
 
 
 def _helpful_moves(layout: Coverage, now: Balance) -> tuple[_Steps, Coverage, Balance] | None:
-    """The move that helps most; in a large swarm as many of the best, of different servers, as help together.
+    """Return the most helpful move; in a large swarm, as many of the best moves of different servers as help together.
 
-    In a small one two moves that help only together, if no single one does.
+    If no single move of a small swarm helps, return two moves that help together.
     """
     candidates = _candidates(layout, now.bottleneck)
     if not candidates:
@@ -173,10 +173,10 @@ def _num_together(layout: Coverage) -> int:
 
 
 def _candidates(layout: Coverage, bottleneck: np.ndarray) -> _Steps:
-    """Moves that may help: all, or in a large swarm a choice of them.
+    """Return moves that may help: all of them, or a selection in a large swarm.
 
-    Only who holds nothing of the bottleneck can add to it. Of those with the same span some are tried, from slow to
-    fast, at some of the windows that hold most of the bottleneck.
+    Only a server that holds nothing of the bottleneck can add to it. Among servers with the same span, some are tried,
+    from slow to fast, at some of the windows that hold most of the bottleneck.
     """
     if int((layout.num_blocks - layout.lengths[layout.movable]).sum()) <= _MAX_CANDIDATES:
         movers, num_windows = np.flatnonzero(layout.movable).tolist(), layout.num_blocks
@@ -198,7 +198,7 @@ def _candidates(layout: Coverage, bottleneck: np.ndarray) -> _Steps:
 
 
 def _windows(bottleneck: np.ndarray, length: int, num_windows: int) -> list[Span]:
-    """Those with most of the bottleneck, at most so many; all, if there are not more."""
+    """Return at most ``num_windows`` windows with most of the bottleneck, or all windows if there are not more."""
     before = np.concatenate([[0], bottleneck.cumsum()])
     held = before[length:] - before[:-length]
     starts = range(len(held)) if num_windows >= len(held) else np.flatnonzero(held == held.max()).tolist()
@@ -210,7 +210,7 @@ def _change(layout: Coverage, index: int, to: Span) -> SpanChange:
 
 
 def _best_of_each(candidates: _Steps, throughputs: np.ndarray, sizes: np.ndarray) -> _Steps:
-    """One step of each server, the best first; equals take turns, so that not all of them go to the same blocks."""
+    """Return one step of each server, the best first. Equal steps alternate, so that servers go to different blocks."""
     steps: dict[int, list[tuple[float, int, Span]]] = {}
     for (index, to), throughput, size in zip(candidates, throughputs.tolist(), sizes.tolist(), strict=True):
         steps.setdefault(index, []).append((throughput, size, to))
@@ -226,7 +226,7 @@ def _best_of_each(candidates: _Steps, throughputs: np.ndarray, sizes: np.ndarray
 
 
 def _best(throughputs: np.ndarray, bottlenecks: np.ndarray) -> list[int]:
-    """Which have the highest throughput, and of these the narrowest bottleneck."""
+    """Return the indices with the highest throughput, and among these the narrowest bottleneck."""
     sizes = bottlenecks.sum(1)
     highest = throughputs >= throughputs.max() * (1 - EQUAL)
     best: list[int] = np.flatnonzero(highest & (sizes == sizes[highest].min())).tolist()
@@ -234,7 +234,7 @@ def _best(throughputs: np.ndarray, bottlenecks: np.ndarray) -> list[int]:
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:
-    """At most so many: the first, the last, and evenly between."""
+    """Return at most ``count`` items: the first, the last, and evenly spaced ones between."""
     if len(items) <= count:
         return list(items)
     return [items[i] for i in sorted({round(i * (len(items) - 1) / max(1, count - 1)) for i in range(count)})]

@@ -1,1 +1,1 @@
-"""Queueing: in what order work of one kind has its turn."""
+"""Queueing: the order in which work of one kind gets its turn."""

@@ -1,4 +1,4 @@
-"""Work of one kind, in an order in which every client gets as much of the compute thread as any other."""
+"""A queue of work of one kind, in which every client gets an equal share of the compute thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Entry(Generic[T]):
 
 
 class _Line(Generic[T]):
-    """The work of one name, by its places: the lowest first, and first come, first served among equal ones."""
+    """The waiting work of one name, lowest place first. Work with equal places is first come, first served."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry[T]] = []  # in order
@@ -45,11 +45,11 @@ class _Line(Generic[T]):
 
 @dataclass
 class _Share(Generic[T]):
-    """The work of one name among equals.
+    """One name's share of the turns, with its waiting work.
 
     Attributes:
-        start: when its next work starts, in virtual time: where its last one ended.
-        turn: the lower, the longer ago it had its last turn.
+        start: the virtual time at which the name's next work starts, which is when its last work ended.
+        turn: a number that is lower the longer ago the name had its last turn.
     """
 
     start: float
@@ -58,11 +58,11 @@ class _Share(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Start-time fair queueing (Goyal et al., 1996): a name's next work starts, in virtual time, where its last ends.
+    """A queue with start-time fair queueing (Goyal et al., 1996): a name's next work starts where its last one ends.
 
-    Whoever has had nothing lately starts now: it waits for one piece of work of each of the others, however much of
-    theirs is there already. With several levels of names, such as clients and their users, those of the first level
-    share equally, and what one of them gets is shared equally among its own names. Pure.
+    Starts and ends are in virtual time. A name without recent work starts now: it waits for one piece of work of each
+    other name, however much of their work waits already. If names have several levels, such as clients and their users,
+    first-level names share equally, and each share is divided equally among the names below. Pure: no clock, no thread.
     """
 
     def __init__(self, num_levels: int = 1) -> None:
@@ -75,12 +75,12 @@ class FairQueue(Generic[T]):
         return sum(len(share.waiting) for share in self._shares.values())
 
     def add(self, work: T, names: Sequence[str], cost: float, place: tuple[float, ...] = ()) -> None:
-        """Let work wait.
+        """Add work to the queue.
 
         Args:
-            names: whose it is, one for each level.
-            cost: how long it takes, in any unit that is the same for all.
-            place: among the work of the same names, the lowest goes first.
+            names: the names to which the work belongs, one for each level.
+            cost: how long the work takes, in any unit that is the same for all work.
+            place: the order among work of the same names; the lowest place goes first.
         """
         name, *others = names
         share = self._shares.get(name)
@@ -93,12 +93,12 @@ class FairQueue(Generic[T]):
         share.waiting.add(work, others, cost, place)
 
     def pop(self, fits: Callable[[T], bool] = lambda _work: True) -> T | None:
-        """Take out the first work, or the first that fits; None if there is none."""
+        """Take out and return the first work that fits; return None if there is none."""
         taken = self.take(fits)
         return None if taken is None else taken[0]
 
     def take(self, fits: Callable[[T], bool]) -> tuple[T, float] | None:
-        """``pop`` that returns the cost too."""
+        """Take out the first work that fits, like ``pop``, and return its cost too."""
         waiting = sorted((s for s in self._shares.values() if s.waiting), key=lambda share: (share.start, share.turn))
         for share in waiting:
             if (taken := share.waiting.take(fits)) is not None:
@@ -109,20 +109,20 @@ class FairQueue(Generic[T]):
         return None
 
     def remove(self, work: T) -> None:
-        """Forget work that will not be computed, if it is there."""
+        """Remove work that will not be computed, if it waits here."""
         for share in self._shares.values():
             share.waiting.remove(work)
         self._forget_if_empty()
 
     def clear(self) -> list[T]:
-        """Take out everything."""
+        """Take out and return all work."""
         everything: list[Any] = []
         while (work := self.pop()) is not None:
             everything.append(work)
         return everything
 
     def _forget_if_empty(self) -> None:
-        """Nobody waits: all start alike."""
+        """Reset the virtual time if nothing waits, so that all names start alike."""
         if not len(self):
             self._shares.clear()
             self._now = 0.0

@@ -1,4 +1,4 @@
-"""Which of the prompts of one user goes first: short ones do, but none is overtaken for long."""
+"""The order of the prompts of one user: short prompts go first, but no prompt is overtaken for long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import sqrt
 
 @dataclass
 class _Line:
-    """The prompts of one user: the place that was reached last, and that of each prompt under way."""
+    """The prompts of one user: the highest place that had a turn, and the place of each prompt under way."""
 
     reached: float = 0.0
     places: dict[Hashable, tuple[float, int]] = field(default_factory=dict)
@@ -19,40 +19,40 @@ class _Line:
 class PromptOrder:
     """The places of prompts that come in chunks. Each prompt keeps its place from the first chunk to the last.
 
-    A prompt's place is when it would be through, in virtual time, if all shared the turns and its share grew with the
-    square root of its length: self-clocked fair queueing (Golestani, 1994), of whole prompts instead of their chunks as
-    in the fair sojourn protocol (Friedman and Henderson, 2003). So waits grow with the square root of a prompt's
-    length. Whoever sends one prompt after another overtakes another prompt with less work than that one has itself.
-    Of equal prompts, the one that came first goes first.
+    A prompt's place is the virtual time at which it would end if all prompts shared the turns. Shares grow with the
+    square root of the length. This is self-clocked fair queueing (Golestani, 1994) of whole prompts instead of chunks,
+    like the fair sojourn protocol (Friedman and Henderson, 2003). Waits grow with the square root of a prompt's length.
+    A series of short prompts overtakes a long prompt only with less work than the long prompt has itself. Among equal
+    prompts, the one that came first goes first.
 
-    A length is what a client says. It matters among the prompts of the same user alone. Pure.
+    Clients state the lengths, which matter only among the prompts of the same user. Pure: no clock, no thread.
     """
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
-        self._users: dict[Hashable, Hashable] = {}  # of each prompt under way
+        self._users: dict[Hashable, Hashable] = {}  # the user of each prompt under way
         self._numbers = count()
 
     def __contains__(self, prompt: Hashable) -> bool:
-        """Whether the prompt is under way."""
+        """Return whether the prompt is under way."""
         return prompt in self._users
 
     def place(self, prompt: Hashable, user: Hashable, length: int) -> tuple[float, int]:
-        """Return where the prompt stands among those of its user: the lowest goes first.
+        """Return the prompt's place among the prompts of its user; the lowest place goes first.
 
-        ``length``: positions that are still to be computed. It counts if the prompt has no place yet.
+        ``length``: the number of positions still to be computed. It only counts if the prompt has no place yet.
         """
         line = self._lines.setdefault(self._users.setdefault(prompt, user), _Line())
         return line.places.setdefault(prompt, (line.reached + sqrt(length), next(self._numbers)))
 
     def has_turn(self, prompt: Hashable) -> None:
-        """A chunk of the prompt is the next to be computed."""
+        """Note that a chunk of the prompt is computed next."""
         if prompt in self._users:
             line = self._lines[self._users[prompt]]
             line.reached = max(line.reached, line.places[prompt][0])
 
     def forget(self, prompt: Hashable) -> None:
-        """All of the prompt has been computed, or never will be. Nothing happens if it is not under way."""
+        """Remove a prompt that is finished or dropped. Do nothing if the prompt is not under way."""
         if prompt in self._users:
             user = self._users.pop(prompt)
             del self._lines[user].places[prompt]

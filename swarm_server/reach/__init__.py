@@ -1,1 +1,1 @@
-"""How others reach this server: its addresses, as they change, and relays if nobody reaches it directly."""
+"""The reachability of this server: its addresses, as they change, and relays if peers do not reach it directly."""

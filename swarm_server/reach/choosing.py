@@ -1,4 +1,4 @@
-"""Decides: which members are asked to relay, and which of those that would are kept."""
+"""Decisions about relays: which members are asked to relay, and which of the willing ones are kept."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.net.ip_networks import parse_host
 
-WANTED = 2  # relays, so that one is there while another is looked for
-MOST_ASKED = 4  # at a time
+WANTED = 2  # relays: one stays while another is looked for
+MOST_ASKED = 4  # members at a time
 
 
 def candidates(
     offered: Iterable[str], members: Iterable[str], own_id: str, known: Collection[str], failed: Mapping[str, float]
 ) -> list[str]:
-    """Multiaddrs of members to ask next, no peer twice, without those that relay already (``known``, ids).
+    """Return multiaddrs of members to ask next, no peer twice, without the present relays (``known``, peer ids).
 
-    Those come first that say in their records that they relay (``offered``), and among equals those that anybody can
-    reach; those that ``failed`` (ids, with when) come last, the longest ago first.
+    Members whose records say that they relay (``offered``) come first, and among equals those with a public address.
+    Members that ``failed`` (peer ids, with the time) come last, the longest ago first.
     """
     is_offered = dict.fromkeys(offered)
     found: dict[str, str] = {}
@@ -34,23 +34,23 @@ def candidates(
 
 
 def best(rtts_s: Mapping[str, float], wanted: int) -> Sequence[str]:
-    """The nearest of those that would relay."""
+    """Return the nearest of the peers that are willing to relay."""
     return sorted(rtts_s, key=rtts_s.__getitem__)[:wanted]
 
 
 def is_unreachable(said: Sequence[Collection[str]], addresses: Sequence[str]) -> bool:
-    """Whether some member reaches none of the addresses; ``said``: of each that was asked, those that it reached.
+    """Return whether some member reaches none of the addresses; ``said`` has the addresses that each member reached.
 
-    One is enough: those for whom a server can be reached are not hindered by a relay that is not needed.
+    One such member is enough: a relay that is not needed does not hinder the members that reach the server.
     """
     return _num_failed(said, addresses) > 0
 
 
 def serves_others(said: Sequence[Collection[str]], addresses: Sequence[str], served: bool) -> bool:
-    """Whether a server that others reach at the addresses, as ``said``, should store and relay for them.
+    """Return whether a server should store and relay for others; ``said`` has the addresses that each member reached.
 
-    Who does (``served``) goes on unless most do not reach it: one of them may be wrong or lie, and newcomers may know
-    no other server. Who does not begins when all reach it.
+    A server that already does (``served``) continues unless most members do not reach it. One member may be wrong or
+    lie, and newcomers may know no other server. A server that does not yet begins when all reach it.
     """
     num_failed = _num_failed(said, addresses)
     return 2 * num_failed <= len(said) if served else num_failed == 0
@@ -63,7 +63,7 @@ def _num_failed(said: Sequence[Collection[str]], addresses: Sequence[str]) -> in
 def _host(address: str) -> str | None:
     try:
         target = tcp_target(address)
-    except ValueError:  # strangers write records
+    except ValueError:  # any stranger may have written the record
         return None
     return None if target is None else target[0]
 

@@ -13,12 +13,12 @@ from swarm_protocol.process.local_registry import is_loopback
 
 ANY_HOSTS = ("0.0.0.0", "::")
 _LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # which it is does not matter
-_OUTSIDE = ("192.0.2.1", "2001:db8::1")  # for documentation alone: routed like any outside address
+_ANY_PORT = 9  # any port will do, because nothing is sent
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")  # documentation addresses: routed like any outside address
 
 
 def source_address(host: str) -> str:
-    """The address of this machine from which packets go to another; nothing is sent. Raises OSError without a route."""
+    """Return the own address from which packets go to ``host``; nothing is sent. Raise OSError without a route."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
@@ -27,7 +27,7 @@ def source_address(host: str) -> str:
 
 
 def outside_addresses() -> list[str]:
-    """Those of the interfaces that lead outside, by IPv4 and IPv6; empty if none does."""
+    """Return the addresses of the interfaces that lead outside, by IPv4 and IPv6; the list may be empty."""
     found = []
     for host in _OUTSIDE:
         try:
@@ -38,7 +38,7 @@ def outside_addresses() -> list[str]:
 
 
 def every_host() -> str:
-    """To listen on all addresses of this machine, also those that it will get: of both families if it has both."""
+    """Return the wildcard host, to listen on all present and future addresses: of both families if possible."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::", 0))
@@ -48,18 +48,18 @@ def every_host() -> str:
 
 
 class OwnAddresses:
-    """Where others reach this machine directly.
+    """The addresses at which others reach this machine directly.
 
     Attributes:
-        host: the address at which the libp2p daemon listens; ``move`` sets another.
-        grpc_host: that at which gRPC listens.
-        port: of gRPC; 0: not known yet.
+        host: the address at which the libp2p daemon listens; it changes when the machine moves.
+        grpc_host: the address at which gRPC listens.
+        port: the port of gRPC; 0 before it is known.
     """
 
     def __init__(self, host: str, announce_address: str | None, is_chosen: bool, joined_through: Sequence[str]) -> None:
-        """``is_chosen``: the host was not given, but found as the one that leads to the swarm.
+        """Create the addresses; ``is_chosen`` means that the host was not given, but found as the way to the swarm.
 
-        ``joined_through``: multiaddrs of members, given or found; none if there was no swarm.
+        ``joined_through`` are multiaddrs of members, given or found; empty if there was no swarm.
         """
         self.host, self.port = host, 0
         self._announce_address = announce_address
@@ -70,7 +70,7 @@ class OwnAddresses:
 
     @property
     def is_local(self) -> bool:
-        """Only this machine can reach it."""
+        """Return whether only this machine can reach the server."""
         return self._is_local and self._announce_address is None
 
     @property
@@ -78,7 +78,7 @@ class OwnAddresses:
         return None if self._announce_address is None else split_address(self._announce_address, self.port)[0]
 
     def direct(self) -> tuple[str, ...]:
-        """``HOST:PORT`` of gRPC, the best first."""
+        """Return ``HOST:PORT`` addresses of gRPC, the best first."""
         if self._announce_address is not None:
             return (host_port(*split_address(self._announce_address, self.port)),)
         hosts = {} if self.host in ANY_HOSTS else {":" in self.host: self.host}  # by family
@@ -89,15 +89,15 @@ class OwnAddresses:
         return tuple(host_port(host, self.port) for host in hosts.values() or [_LOOPBACK])
 
     def moved(self) -> str | None:
-        """The address that leads to the swarm now, if the present one does not any more; None while there is no way.
+        """Return the address that now leads to the swarm if the present one no longer does, else None.
 
-        Names are looked up, which may take seconds.
+        The result is also None while there is no route. Names are looked up, which may take seconds.
         """
         if not self._follows:
             return None
         targets = [target for peer in self._joined_through if not is_loopback(peer) and (target := tcp_target(peer))]
         if not targets and is_own(self.host):
-            return None  # others may have come by it
+            return None  # others may have joined through this address
         ways = []
         for host in [target[0] for target in targets] or _OUTSIDE:
             with suppress(OSError):
@@ -108,7 +108,7 @@ class OwnAddresses:
 
 
 def is_own(host: str) -> bool:
-    """Whether it is an address of this machine at present."""
+    """Return whether ``host`` is an address of this machine at present."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as probe:

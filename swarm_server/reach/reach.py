@@ -1,4 +1,4 @@
-"""Keeps this server within reach: follows its address, asks others whether they reach it, and finds relays if not."""
+"""The upkeep of a server's reachability: its address, questions to other members, and relays if needed."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from swarm_server.core.config import ServerConfig
 from swarm_server.reach.choosing import WANTED, best, candidates, is_unreachable, serves_others
 from swarm_server.reach.own_addresses import ANY_HOSTS, OwnAddresses
 
-_LOOK_S = 5.0  # between two looks at the own address, and for relays that are missing
-_ASK_EVERY_S = 60.0  # whether others reach this server
-_AGAIN_S = 0.5  # after a relay was lost
-_RESTART_S = 30.0  # that another libp2p daemon may take
+_LOOK_S = 5.0  # between two checks of the own address and of missing relays
+_ASK_EVERY_S = 60.0  # between two questions whether others reach this server
+_AGAIN_S = 0.5  # pause after a relay was lost
+_RESTART_S = 30.0  # time that another libp2p daemon may take to start
 _MAX_ASKED = 3
-_NO_DAEMON = (SwarmError, TimeoutError, OSError, ValueError, asyncio.IncompleteReadError)  # at this moment
+_NO_DAEMON = (SwarmError, TimeoutError, OSError, ValueError, asyncio.IncompleteReadError)  # errors without a daemon
 _logger = logging.getLogger(__name__)
 
 
 class Reach:
-    """What a server announces of how it is reached; it keeps its relays and may be one itself.
+    """The reachability that a server announces; it keeps relays, and may be a relay itself.
 
     Attributes:
-        is_reachable: whether others reach this server directly, most of them, as far as is known.
-        relay: relays for others, if it can be reached.
-        origins: where the connections of tunnels come from, see ``Acceptor``.
+        is_reachable: whether most other members reach this server directly, as far as is known.
+        relay: the relay service for others, active while this server can be reached.
+        origins: the sources of tunnel connections, see ``Acceptor``.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Reach:
         own: OwnAddresses,
         members: Callable[[], Sequence[str]],
     ) -> None:
-        """``members``: multiaddrs of initial peers and others that were found before."""
+        """Prepare the upkeep; ``members`` returns multiaddrs of initial peers and of other peers found before."""
         self._config, self._dht, self._streams, self._own = config, dht, streams, own
         self._membership = Membership(access.identity, access.token)
         self._members = members
@@ -66,7 +66,7 @@ class Reach:
         self._asked_s = -inf
         self._wake, self._attached = asyncio.Event(), asyncio.Event()
         self.is_reachable = config.relay != "always" and dht.serves_others
-        self._wants_relays = not self.is_reachable  # some do not
+        self._wants_relays = not self.is_reachable  # some members do not reach it
         self.offered: Callable[[], Awaitable[Iterable[str]]] = _nobody
         self.origins: dict[tuple[str, int], str] = {}
         limits = RelayLimits(config.relay_bytes_per_s)
@@ -74,7 +74,7 @@ class Reach:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The direct ones, and circuits through relays."""
+        """Return the direct addresses, then circuits through relays."""
         circuits = [str(Circuit(held.relay, self._dht.peer_id)) for held in self._reservations.values()]
         if self._takes_tunnels:
             circuits.insert(0, str(Circuit(self._peer_address, self._dht.peer_id)))
@@ -82,11 +82,11 @@ class Reach:
 
     @property
     def relay_address(self) -> str:
-        """Where it relays for others; empty if it does not, or only for this machine."""
+        """Return the address at which this server relays for others, or "" if it does not relay for the network."""
         return self._peer_address if self.relay.offers and not self._own.is_local else ""
 
     async def start(self) -> None:
-        """Takes tunnels, and looks for relays if it is known already that they are needed."""
+        """Accept tunnels, and look for relays if they are already known to be needed."""
         host = "127.0.0.1" if self._own.grpc_host in ANY_HOSTS else self._own.grpc_host
         await Acceptor(self._streams, host, self._own.port, self._seen_by, self.origins).start()
         await self.relay.start()
@@ -96,13 +96,13 @@ class Reach:
             await self._find_relays()
 
     async def attach(self) -> None:
-        """After another libp2p daemon was started."""
+        """Attach to a libp2p daemon that was started again."""
         await self._streams.attach()
         self._attached.set()
         self._wake.set()
 
     async def keep(self, publish: Callable[[], Awaitable[object]]) -> None:
-        """For ever; ``publish`` is called whenever something has changed."""
+        """Keep the server reachable for ever; call ``publish`` whenever the addresses have changed."""
         while True:
             before = self.addresses, self.relay_address
             try:
@@ -119,7 +119,7 @@ class Reach:
         self._reservations.clear()
 
     async def _look(self) -> None:
-        if (host := await asyncio.to_thread(self._own.moved)) is not None:  # which looks names up
+        if (host := await asyncio.to_thread(self._own.moved)) is not None:  # this call looks names up
             _logger.warning("the address of this machine is %s now, it was %s", host, self._own.host)
             self._own.host = host
             self._attached.clear()
@@ -144,7 +144,7 @@ class Reach:
         self._peer_address = next((a for a in addresses if not is_loopback(a)), addresses[0])
 
     async def _ask_others(self) -> None:
-        """Whether they reach this server: members of the swarm, each of its own place in the network."""
+        """Ask some members whether they reach this server; each answers for its own place in the network."""
         if self._config.relay != "auto" or self._own.is_local:
             return
         self._asked_s = time.monotonic()
@@ -205,14 +205,14 @@ class Reach:
         except TimeoutError:
             return
         self._wake.clear()
-        if not self._dht.is_alive:  # somebody starts another daemon, and says so by ``attach``
+        if not self._dht.is_alive:  # another task starts a daemon, and then calls ``attach``
             await asyncio.sleep(_AGAIN_S)
 
 
 async def can_be_reached(p2p: P2P, initial_peers: Sequence[str], announced_host: str | None = None) -> bool:
-    """Whether initial peers reach a libp2p daemon that has just been started; True as well if they do not say.
+    """Return whether initial peers reach a libp2p daemon that has just started, or True if none of them answers.
 
-    ``announced_host``: of its address, if that was given.
+    ``announced_host`` is the host of the configured address, if any.
     """
     streams = DaemonStreams(lambda: p2p)
     peers = [peer for peer in initial_peers if not is_loopback(peer)][:_MAX_ASKED]
@@ -220,7 +220,7 @@ async def can_be_reached(p2p: P2P, initial_peers: Sequence[str], announced_host:
 
     async def ask(peer: str) -> pb.DialedBack | None:
         target = tcp_target(peer)
-        if target is not None and not await connects(*target):  # or libp2p would wait before it dials again
+        if target is not None and not await connects(*target):  # otherwise libp2p would wait before it dials again
             return None
         return await ask_dial_back(streams, peer, own)
 
@@ -229,9 +229,9 @@ async def can_be_reached(p2p: P2P, initial_peers: Sequence[str], announced_host:
 
 
 async def _tried(answers: Iterable[pb.DialedBack | None], announced_host: str | None) -> list[Sequence[str]]:
-    """What those reached who have tried.
+    """Return the addresses that each member reached, for members whose test counts.
 
-    Who sees this server come from another address than the announced one, as in its local network, has tried nothing.
+    A member that sees this server at another address than the announced one, as in its local network, does not count.
     """
     announced = None if announced_host is None else await ips_of(announced_host)
     heard = (answer for answer in answers if answer is not None)
@@ -239,7 +239,7 @@ async def _tried(answers: Iterable[pb.DialedBack | None], announced_host: str | 
 
 
 def _host_port(peer: str) -> str:
-    """Of a multiaddr such as /ip4/192.0.2.1/tcp/31330."""
+    """Return the host and port of a multiaddr such as /ip4/192.0.2.1/tcp/31330."""
     _, _, host, _, port, *_ = peer.split("/")
     return host_port(host, int(port))
 

@@ -1,1 +1,1 @@
-"""Answers gRPC calls. Import ``service``."""
+"""The gRPC methods of the ``Blocks`` service. Import ``service``."""

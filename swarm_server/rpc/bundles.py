@@ -1,4 +1,4 @@
-"""Streams that carry small steps of many sessions, and the answers to them."""
+"""The streams that carry small steps of many sessions, and the replies to these steps."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession, Reply
 
 C = TypeVar("C")
-_MAX_UNDER_WAY = 4  # steps of one session
-_MAX_TASKS = 512  # of one client on one stream
-_MAX_STREAMS = 8  # of one client
-_MAX_UNREAD_BYTES = 4 * MIB  # answers that the other side has not taken
+_MAX_UNDER_WAY = 4  # steps of one session at the same time
+_MAX_TASKS = 512  # steps of one client on one stream at the same time
+_MAX_STREAMS = 8  # streams of one client
+_MAX_UNREAD_BYTES = 4 * MIB  # replies that the other side has not read
 _logger = logging.getLogger(__name__)
 
 
 class ReplyBundle:
-    """What goes back to one client on the stream that its sessions share.
+    """The replies to one client on the stream that its sessions share.
 
     Attributes:
-        num_sessions: those that answer here.
+        num_sessions: the number of sessions that reply on this stream.
     """
 
     def __init__(self, client: Caller, outbox: Outbox[pb.KeyedReply]) -> None:
@@ -46,7 +46,7 @@ class ReplyBundle:
 
     @contextmanager
     def joined(self, session_key: bytes, otherwise: Reply) -> Iterator[Reply]:
-        """How a session answers: small outputs and failures here, all else by its own stream."""
+        """Yield a session's reply function: small outputs and failures go here, all else on its own stream."""
 
         async def reply(replies: list[pb.SessionReply]) -> None:
             if self.is_open and _is_answer(replies) and self._outbox.size_bytes < _MAX_UNREAD_BYTES:
@@ -64,26 +64,26 @@ class ReplyBundle:
 
 
 def _is_answer(replies: Sequence[pb.SessionReply]) -> bool:
-    """Outputs that the client must pass on keep their order on the session's own stream."""
+    """Return whether this is one failure or output. Outputs to relay stay in order on the session's own stream."""
     return len(replies) == 1 and (
         replies[0].HasField("failure") or (replies[0].HasField("output") and not replies[0].output.relay)
     )
 
 
 class ReplyBundles:
-    """Of all clients, by the keys that they have given them."""
+    """The open reply bundles of all clients, by the keys that the clients chose."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, ReplyBundle] = {}
 
     def find(self, key: bytes, client: Caller) -> ReplyBundle | None:
-        """None if the client has no such bundle."""
+        """Return the client's bundle with this key, or None if it has none."""
         bundle = self._open.get(key)
         return bundle if bundle is not None and bundle.client.peer_id == client.peer_id else None
 
     @contextmanager
     def opened(self, key: bytes, client: Caller, outbox: Outbox[pb.KeyedReply]) -> Iterator[ReplyBundle]:
-        """Raises RequestRejected if the key is too short, or in use; PeerBusy if the client has many bundles."""
+        """Open a bundle. Raise RequestRejected if the key is short or in use, PeerBusy if the client has too many."""
         require_key(key, "the key of a bundle")
         if sum(bundle.client.peer_id == client.peer_id for bundle in self._open.values()) >= _MAX_STREAMS:
             raise PeerBusy(f"a client has {_MAX_STREAMS} bundles open: expected that its sessions share one")
@@ -98,9 +98,9 @@ class ReplyBundles:
 
 
 class StepTasks:
-    """Computes the steps of one stream, each in a task of its own.
+    """The tasks that compute the steps of one stream, one task for each step.
 
-    Few of a session may be under way, and not too many of a client.
+    The numbers of simultaneous steps are limited for each session and for each client.
     """
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
@@ -109,9 +109,10 @@ class StepTasks:
         self._of_client: Counter[str] = Counter()
 
     def start(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> None:
-        """``done`` is told at the end whether the step could be one; if not, its client is told why.
+        """Start to compute a step. ``done`` is called at the end with False if the step was refused, else with True.
 
-        Raises RequestRejected if it is too large, or its client has too many under way, who is told nothing.
+        If the step is refused, its client gets the reason. Raise RequestRejected, without a message to the client, if
+        the step is too large or the client has too many steps under way.
         """
         if not may_be_bundled(step):
             raise RequestRejected(f"a step in a bundle is larger than {MAX_BUNDLED_BYTES} bytes")
@@ -143,7 +144,7 @@ class StepTasks:
             return True
         except RequestRejected as refusal:
             error: RequestRejected | PeerError = refusal
-        except Exception:  # the other sessions of the stream go on
+        except Exception:  # the other sessions of the stream continue
             if hosted.closed:
                 return True
             _logger.exception("a step failed")
@@ -166,7 +167,7 @@ async def serve(
     idle_timeout_s: float,
     is_needed: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Takes all entries of all messages, until the stream ends, or is silent for so long and not needed."""
+    """Take all entries of all messages until the stream ends, or is silent for ``idle_timeout_s`` and not needed."""
     sending = asyncio.ensure_future(_send_all(outbox))
     error: Exception | None = None
     try:
@@ -208,18 +209,18 @@ async def _next(incoming: Incoming, idle_timeout_s: float, is_needed: Callable[[
 
 
 async def _send_all(outbox: Outbox[Any]) -> None:
-    with contextlib.suppress(grpc.aio.BaseError):  # whoever reads the stream notices too
+    with contextlib.suppress(grpc.aio.BaseError):  # the reader of the stream notices too
         await outbox.send_all()
 
 
 def take_for(
     find: Callable[[bytes], HostedSession], arrivals: Arrivals, admitted: Callable[[], object]
 ) -> Callable[[StepTasks, pb.KeyedStep], None]:
-    """How the steps of a client are taken; ``find`` raises SessionLost if there is no such session of it."""
+    """Return a function that takes a client's steps; ``find`` raises SessionLost if the client has no such session."""
 
     def take(tasks: StepTasks, entry: pb.KeyedStep) -> None:
         admitted()
-        with contextlib.suppress(SessionLost):  # its own stream has said why
+        with contextlib.suppress(SessionLost):  # the session's own stream has reported why
             tasks.start(find(entry.session_key), entry.step, arrivals, lambda _could_be: None)
 
     return take
@@ -231,7 +232,7 @@ def take_pushed(
     admitted: Callable[[], object],
     outbox: Outbox[pb.TakenStep],
 ) -> Callable[[StepTasks, pb.PushedStep], None]:
-    """How those of another server are taken, which is told of each."""
+    """Return a function that takes the steps that another server pushes, and acknowledges each to that server."""
 
     def take(tasks: StepTasks, entry: pb.PushedStep) -> None:
         admitted()
@@ -242,9 +243,9 @@ def take_pushed(
 
         try:
             hosted = find(entry.push_key)
-            # What it pushes is part of the share of the client whose session it is.
+            # The pushed step counts in the share of the session's client.
             tasks.start(hosted, entry.step, arrivals.of(hosted.client), tell)
-        except (SessionLost, RequestRejected):  # the others go on
+        except (SessionLost, RequestRejected):  # the other entries continue
             tell(False)
 
     return take

@@ -1,4 +1,4 @@
-"""Passes without a session, for training: what they are sent, how they are cut, what they answer."""
+"""Passes without a session, for training: their requests, their pieces and their replies."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from swarm_server.training.training_memory import KeptPass
 
 @dataclass(frozen=True)
 class _Pass:
-    """What a forward or backward is asked for.
+    """The parameters of one forward or backward pass.
 
     Attributes:
-        trains_adapter: gradients of the adapter are wanted, not only through it.
-        keep_key: under which the backward will name this forward; empty: nobody asks for it.
-        sign: a statement is wanted with the output.
-        codec: of the output.
+        trains_adapter: whether the adapter's own gradients are wanted, in addition to those that flow through it.
+        keep_key: the key under which the backward pass will name this forward pass; empty if none will.
+        sign: whether a signed statement is wanted with the output.
+        codec: the codec of the output.
     """
 
     blocks: Span
@@ -53,9 +53,10 @@ class _Pass:
 async def forward(
     services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack, signer: Signer | None = None
 ) -> list[pb.TensorReply]:
-    """``request``: until it is closed, the pass counts among what arrives; its output is about as large.
+    """Run a forward pass and return its replies, whose tensor is [batch, tokens, hidden_size].
 
-    ``signer`` makes the statement that may be asked for.
+    ``request`` is the context in which the pass counts among arriving data; the output is about as large as the input.
+    ``signer`` makes the statement that the client may ask for.
     """
     with ExitStack() as uses:
         asked = await _read(services, (await incoming.first("forward")).forward, incoming, uses, request)
@@ -81,7 +82,7 @@ async def forward(
 def _forward_rows(
     services: SpanServices, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
 ) -> torch.Tensor:
-    """On the compute thread: some rows of the pass, which are added to ``kept`` if there is room."""
+    """Compute some rows of the pass, on the compute thread, and add them to ``kept`` if there is room."""
     max_bytes = 0 if kept is None else services.training.room(kept)
     if kept is None or not max_bytes:
         if kept is not None:
@@ -103,7 +104,7 @@ def _forward_rows(
 async def backward(
     services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack
 ) -> list[pb.TensorReply]:
-    """See ``forward``; also takes sums of gradients."""
+    """Run a backward pass and return the gradients; or return sums of gradients, if the request asks for those."""
     message = await incoming.first("forward", "kept", "take_sum")
     if message.WhichOneof("kind") == "take_sum":
         blocks = services.validator.blocks(message.take_sum.contract)
@@ -122,7 +123,7 @@ async def backward(
 async def _go_back(
     services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack, message: pb.BackwardRequest
 ) -> tuple[Span, torch.Tensor, list[torch.Tensor]]:
-    """The blocks, and the gradients of their input and of the adapter's tensors over them."""
+    """Return the blocks, the gradient of their input, and the gradients of the adapter's tensors over the blocks."""
     with ExitStack() as uses:
         if message.WhichOneof("kind") == "kept":
             blocks = services.validator.blocks(message.kept.contract)
@@ -150,7 +151,7 @@ async def _go_back(
 
 
 def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """On the compute thread, like ``_recomputing``: gradients of some rows."""
+    """Return gradients of some rows from the kept pass; runs on the compute thread, like ``_recomputing``."""
     return take().pieces[number].backward(grad)
 
 
@@ -174,18 +175,18 @@ async def _read_grad(
 
 
 def _num_positions(hidden: torch.Tensor) -> int:
-    """Rows × positions of [batch, tokens, hidden_size]."""
+    """Return rows × positions of a tensor [batch, tokens, hidden_size]."""
     return hidden.shape[0] * hidden.shape[1]
 
 
 async def put_adapter(services: SpanServices, client: Caller, incoming: Incoming) -> bytes:
-    """Keeps an adapter; returns its key."""
+    """Read, parse and keep an adapter; return its key."""
     with Arriving(services.adapters, client) as arriving:
         while (message := await incoming.next()) is not None:
             if not message.part:
                 raise RequestRejected("a part of the adapter is empty")
             arriving.add(message.part)
-        async with services.placing:  # while it is read, an adapter takes twice its size
+        async with services.placing:  # reading an adapter takes twice its size
             placed = await asyncio.to_thread(_place, services.engine, arriving.data)
         arriving.keep(placed)
         return placed.key
@@ -215,7 +216,7 @@ async def _read(
 
 
 def _few_rows(validator: RequestValidator, asked: _Pass) -> Iterator[tuple[BlockInput, Dropout | None]]:
-    """The batch in pieces that hold up decoding no longer than a chunk of a prompt."""
+    """Yield the batch in pieces that delay decoding no longer than a chunk of a prompt does."""
     batch_size, num_tokens, _ = asked.inputs.hidden.shape
     size = max(1, validator.max_step_tokens // num_tokens)
     for start in range(0, batch_size, size):

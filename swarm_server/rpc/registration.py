@@ -1,5 +1,5 @@
-"""Connects the service to a gRPC server: what its methods raise becomes a status, and bytes that are no message are
-refused like any bad request."""
+"""Registration of the service with a gRPC server: it maps errors to gRPC statuses. Bytes that are not a valid message
+are refused like any bad request."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Blocks"]
 
 @asynccontextmanager
 async def errors_as_status(context: _Context, counters: Counters) -> AsyncIterator[None]:
-    """Answers our errors with their gRPC status; anything else is logged here and answered with one sentence.
+    """Answer our errors with their gRPC status; log any other error here and answer it with one sentence.
 
-    The handler must return then, see ``end_with``.
+    The handler must return after that, see ``end_with``.
     """
     try:
         yield
@@ -54,9 +54,9 @@ def add_service(service: BlocksService, server: grpc.aio.Server, counters: Count
 
 
 def _handler(service: BlocksService, method: MethodDescriptor, counters: Counters) -> grpc.RpcMethodHandler[Any, Any]:
-    """All as streams, which look the same on the wire.
+    """Return a stream handler for any method; a stream of one message looks the same on the wire as a single message.
 
-    As a handler of one message, gRPC itself would never answer a call whose message does not come, nor end it.
+    A gRPC handler for a single message would neither answer nor end a call whose message never comes.
     """
     answer = getattr(service, method.name)
 
@@ -66,10 +66,10 @@ def _handler(service: BlocksService, method: MethodDescriptor, counters: Counter
     async def answer_all(requests: AsyncIterator[Any], context: _Context) -> None:
         counters.calls[method.name] += 1
         generator = cast(AsyncGenerator[Any, None], aiter(requests))
-        # It is in a cycle of references, and keeps the last message until it is closed or collected.
+        # The generator is in a reference cycle, and keeps the last message alive until it is closed or collected.
         async with errors_as_status(context, counters), aclosing(generator) as messages:
             reply = await (answer if method.client_streaming else answer_one)(messages, context)
-            if reply is not None:  # neither a handler that writes itself nor a refusal
+            if reply is not None:  # None: the handler wrote its replies itself, or refused
                 await context.write(reply)
 
     parse_input = partial(parse, GetMessageClass(method.input_type))

@@ -1,4 +1,4 @@
-"""The gRPC service: decodes and validates requests, hands them to the compute thread, encodes replies."""
+"""The gRPC service: it validates requests, runs them on the compute thread, and encodes replies."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from swarm_server.weights.offering import Offering
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
-_TAKEN_S = 30.0  # for a part of what was asked for, by who asked
-_ADMITTED_S = 5.0  # between two looks whether the client of a silent session is still a member
+_TAKEN_S = 30.0  # how long the client may take to read one part of its answer
+_ADMITTED_S = 5.0  # between two checks whether the client of a silent session is still a member
 
 
 def _client_of(context: _Context) -> str:
@@ -43,7 +43,7 @@ def _client_of(context: _Context) -> str:
 
 
 class BlocksService(BlocksServicer):
-    """Requests are refused before memory is taken for them; none can end the server."""
+    """The gRPC handlers of a server. They refuse requests before they reserve memory; no request ends the server."""
 
     def __init__(
         self,
@@ -58,11 +58,12 @@ class BlocksService(BlocksServicer):
         origins: Mapping[tuple[str, int], str] | None = None,
         offering: Offering | None = None,
     ) -> None:
-        """``hosted``: the sessions of the blocks that are hosted at present; None while others are loaded.
+        """Create the service.
 
-        ``client_of`` stands for the network: the peer id of whoever calls. ``access`` is that of a private swarm.
-        Without ``signer`` and ``judge`` it makes no statements, and judges nobody. ``origins``: see ``address_of``.
-        Without ``offering`` it gives no weights to others.
+        ``hosted`` returns the sessions of the blocks hosted at present, or None while the server loads other blocks.
+        ``client_of`` returns the caller's peer id; tests replace it. ``access`` is a private swarm's access control.
+        Without ``signer``, the server makes no statements; without ``judge``, it judges nobody. ``origins``: see
+        ``address_of``. Without ``offering``, the server gives no weights to other servers.
         """
         self._hosted = hosted
         self._record = record
@@ -77,17 +78,17 @@ class BlocksService(BlocksServicer):
         self._bundles = bundles.ReplyBundles()
 
     async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: _Context) -> None:
-        writing = asyncio.Lock()  # an output's parts stay together
+        writing = asyncio.Lock()  # keeps the parts of one output together
 
         async def reply(replies: list[pb.SessionReply]) -> None:
-            await asyncio.shield(write_all(replies))  # gRPC breaks a call whose message is cancelled half-way
+            await asyncio.shield(write_all(replies))  # gRPC breaks a call if a write is cancelled half-way
 
         async def write_all(replies: list[pb.SessionReply]) -> None:
             async with writing:
                 try:
                     for message in replies:
                         await context.write(message)
-                except grpc.aio.BaseError as error:  # whoever reads the stream notices too
+                except grpc.aio.BaseError as error:  # the reader of the stream notices too
                     _logger.debug("a client went away: %s", error)
 
         client = self._admit(context)
@@ -117,8 +118,8 @@ class BlocksService(BlocksServicer):
         incoming = Incoming(requests, self._arrivals, reads_ahead=True)
         request = await incoming.first("push_key")
         hosted = self._sessions().find_pushed(request.push_key)
-        # The client blames this stream's sender for one refusal, and would blame who takes its place for more.
-        # What it pushes is part of the share of the client whose session it is.
+        # The client blames this stream's sender for one refusal, and would blame the sender's replacement for a second.
+        # The pushed steps count in the share of the session's client.
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(aclosing(incoming))
             reader = stack.enter_context(StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True))
@@ -193,9 +194,9 @@ class BlocksService(BlocksServicer):
         arrivals: Arrivals,
         admitted: Callable[[], object],
     ) -> None:
-        """Until the client closes the session, its stream ends, nothing comes for too long, or the host ends it.
+        """Serve until the client closes the session, its stream ends, nothing comes for too long, or the host ends it.
 
-        ``admitted`` raises AccessDenied once the client is no member any more.
+        ``admitted`` raises AccessDenied once the client is no longer a member.
         """
         reading = asyncio.ensure_future(_read(hosted, incoming, arrivals, admitted))
         ending = asyncio.ensure_future(host.ended.wait())
@@ -248,7 +249,7 @@ class BlocksService(BlocksServicer):
         return pb.DoubtReply()
 
     def _judging(self, context: _Context) -> tuple[Judge, Caller]:
-        """The judge, and who asks it. Raises RequestRejected if this server judges nobody."""
+        """Return the judge and the calling client. Raise RequestRejected if this server judges nobody."""
         client = self._admit(context)
         self._present()
         if self._judge is None:
@@ -278,45 +279,45 @@ class BlocksService(BlocksServicer):
                 await _write_soon(context, pb.PiecePart(data=data))
 
     async def only_request(self, requests: AsyncIterator[Any]) -> Any:
-        """Of a call with one message. Raises RequestRejected if there is none, SessionLost if it does not come."""
+        """Return a call's only message. Raise RequestRejected if there is none, SessionLost if it does not come."""
         request = await Incoming(requests, self._arrivals).next()
         if request is None:
             raise RequestRejected("a call came without its message")
         return request
 
     def _admit(self, context: _Context, role: Role = Role.CLIENT) -> Caller:
-        """The client. Raises AccessDenied if it may not do what takes this role."""
+        """Return the client. Raise AccessDenied if it may not make calls that require this role."""
         self._membership(context, role)()
         return Caller(self._client_of(context), address_of(context.peer(), self._origins))
 
     def _membership(self, context: _Context, role: Role = Role.CLIENT) -> Callable[[], object]:
-        """Raises AccessDenied, whenever it is called, if the client may not do what takes this role (any more)."""
+        """Return a check that raises AccessDenied if the client may not (or no longer) make calls of this role."""
         if self._access is None:
             return lambda: None
         token = token_of(context.auth_context())
         return partial(self._access.require, role, self._client_of(context), token)
 
     def _present(self) -> SessionManager:
-        """Raises PeerMoved if there is none at present."""
+        """Return the present host. Raise PeerMoved if there is none at present."""
         host = self._hosted()
         if host is None:
             raise PeerMoved("the server is about to host other blocks")
         return host
 
     def _staying(self) -> SpanServices:
-        """For passes without a session. Raises PeerMoved if there is none at present, or it is about to leave."""
+        """Return the services for a sessionless pass. Raise PeerMoved if there are none, or the server will leave."""
         host = self._present()
         host.require_staying()
         return host.services
 
     def _offers(self) -> Offering:
-        """Raises RequestRejected if there is nothing to be had."""
+        """Return the offered weights. Raise RequestRejected if the server offers none."""
         if self._offering is None:
             raise RequestRejected("this server offers no weights")
         return self._offering
 
     def _sessions(self) -> SessionManager:
-        """To find one that was opened before. Raises SessionLost if there are none at present."""
+        """Return the host, to find a session opened before. Raise SessionLost if there is no host at present."""
         host = self._hosted()
         if host is None:
             raise SessionLost("this server does not know the session")
@@ -324,7 +325,7 @@ class BlocksService(BlocksServicer):
 
 
 async def _write_soon(context: _Context, message: Any) -> None:
-    """Raises PeerBusy if the other side does not take it: others wait for its place."""
+    """Write the message. Raise PeerBusy if the other side does not read it in time: others wait for its place."""
     try:
         async with asyncio.timeout(_TAKEN_S):
             await context.write(message)

@@ -1,1 +1,1 @@
-"""Sessions on a server: admission, the order of their steps, copies to other servers."""
+"""Sessions on a server: admission, the order of their steps, and copies on other servers."""

@@ -1,4 +1,4 @@
-"""Who gets room for keys and values when it is short: newcomers queue, and the youngest sessions are preempted."""
+"""Admission to the KV cache when room is short: newcomers queue, and the youngest sessions are preempted."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _POLL_S = 0.1  # memory may also come back when a tensor is freed, which sends n
 
 @dataclass(eq=False)
 class Applicant:
-    """A session that wants to be let in.
+    """A session that waits to be admitted.
 
     Attributes:
-        client: whose share it is part of.
-        size_bytes: what it is to be promised.
-        born_s: since when its client says that it has asked, by this server's clock.
-        since_s: when it came here.
-        lease: what it was given.
-        refusal: why it was not let in when it was last looked at.
+        client: the client in whose share the session counts.
+        size_bytes: the number of bytes that its lease will promise.
+        born_s: the time at which the client first asked for the session, by this server's clock.
+        since_s: the time at which its request reached this server.
+        lease: the lease that the session was given; None while it waits.
+        refusal: the reason why the last attempt did not admit it.
     """
 
     client: Caller
@@ -40,10 +40,10 @@ class Applicant:
 
 
 class RoomQueue:
-    """Whose turn it is: the oldest first, and nobody before them, so that small requests cannot starve a large one.
+    """The queue of sessions that wait for room, the oldest first, so that small requests cannot starve a large one.
 
-    Those come last whose client would have more than its fair share: how old a session is, its client says. Those are
-    passed over whose client has its share already, until it has less. Pure.
+    A client reports a session's age. Sessions whose clients would exceed their fair share go last. Sessions of a client
+    that already has its share are passed over until it has less. The class is pure: no clock, no I/O.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class RoomQueue:
         return len(self._waiting)
 
     def add(self, applicant: Applicant) -> None:
-        """Behind all that are as old or older."""
+        """Insert the applicant behind all that are as old or older."""
         index = len(self._waiting)
         while index and self._waiting[index - 1].born_s > applicant.born_s:
             index -= 1
         self._waiting.insert(index, applicant)
 
     def discard(self, applicant: Applicant) -> None:
-        """Forgets one that has gone, if it is there."""
+        """Remove an applicant that no longer waits, if it is in the queue."""
         if applicant in self._waiting:
             self._waiting.remove(applicant)
 
@@ -69,7 +69,7 @@ class RoomQueue:
         return [applicant.client for applicant in self._waiting]
 
     def in_turn(self, shares: FairShares, held: Held) -> list[Applicant]:
-        """``held``: by sessions that were let in; what is asked for is added."""
+        """Return the applicants by turn. ``held``: bytes of admitted sessions, to which theirs are added."""
         within: list[Applicant] = []
         beyond: list[Applicant] = []
         for applicant in self._waiting:
@@ -80,9 +80,9 @@ class RoomQueue:
     def admit(
         self, let_in: Callable[[Applicant], PeerBusy | None], in_turn: Sequence[Applicant] | None = None
     ) -> Applicant | None:
-        """Takes out those that ``let_in`` lets in; it says why not of others. Returns whose turn it is now, if any's.
+        """Remove the applicants that ``let_in`` admits, and return the one whose turn is next, if any.
 
-        ``in_turn``: all in their order; None: the oldest first.
+        ``let_in`` returns None, or the reason why not. ``in_turn`` is the order of all; None means the oldest first.
         """
         passed_over = set()
         for applicant in list(self._waiting if in_turn is None else in_turn):
@@ -100,17 +100,17 @@ class RoomQueue:
 
 @dataclass(frozen=True)
 class Holder:
-    """A session that was let in, and what would be free without it. Seniority: the lower, the older."""
+    """An admitted session and the bytes that its preemption would free; a lower seniority means an older session."""
 
     seniority: tuple[float, ...]
     size_bytes: int
 
 
 def choose_victims(missing_bytes: int, holders: Sequence[Holder], seniority: tuple[float, ...]) -> list[Holder]:
-    """Who is preempted so that a session of this seniority gets so much more: the youngest, as few as will do.
+    """Return the youngest sessions, as few as possible, to preempt for a session that needs more bytes.
 
-    None if all that are younger would not do: the session itself is preempted then. So nobody waits for one another
-    in a circle, and the oldest session always goes on.
+    Return an empty list if all younger sessions together would not suffice; then the session itself is preempted.
+    This rule prevents circular waiting, and the oldest session always makes progress.
     """
     younger = sorted((h for h in holders if h.seniority > seniority), key=lambda h: h.seniority, reverse=True)
     victims = []
@@ -122,7 +122,7 @@ def choose_victims(missing_bytes: int, holders: Sequence[Holder], seniority: tup
 
 
 class Admission:
-    """Lets sessions in as there is room for them."""
+    """The admission control of one span: it lets sessions in when there is room for them."""
 
     def __init__(self, budget: CacheBudget, max_sessions: int) -> None:
         self._budget = budget
@@ -130,15 +130,15 @@ class Admission:
         self._queue = RoomQueue()
         self._waiters = Shares(_MAX_WAITING, minimum=1)
         self._relieved_s = self._looked_s = -inf
-        self._is_new = True  # something has changed since somebody looked
+        self._is_new = True  # something has changed since the queue was last checked
         self._num_growing = 0
-        self._changed = asyncio.Event()  # who waits looks again
-        self.relieve: Callable[[Need], None] = lambda need: None  # has others give something back
-        self.held: Callable[[], Held] = Held  # bytes of all sessions
-        self.tenants: Callable[[], list[Caller]] = list  # of all sessions
+        self._changed = asyncio.Event()  # wakes the waiters, which then check the queue again
+        self.relieve: Callable[[Need], None] = lambda need: None  # asks other sessions to give room back
+        self.held: Callable[[], Held] = Held  # returns the bytes that all sessions hold
+        self.tenants: Callable[[], list[Caller]] = list  # returns the clients of all sessions
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of sessions that wait."""
         return len(self._queue)
 
     async def lease(
@@ -150,15 +150,15 @@ class Admission:
         wait_s: float,
         require: Callable[[], None] = lambda: None,
     ) -> Lease:
-        """A lease, to be followed by ``left`` once it is closed.
+        """Wait for room and return a lease; after the lease is closed, the caller must call ``left``.
 
         Args:
-            wanted_bytes: promised instead of ``size_bytes``, but not if it is more than half of the whole room: nobody
-                should wait long for what may never be used.
-            require: raises what ends the waiting.
+            wanted_bytes: the bytes promised instead of ``size_bytes``, but at most half of the whole room: nobody
+                should wait long for room that may never be used.
+            require: called before each attempt; it raises the error that ends the waiting.
 
         Raises:
-            PeerBusy: there is no room within ``wait_s``, or never: then at once.
+            PeerBusy: there is no room within ``wait_s``; raised at once if there can never be enough.
         """
         if size_bytes > self._budget.capacity_bytes:
             raise self._budget.never(size_bytes)
@@ -188,7 +188,7 @@ class Admission:
         finally:
             self._queue.discard(applicant)
             self._waiters.add(client, -1)
-            if applicant.lease is not None:  # somebody has let it in, but it has gone
+            if applicant.lease is not None:  # another waiter admitted it, but its request has gone
                 applicant.lease.close()
                 self._sessions.add(client, -1)
             self._change()
@@ -202,18 +202,18 @@ class Admission:
         return self._sessions.used
 
     def left(self, client: Caller) -> None:
-        """A session that was let in is gone, and its lease is closed."""
+        """Stop counting an admitted session that has ended; its lease must be closed already."""
         self._sessions.add(client, -1)
         self._change()
 
     @property
     def shares(self) -> FairShares:
-        """Of the room, among those who have some, or wait for it."""
+        """Return the fair shares of the room among the clients that have some or wait for some."""
         return FairShares(self._budget.capacity_bytes, [*self.tenants(), *self._queue.clients])
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
-        """Nobody is let in meanwhile: what becomes free is for a session that grows."""
+        """Admit nobody while the context is active: room that becomes free is for a session that grows."""
         self._num_growing += 1
         try:
             yield
@@ -222,7 +222,7 @@ class Admission:
             self._change()
 
     async def until_something_changes(self, most_s: float = _POLL_S) -> None:
-        """Or for a moment."""
+        """Wait until something changes, but for at most ``most_s`` or ``_POLL_S``, whichever is shorter."""
         self._changed.clear()
         # Not wait_for: before Python 3.12, it may swallow that the caller is cancelled.
         changing = asyncio.ensure_future(self._changed.wait())
@@ -234,7 +234,7 @@ class Admission:
     def _admit(self) -> None:
         now_s = asyncio.get_running_loop().time()
         if self._num_growing or (not self._is_new and now_s < self._looked_s + _POLL_S / 2):
-            return  # all who wait look whenever one does
+            return  # whichever waiter checks first does so for all
         self._is_new, self._looked_s = False, now_s
         first = self._queue.admit(self._let_in, self._queue.in_turn(self.shares, self.held()))
         if first is not None and now_s >= self._relieved_s + _POLL_S:

@@ -1,31 +1,31 @@
-"""When sessions were asked for."""
+"""The times at which sessions were first asked for."""
 
 from __future__ import annotations
 
-_MOST_CLOCK_S = 1e12  # beyond, and for what is no number, a clock means nothing
+_MOST_CLOCK_S = 1e12  # a clock value beyond this, or NaN, is ignored
 _MOST_OFF_S = (
-    5.0  # of what a client says of its clock from what it says of a session's age: a request travels meanwhile
+    5.0  # the largest difference between a client's clock and the age it reports; the request's travel time counts too
 )
 _MOST_CLIENTS = 1024
 
 
 class Births:
-    """When each session was first asked for, by this server's clock, so that clients can be compared.
+    """The time at which each session was first asked for, by this server's clock, so that clients can be compared.
 
-    A client says how old a session is when it sends the request. Many requests of one client at once travel for
-    different times, though, so the order of its own sessions is that of its clock. Pure.
+    A client sends a session's age with the request. Simultaneous requests of one client travel for different times,
+    though, so a client's own sessions are ordered by the client's clock. The class is pure: no clock, no I/O.
     """
 
     def __init__(self) -> None:
-        self._offsets: dict[str, float] = {}  # of clients' clocks, by peer id; the latest last
+        self._offsets: dict[str, float] = {}  # of clients' clocks, by peer id; the most recently used one is last
 
     def born_s(self, client: str, arrived_s: float, age_s: float, asked_s: float) -> float:
-        """Return when a session of a client was first asked for.
+        """Return the time at which a client first asked for a session.
 
         Args:
-            arrived_s: when its request came here.
-            age_s: how old the session was when the request was sent.
-            asked_s: when it was first asked for, by the client's clock; 0: the client does not say.
+            arrived_s: the time at which the request reached this server.
+            age_s: the age of the session when the request was sent.
+            asked_s: the time of the first request, by the client's clock; 0 if the client does not report it.
         """
         born_s = arrived_s - age_s
         if not 0 < abs(asked_s) < _MOST_CLOCK_S:

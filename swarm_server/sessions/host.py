@@ -1,4 +1,4 @@
-"""All sessions of one server, by the keys under which peers find them: one for the client, one for who pushes."""
+"""All sessions of one server, under two keys: one for the client, and one for the peer that pushes steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession, Reply
 
 _END_TIMEOUT_S = 5.0  # for sessions that are asked to end
-_MAX_WAIT_S = 24 * 3600.0  # for room
+_MAX_WAIT_S = 24 * 3600.0  # the longest time that a request may wait for room
 
 
 class SessionManager:
     """The sessions of one hosted span.
 
     Attributes:
-        ended: set when all sessions must end.
+        ended: the event that is set when all sessions must end.
     """
 
     def __init__(self, services: SpanServices, max_sessions: int) -> None:
@@ -36,20 +36,20 @@ class SessionManager:
         self.ended = asyncio.Event()
         self._preemption = Preemption(self.admission)
         self._births = Births()
-        self._numbers = count()  # of sessions, as they were let in
-        self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session
+        self._numbers = count()  # numbers sessions in the order of their admission
+        self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session key
         self._sessions: dict[bytes, HostedSession] = {}
         self._pushed: dict[bytes, HostedSession] = {}  # the same, by push key
-        self._closed = asyncio.Event()  # some session, since somebody looked
+        self._closed = asyncio.Event()  # set when a session has closed since the last check
         self._leaving = False
 
     async def open(self, request: pb.Open, client: Caller, reply: Reply) -> HostedSession:
-        """A session of a client, to be ended by ``end``. Waits for room as long as the request says.
+        """Wait for room as long as the request allows, and return a new session, which ``end`` must end later.
 
         Raises:
             PeerMoved, RequestRejected: see ``RequestValidator``; PeerMoved also if the server is about to leave.
             PeerBusy: there is no room.
-            CacheMiss: it needs an adapter that is not here.
+            CacheMiss: the session needs an adapter that is not loaded here.
         """
         self.require_staying()
         engine, validator, adapters = self.services.engine, self.services.validator, self.services.adapters
@@ -106,26 +106,26 @@ class SessionManager:
             raise RequestRejected("a session with this key is open already")
 
     def require_staying(self) -> None:
-        """Raises PeerMoved if the server is about to leave."""
+        """Raise PeerMoved if the server is about to leave."""
         if self._leaving:
             raise PeerMoved("the server is leaving the swarm")
 
     def find(self, session_key: bytes, client: Caller) -> HostedSession:
-        """Raises SessionLost if the client has no such session; whether somebody else has, it does not learn."""
+        """Return the client's session. Raise SessionLost if there is none, or if it is another client's."""
         hosted = self._sessions.get(session_key)
         if hosted is None or hosted.client.peer_id != client.peer_id:
             raise SessionLost("this server does not know the session")
         return hosted
 
     def find_pushed(self, push_key: bytes) -> HostedSession:
-        """For whoever has been given the key. Raises SessionLost if there is no such session."""
+        """Return the session with this push key, for any peer that has the key. Raise SessionLost if there is none."""
         hosted = self._pushed.get(push_key)
         if hosted is None:
             raise SessionLost("this server does not know the session")
         return hosted
 
     async def end(self, hosted: HostedSession) -> None:
-        """Gives back what the session had."""
+        """Close the session and release its adapters, its lease and its place."""
         try:
             await hosted.close()
         finally:
@@ -142,7 +142,7 @@ class SessionManager:
             self.admission.left(hosted.client)
 
     async def leave(self, timeout_s: float) -> None:
-        """Takes no new sessions and asks those there are to move; returns when all have, or after ``timeout_s``."""
+        """Take no new sessions, ask the open ones to move, and return when all have moved or after ``timeout_s``."""
         self._leaving = True
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + timeout_s
@@ -153,7 +153,7 @@ class SessionManager:
         await self._wait_until_empty(deadline_s - clock())
 
     async def close(self) -> None:
-        """Ends all sessions; their clients must find others."""
+        """End all sessions; their clients must find other servers."""
         self._leaving = True
         self.ended.set()
         await self._wait_until_empty(_END_TIMEOUT_S)
@@ -174,5 +174,5 @@ class SessionManager:
 
 
 def _seconds(value: float) -> float:
-    """What a client says, if it can be."""
+    """Return a duration that a client reports, or 0 if it is negative or not finite."""
     return max(0.0, value) if isfinite(value) else 0.0

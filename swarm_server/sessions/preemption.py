@@ -1,4 +1,4 @@
-"""Preempts the youngest sessions so that an older one can grow."""
+"""Preemption of the youngest sessions, so that an older session can grow."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Claim:
-    """What one session has of the room for keys and values, and whether it may keep it.
+    """One session's claim to room for keys and values, which the session loses when it is preempted.
 
     Attributes:
-        seniority: the lower, the longer the session has been here.
-        client: whose share it is part of.
-        closed: its session has ended: nobody else gives way for it.
-        on_shrunk: called when a promise that it did not use is taken back.
+        seniority: the sort key of the session's age; a lower one means an older session.
+        client: the client in whose share the session counts.
+        closed: True after the session has ended; no other session gives way for it then.
+        on_shrunk: the callback for when an unused promise of room is taken back.
     """
 
     def __init__(self, lease: Lease, seniority: tuple[float, int], client: Caller) -> None:
@@ -35,15 +35,15 @@ class Claim:
         self._is_computing = False
         self._has_begun = False
         self._used_bytes: Callable[[], int] = lambda: 0
-        self._last_s = now_s()  # when it was let in, or last used
+        self._last_s = now_s()  # when it was admitted, or last used
 
     def heard(self) -> None:
-        """Something has come for the session."""
+        """Note that a message has come for the session."""
         self._last_s = now_s()
 
     @contextlib.contextmanager
     def computing(self, used_bytes: Callable[[], int]) -> Iterator[None]:
-        """While a step is computed. ``used_bytes``: what has something in it, asked afterwards if others need room."""
+        """Mark a step as being computed. ``used_bytes`` returns the bytes with content, and may be called later."""
         self._is_computing = True
         try:
             yield
@@ -57,7 +57,7 @@ class Claim:
         return Tenant(self.client, self.seniority, charged, held, self._used_bytes(), idle_s, self._has_begun)
 
     def shrink(self) -> None:
-        """Others wait for what was promised and is not used."""
+        """Give back the promised room that the session does not hold, because other sessions wait for it."""
         self.lease.release_unused()
         self.on_shrunk()
 
@@ -66,11 +66,11 @@ class Claim:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether its session is about to be ended."""
+        """Return whether the session is about to be ended."""
         return self._preempted.is_set()
 
     def preempt(self) -> None:
-        """For an older session: the client must wait for room, and replay the session."""
+        """Preempt the session for an older one: its client must wait for room and replay the session."""
         self._preempted.set()
 
     async def until_preempted(self) -> None:
@@ -90,11 +90,11 @@ class Preemption:
         self._claims.append(claim)
 
     def remove(self, claim: Claim) -> None:
-        """Its session has no room any more that others could get."""
+        """Remove the claim of a session that has no room left to give to others."""
         self._claims.remove(claim)
 
     async def with_room(self, claim: Claim, work: Callable[[], Awaitable[T]]) -> T:
-        """What ``work`` returns, which is tried again when it finds no room and younger sessions can be preempted.
+        """Return the result of ``work``; on NoRoom, preempt younger sessions and try again.
 
         Raises:
             NoRoom: the session itself is preempted; its client may ask for room again.
@@ -112,7 +112,7 @@ class Preemption:
                     shortage = error
 
     async def _make_room(self, claim: Claim, shortage: NoRoom) -> None:
-        """Preempts the youngest so that the session can grow. Raises the shortage if that would not do."""
+        """Preempt the youngest sessions so that this one can grow. Raise the shortage if that would not suffice."""
         if claim.is_preempted or claim.closed:
             raise shortage
         if not any(other.is_preempted for other in self._claims):
@@ -129,14 +129,14 @@ class Preemption:
         await self._admission.until_something_changes()
 
     def _held(self) -> Held:
-        """Bytes that count."""
+        """Return the bytes that are charged to each client and address."""
         held = Held()
         for claim in self._claims:
             held.add(claim.client, claim.lease.charged)
         return held
 
     def _relieve(self, need: Need) -> None:
-        """Has others give something back to whoever waits; what was asked for before must have come first."""
+        """Make sessions give room back for the one that waits, unless earlier preemptions are still under way."""
         if any(claim.is_preempted for claim in self._claims):
             return
         claims = {id(tenant): (claim, tenant) for claim in self._claims for tenant in [claim.as_tenant()]}

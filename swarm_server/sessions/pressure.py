@@ -1,4 +1,4 @@
-"""Who must give something back when others wait: those who promised themselves much, use little, or have too much."""
+"""The choice of sessions that give room back: those that promised much, use little, or exceed their fair share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from swarm_protocol.net.shares import Caller
 
-UNUSED_S = 1.5  # for which a session may keep a promise that it does not use, while others wait
-IDLE_S = 5.0  # for which it may keep more room than it uses
-TURN_S = 10.0  # for which others wait before somebody who has more than a fair share must stop
+UNUSED_S = 1.5  # how long a session may keep a promise that it does not use while others wait
+IDLE_S = 5.0  # how long a session may hold more room than it uses
+TURN_S = 10.0  # how long others wait before a client that exceeds its fair share is preempted
 
 
 class Held:
-    """Bytes by client, and by address."""
+    """The numbers of bytes that sessions hold, by client and by address."""
 
     def __init__(self) -> None:
         self.by_client: Counter[str] = Counter()
@@ -26,10 +26,10 @@ class Held:
 
 
 class FairShares:
-    """How much of something each of some callers may have while others want it.
+    """The fair share of a resource that each caller may have while others want it.
 
-    Everybody has an equal part of the whole, or of an equal part of its address if that is more: many identities at
-    one address do not make the parts of others small. Nor may they have more than half of the whole together.
+    Each caller gets an equal part of the whole, or an equal part of its address's part if that is more. Many identities
+    at one address therefore do not shrink the parts of others. Together, they may not have more than half of the whole.
     """
 
     def __init__(self, capacity: int, callers: Iterable[Caller]) -> None:
@@ -39,11 +39,11 @@ class FairShares:
         self._at = Counter(caller.address for caller in different.values())
 
     def of(self, caller: Caller) -> float:
-        """For one of the callers."""
+        """Return the share of one of the callers."""
         return max(self._capacity / self._num_callers, self._capacity / len(self._at) / self._at[caller.address])
 
     def exceeds(self, caller: Caller, held: Held) -> bool:
-        """Whether it, or everybody at its address, has more than that."""
+        """Return whether the caller exceeds its share, or all callers at its address exceed half of the whole."""
         if held.by_client[caller.peer_id] > self.of(caller):
             return True
         return len(self._at) > 1 and held.by_address[caller.address] > self._capacity / 2
@@ -51,13 +51,13 @@ class FairShares:
 
 @dataclass(frozen=True)
 class Tenant:
-    """What one session has, and what it makes of it.
+    """A snapshot of the room that one session has, and of how it uses that room.
 
     Attributes:
-        seniority: the lower, the older.
-        charged_bytes: that count for it. Of those ``held_bytes`` are memory, and ``used_bytes`` have something in them.
-        idle_s: since it was let in, or its last step; 0 while one is computed.
-        has_begun: it has had a step.
+        seniority: the sort key of the session's age; a lower one means an older session.
+        charged_bytes: the bytes charged to the session; ``held_bytes`` of them are memory, ``used_bytes`` have content.
+        idle_s: the time since the session was admitted, or since its last step; 0 while a step is computed.
+        has_begun: whether the session has had a step.
     """
 
     client: Caller
@@ -70,17 +70,17 @@ class Tenant:
 
     @property
     def keeps_unused(self) -> bool:
-        """For some seconds, it has had far more memory than it uses."""
+        """Return whether the session has been idle for ``IDLE_S`` and uses less than half of its memory."""
         return self.idle_s >= IDLE_S and self.used_bytes < self.held_bytes / 2
 
 
 @dataclass(frozen=True)
 class Need:
-    """What whoever waits first cannot get.
+    """The unmet need of the session that is first in the queue.
 
     Attributes:
-        size_bytes: what it asks for; ``missing_bytes``: how many of them are not free. 0: it needs a place only.
-        waited_s: on this server.
+        size_bytes: the bytes it asks for; ``missing_bytes`` of them are not free (0: it needs only a place).
+        waited_s: the time that it has waited on this server.
     """
 
     client: Caller
@@ -91,17 +91,17 @@ class Need:
 
 @dataclass
 class Relief:
-    """What must happen: sessions whose promises are shrunk to what they hold, and sessions that are preempted."""
+    """The sessions whose promises shrink to what they hold, and the sessions that are preempted."""
 
     shrunk: list[Tenant] = field(default_factory=list)
     preempted: list[Tenant] = field(default_factory=list)
 
 
 def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
-    """What the sessions of others must give back for one that waits.
+    """Return what the sessions of other clients must give back for the session that waits.
 
-    Promises that nobody uses are given back to anybody. Nobody is preempted unless that is enough, and the one that
-    waits stays within its share. Its own client's sessions give nothing: that client knows what it has.
+    Unused promises are always given back. Sessions are preempted only if that frees enough, and only if the waiting
+    session stays within its share. Sessions of the same client give nothing: the client itself can end them.
     """
     others = [tenant for tenant in tenants if tenant.client.peer_id != need.client.peer_id]
     found = Relief()
@@ -133,7 +133,7 @@ def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
 
 
 def _place(need: Need, others: Sequence[Tenant]) -> list[Tenant]:
-    """One session that has never begun, of the client that has most of them; else, after a while, an idle one."""
+    """Return one session that never began, of the client with most of those; after ``TURN_S``, else an idle one."""
     unused = [tenant for tenant in others if not tenant.has_begun and tenant.idle_s >= UNUSED_S]
     if not unused and need.waited_s >= TURN_S:
         unused = [tenant for tenant in others if tenant.idle_s >= IDLE_S]
@@ -143,7 +143,7 @@ def _place(need: Need, others: Sequence[Tenant]) -> list[Tenant]:
 
 
 def _those_with_more(missing: int, others: Sequence[Tenant], held: Held, shares: FairShares) -> list[Tenant]:
-    """The youngest sessions of clients that have more than their share; none if that would not do."""
+    """Return the youngest sessions of clients that exceed their share, or an empty list if those do not suffice."""
     chosen = []
     for tenant in sorted(others, key=lambda tenant: tenant.seniority, reverse=True):
         if missing > 0 and tenant.held_bytes and shares.exceeds(tenant.client, held):
@@ -156,7 +156,7 @@ def _those_with_more(missing: int, others: Sequence[Tenant], held: Held, shares:
 def juniors_last(
     shares: FairShares, held: Held, client: Caller, more_bytes: int
 ) -> Callable[[Caller, tuple[float, int]], tuple[bool, float, int]]:
-    """Seniority for a session of ``client`` that wants ``more_bytes``: who has more than a share counts as younger."""
+    """Return a seniority in which clients above their share count as younger; ``client`` wants ``more_bytes``."""
     held.add(client, more_bytes)
     is_over = {client.peer_id: shares.exceeds(client, held)}
     held.add(client, -more_bytes)

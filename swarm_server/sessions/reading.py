@@ -1,4 +1,4 @@
-"""Puts the steps of a session together from the messages of a stream, each checked before memory is taken for it."""
+"""The assembly of a session's steps from a stream's messages; each is checked before memory is reserved for it."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Reservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.sessions.sessions import HostedSession
 
-_STEP_BYTES = 1024  # that a step without data takes besides those it was sent in
+_STEP_BYTES = 1024  # that a step without data occupies in memory, in addition to its size on the wire
 
 
 class StepReader:
-    """Puts the steps of one stream together from their parts. A context manager: what is arriving goes with it."""
+    """The reader that assembles the steps of one stream. Its context drops a step that is incomplete at the end."""
 
     def __init__(self, hosted: HostedSession, arrivals: Arrivals, one_refusal: bool = False) -> None:
-        """``one_refusal``: what comes after a refused step builds on it, and is ignored until that step comes again."""
+        """Create a reader. If ``one_refusal``, ignore the steps after a refused one until that step comes again."""
         self._hosted = hosted
         self._arrivals = arrivals
         self._one_refusal = one_refusal
         self._refused_number: int | None = None
-        self._step: pb.Step | None = None  # whose hidden states are arriving
+        self._step: pb.Step | None = None  # the step whose hidden states are arriving
         self._arriving: ArrivingTensor | None = None
-        self._refused = False  # parts of a refused step are still to come
+        self._refused = False  # more parts of a refused step will come
 
     @property
     def is_reading(self) -> bool:
-        """Parts of a step are still to come."""
+        """Return whether more parts of a step are still to come."""
         return self._arriving is not None
 
     async def next(self, incoming: Incoming, idle_timeout_s: float | None) -> Any:
-        """The next message; between steps there may be silence, see ``Incoming.begin``."""
+        """Return the next message; between steps, the stream may be silent, see ``Incoming.begin``."""
         return await (incoming.next() if self.is_reading else incoming.begin(idle_timeout_s))
 
     async def start(self, step: pb.Step) -> None:
-        """Raises RequestRejected if the one before is not complete, or the step's number cannot be."""
+        """Begin a step. Raise RequestRejected if the previous one is incomplete or the step's number is not allowed."""
         if self._arriving is not None:
             raise RequestRejected("a request came before all parts of the one before it")
         self._hosted.require_number(step.number)
@@ -53,7 +53,7 @@ class StepReader:
         await self._finish(step, self._arriving)
 
     async def more(self, part: bytes) -> None:
-        """Raises RequestRejected if no step has begun, or if more comes than was announced."""
+        """Add a part. Raise RequestRejected if no step has begun, or if more arrives than its header announced."""
         if self._refused:
             return
         if self._step is None or self._arriving is None:
@@ -76,7 +76,7 @@ class StepReader:
     async def _finish(self, step: pb.Step, arriving: ArrivingTensor) -> None:
         if arriving.complete:
             self._step = self._arriving = None
-            # Even if this stream ends, the step waits, and counts, until it is computed.
+            # Even if this stream ends, the step stays reserved in memory until it is computed.
             if not await self._hosted.step(step, arriving.tensor(), arriving.close):
                 self._has_refused(step)
 
@@ -97,10 +97,10 @@ class StepReader:
 
 
 async def read_resent(incoming: Incoming, first: pb.RerouteRequest, reservation: Reservation) -> list[pb.Step]:
-    """The steps that a reroute resends, which count in ``reservation``.
+    """Read and return the steps that a reroute resends, and count their memory in ``reservation``.
 
     Raises:
-        RequestRejected: they are too many. PeerBusy: there is no room for them.
+        RequestRejected: there are too many steps. PeerBusy: there is no room for them.
     """
     steps: list[pb.Step] = []
     size_bytes = 0

@@ -1,4 +1,4 @@
-"""Keeps a session on another server like one of this server: for a server that leaves, or one that stands by."""
+"""Replication of a session to another server, for a server that leaves or for a standby."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from swarm_server.net.push import Parts, Pusher
 from swarm_server.sessions.services import SpanServices
 
 _logger = logging.getLogger(__name__)
-_CHUNK_TOKENS = 64  # copied at a time; steps are computed in between
-_FEW = 4  # chunks on their way
-_MAX_BYTES = 256 * MIB  # of steps on their way: the other server is too slow to stand by
+_CHUNK_TOKENS = 64  # positions copied at a time; steps are computed in between
+_FEW = 4  # the most chunks that wait in the queue
+_MAX_BYTES = 256 * MIB  # the most bytes of waiting steps: beyond them, the other server is too slow for a standby
 
 
 class Replicator:
-    """Sends what a session has stored, then what each further step adds, as steps that need no computing."""
+    """The sender of a session's stored data, then of each later step's data, as steps that need no computing."""
 
     def __init__(self, services: SpanServices, session: Session, to: pb.NextHop) -> None:
         self._services = services
@@ -32,31 +32,31 @@ class Replicator:
         self._queued_bytes = 0
         self._sent = asyncio.Condition()
         self._copied = 0  # positions
-        self._follows = False  # all was copied: from now on, steps are
+        self._follows = False  # all stored positions are copied; later steps are copied one by one
         self._start_again = False
         self._closed = False
         self._sending = asyncio.ensure_future(self._send_all())
 
     async def copy_all(self, turn: asyncio.Lock, last_number: Callable[[], int]) -> None:
-        """Returns once the other session has everything.
+        """Copy all stored positions, and return once the other session has everything.
 
         Args:
-            turn: held while the session must not change.
-            last_number: that of the session's last step.
+            turn: the lock that is held while the session must not change.
+            last_number: a function that returns the number of the session's last step.
 
         Raises:
             PeerUnavailable: the other server cannot be reached.
         """
-        number = 0  # below those of ordinary steps
+        number = 0  # copies have lower numbers than ordinary steps
         while not (self._follows or self._closed):
             async with turn:
                 changes: list[pb.Change] = []
-                if self._start_again:  # with as many rows as there are now
+                if self._start_again:  # with the session's current number of rows
                     batch_size = self._session.batch_size
                     changes = [pb.Change(crop=pb.Crop()), pb.Change(reorder=pb.Reorder(indices=[0] * batch_size))]
                     self._copied, self._start_again = 0, False
                 length = self._session.length
-                has_states = bool(self._session.layout.slots)  # known after the last position only
+                has_states = bool(self._session.layout.slots)  # recurrent states exist only for the last position
                 end = length if has_states else min(self._copied + _CHUNK_TOKENS, length)
                 self._follows = end == length
                 number += 1
@@ -71,7 +71,7 @@ class Replicator:
             raise PeerUnavailable("the server to copy the session to cannot be reached")
 
     async def follow(self, step: pb.Step) -> None:
-        """Called after each step of the session, in its turn."""
+        """Copy the data of one step; called after each step of the session, in its turn."""
         if self._closed:
             return
         if self._follows:
@@ -100,7 +100,7 @@ class Replicator:
             await self.close()
 
     async def _lost(self, _step: pb.Step, _parts: Parts) -> None:
-        """The other server is gone: nothing more need be read for it."""
+        """Stop the replication, because the other server is gone and nothing more need be read for it."""
         self._closed = True
         async with self._sent:
             self._sent.notify_all()

@@ -1,4 +1,4 @@
-"""What sessions, and passes without one, are given of the span that is hosted. They are not known here."""
+"""The services of a hosted span that sessions and sessionless passes use. This file imports neither of the two."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from swarm_server.training.training_memory import TrainingMemory
 
 @dataclass(frozen=True)
 class SpanServices:
-    """One for each hosted span.
+    """The services of one hosted span.
 
     Attributes:
-        engine: is called on the thread of ``scheduler`` only.
-        neighbours: other servers; connections to them stay when the server moves.
-        placing: held while an adapter is read, which takes twice its size.
+        engine: the engine, which is called only on the thread of ``scheduler``.
+        neighbours: the connections to other servers, which stay open when the server moves to other blocks.
+        placing: the lock that is held while an adapter is read, because reading takes twice the adapter's size.
     """
 
     engine: Engine
@@ -38,5 +38,5 @@ class SpanServices:
 
     @property
     def sums(self) -> GradientSums:
-        """Of the adapters' gradients."""
+        """Return the sums of the adapters' gradients."""
         return GradientSums(self.adapters)

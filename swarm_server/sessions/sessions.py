@@ -1,4 +1,4 @@
-"""One session as peers see it: steps come from the client or the hop before, outputs go to the client or the next."""
+"""One session as peers see it: steps come from the client or previous hop, outputs go to the client or next hop."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
 
 
 class HostedSession:
-    """One session on the wire. A refused step leaves it as it was.
+    """A session that peers use over streams. A refused step leaves it unchanged.
 
     Attributes:
-        client: whose it is.
-        key: the client's own; ``push_key``: for whoever may push steps.
+        client: the client that owns the session.
+        key: the client's own key; ``push_key`` is the key for peers that may push steps.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class HostedSession:
         self._sent_number = request.sent_number
         self._changed_number = request.changed_number
         self._last_number = request.last_number or FIRST_STEP
-        self._done = 0, 0, request.batch_size  # the last step's number; positions and rows after it
-        self._turn = asyncio.Lock()  # steps may come from the client and from the hop before
-        self._computing = asyncio.Lock()  # inside a turn
-        self._routed = asyncio.Event()  # cleared: nothing is computed or sent until there is another next hop
+        self._done = 0, 0, request.batch_size  # the last step's number, and the numbers of positions and rows after it
+        self._turn = asyncio.Lock()  # for one step at a time: steps may come from the client and from the previous hop
+        self._computing = asyncio.Lock()  # acquired while ``_turn`` is held
+        self._routed = asyncio.Event()  # if clear, nothing is computed or sent until there is another next hop
         self._routed.set()
         self._last_time = now_s()
         claim.on_shrunk = self._promised_nothing
@@ -73,13 +73,13 @@ class HostedSession:
 
     @property
     def silent_s(self) -> float:
-        """How long nothing has come for the session, or how long it has waited for a next hop."""
+        """Return how long nothing has come for the session, or how long it has waited for a next hop."""
         is_busy = self._turn.locked() and self._routed.is_set()
         return 0.0 if is_busy else now_s() - self._last_time
 
     @property
     def number(self) -> int:
-        """Of the last step."""
+        """Return the number of the last step."""
         return self._done[0]
 
     @property
@@ -89,7 +89,7 @@ class HostedSession:
 
     @property
     def _work(self) -> pb.SessionProgress:
-        """What ``_progress`` says besides if it is asked how far the server is with the work of all."""
+        """Return what ``progress`` adds for ``work``: how far the server is with the work of all sessions."""
         scheduler, counters = self._services.scheduler, self._services.counters
         return pb.SessionProgress(
             computed=counters.blocks_run + counters.batches,
@@ -100,11 +100,11 @@ class HostedSession:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is computed any more."""
+        """Return whether the session has ended, so that it computes nothing more."""
         return self.claim.closed
 
     async def announce(self) -> None:
-        """Tells the client that the session is open."""
+        """Notify the client that the session is open."""
         opened = pb.Opened(
             tokens_left=self._services.budget.tokens_left,
             max_step_tokens=self._services.validator.max_step_tokens,
@@ -118,12 +118,12 @@ class HostedSession:
     # ------------------------------------------------------------ steps
 
     async def step(self, request: pb.Step, payload: torch.Tensor, on_done: Callable[[], None]) -> bool:
-        """Computes the step from its hidden states and sends its outputs on, or stores what was computed elsewhere.
+        """Compute the step from its hidden states and send its outputs on, or store what was computed elsewhere.
 
-        A step that has begun is finished even if the stream it came through breaks: it may come again through another,
-        and must be known then. If a step is refused, the client gets the reason, and False is returned.
+        A step that has begun is finished even if its stream breaks: the step may arrive again through another stream,
+        and must be known then. If a step is refused, the client gets the reason, and the method returns False.
 
-        ``on_done`` is called when the payload is needed no more.
+        ``on_done`` is called when the payload is no longer needed.
         """
         finishing = asyncio.ensure_future(self._finish(request, payload))
 
@@ -163,11 +163,11 @@ class HostedSession:
             return True
 
     async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
-        """The outputs; None if they were computed elsewhere. Younger sessions may be preempted."""
+        """Return the outputs, or None if they were computed elsewhere. Younger sessions may be preempted."""
         return await self._preemption.with_room(self.claim, lambda: self._try_to_compute(request, payload))
 
     async def _try_to_compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
-        if self.closed:  # while it waited for room, which it must not be promised any more
+        if self.closed:  # it ended while it waited for room, and must not get a promise any more
             raise RequestRejected("the session is closed")
         changes = tuple(self._changes(request))
         if request.start_position > self.session.length:
@@ -190,7 +190,7 @@ class HostedSession:
         await self._reply([pb.SessionReply(failure=failure)])
 
     async def close(self) -> None:
-        """Nothing is computed or sent any more; what the session has stored is still there."""
+        """Stop computing and sending; the session's stored data stays until the engine closes it."""
         self.claim.close()
         self._services.scheduler.forget(self.session)
         self._routed.set()
@@ -200,19 +200,19 @@ class HostedSession:
             await self._pusher.retire()
 
     def heard(self) -> None:
-        """Called when part of a step has come."""
+        """Note that a part of a step has come."""
         self._last_time = now_s()
         self.claim.heard()
 
     def require_number(self, number: int) -> None:
-        """Raises RequestRejected if the step's number is far ahead: all honest ones would be ignored after it."""
+        """Raise RequestRejected if the number is far ahead: the session would ignore all steps with correct numbers."""
         if number > max(self.number, self._last_number) + MAX_NUMBER_JUMP:
             raise RequestRejected(
                 f"step {number} is far ahead of the session's last one, {self.number}: expected the next number"
             )
 
     def start(self, step: pb.Step) -> Assembler:
-        """Checks a step's header before memory is taken for what it carries."""
+        """Check a step's header before memory is reserved for its payload."""
         validator = self._services.validator
         validator.changes(step.changes)
         if step.HasField("stored"):
@@ -238,7 +238,7 @@ class HostedSession:
         return SessionStep(request.start_position, inputs, changes, num_wanted, request.every_block, num_following)
 
     def _require_room(self, start: int, num_new: int, changes: Sequence[HistoryChange]) -> None:
-        """Rows that are copies of others from now on have what came before in common with them."""
+        """Promise room for new positions. Rows that become copies of other rows share their past positions."""
         if start + num_new <= self.session.reserved:
             return
         reorders = [change.indices for change in changes if isinstance(change, Reorder)]
@@ -249,11 +249,11 @@ class HostedSession:
         )
 
     def _promised_nothing(self) -> None:
-        """The next step must make sure of room by itself."""
+        """Make the next step reserve its room itself, because the promise was taken back."""
         self.session.reserved = self.session.length if self.session.batch_size else 0
 
     def _changes(self, request: pb.Step) -> Iterator[HistoryChange]:
-        """Those that were not made before the rows came here."""
+        """Yield the changes of the step that were not made before the rows came here."""
         for change in request.changes:
             kind = change.WhichOneof("kind")
             if kind == "record_past":
@@ -286,7 +286,7 @@ class HostedSession:
         await self._reply_output(answer, parts)
 
     async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
-        """To the client; outputs: [blocks, batch, tokens, hidden_size]."""
+        """Send the outputs of each block to the client; ``outputs``: [blocks, batch, tokens, hidden_size]."""
         if self._pusher is None:
             outputs = outputs[:-1]
         for block, output in enumerate(outputs, self.session.blocks.start):
@@ -307,7 +307,11 @@ class HostedSession:
     # ------------------------------------------------------------ when another server is gone
 
     async def progress(self, hold: bool = False, work: bool = False) -> pb.SessionProgress:
-        """How far the session is. ``hold``: it stays there until ``reroute``; ``work``: with that of all.
+        """Return how far the session is.
+
+        Args:
+            hold: if True, stop the session there until ``reroute``.
+            work: if True, add how far the server is with the work of all sessions.
 
         Raises:
             RequestRejected: the session has no next hop to wait for.
@@ -316,7 +320,7 @@ class HostedSession:
             if self._pusher is None:
                 raise RequestRejected("the session's outputs go to the client: there is no other hop to wait for")
             self._routed.clear()
-            await self._pusher.retire()  # lets go of a step that waits for the old hop
+            await self._pusher.retire()  # drops a step that waits for the old hop
             async with self._computing:
                 pass
         progress = self._progress
@@ -327,12 +331,12 @@ class HostedSession:
     async def reroute(
         self, request: pb.RerouteRequest, resend: Sequence[pb.Step], on_sent: Callable[[], None]
     ) -> pb.SessionProgress:
-        """Sends these steps' outputs, which were kept, and all that come from now on, to another hop.
+        """Send the kept outputs of these steps, and all later outputs, to another hop.
 
-        ``on_sent`` is called when the steps are on their way, or never will be.
+        ``on_sent`` is called when the steps have been sent, or never will be.
 
         Raises:
-            RequestRejected: the session has not kept them, or the next hop has no address.
+            RequestRejected: the session has not kept the outputs, or the next hop has no address.
         """
         self._services.validator.next_hop(request.next)
         progress = await self.progress(hold=True)
@@ -343,7 +347,7 @@ class HostedSession:
                 raise RequestRejected(f"outputs of a step of shape {shown} are not kept: sessions keep positions")
             if not torch_dtype(step.hidden.dtype).is_floating_point:
                 raise RequestRejected("outputs are no floating-point tensor: expected float32, bfloat16 or float16")
-        self._sent_number = progress.number  # up to here, the client has named what the next hop needs
+        self._sent_number = progress.number  # for steps up to here, the client has listed what the next hop needs
         self._pusher = self._pusher_to(request.next, request.route)
         self._next_codec = request.next.codec if request.next.HasField("codec") else self._codec
         resending = asyncio.ensure_future(self._resend(self._pusher, resend))
@@ -359,16 +363,16 @@ class HostedSession:
             output = await self._services.scheduler.call(read, self.client.peer_id)
             header, parts = encode(output.to("cpu", torch_dtype(step.hidden.dtype)), self._next_codec)
             await pusher.send(_with_hidden(step, header), parts)
-            if pusher.retired:  # that hop is gone too
+            if pusher.retired:  # the new hop is gone too
                 return
         if not pusher.retired:
             self._routed.set()
 
     async def copy(self, to: pb.NextHop) -> pb.SessionProgress:
-        """Copies everything to another session, and every step from now on; returns once that has caught up.
+        """Copy everything, and every later step, to another session; return once that session has caught up.
 
         Raises:
-            RequestRejected: that is no session's address. PeerUnavailable: the other server cannot be reached.
+            RequestRejected: ``to`` is not a session's address. PeerUnavailable: the other server cannot be reached.
         """
         self._services.validator.next_hop(to)
         if self._copier is not None:
@@ -379,13 +383,13 @@ class HostedSession:
 
 
 def _heed(task: asyncio.Task[Any]) -> None:
-    """Whoever waits for the task gets its error; if nobody does any more, nobody needs it."""
+    """Mark the task's error as retrieved, so that asyncio does not warn if nobody awaits the task any more."""
     if not task.cancelled():
         task.exception()
 
 
 def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
-    """The same step for the next hop."""
+    """Return the same step with other hidden states, for the next hop."""
     return pb.Step(
         number=step.number,
         changes=step.changes,

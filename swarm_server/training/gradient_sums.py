@@ -1,6 +1,6 @@
-"""Sums of an adapter's gradients over the backward passes of one client, which takes them when all have been added.
+"""Sums of an adapter's gradients over the backward passes of one client, which takes a sum when it is complete.
 
-Kept with the client's adapters, and forgotten like them: then the client has the passes computed again.
+Sums are kept with the client's adapters, and dropped like adapters. Then the client has the passes computed again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from swarm_protocol.wire.constants import MAX_SUMMANDS
 from swarm_server.adapters.shared_store import SharedStore
 from swarm_server.net.validation import require_key
 
-_SHARE = 4  # a sum may have one part in so many of a client's share: adapters, old and new, need room beside it
+_SHARE = 4  # a sum may have one part in this many of a client's share: old and new adapters need room too
 
 
 @dataclass(eq=False)
 class _Sum:
-    """Whichever comes first, gradients are added in the order of their numbers: sums are the same every time.
+    """A sum of gradients, which are added in the order of their numbers, so that the sum is the same every time.
 
     Attributes:
-        num_added: those of the passes 0, 1, 2, … so far are in ``total``.
-        ahead: of passes after one that has not come yet, by number.
+        num_added: how many passes, of the numbers 0, 1, 2, …, are in ``total``.
+        ahead: the gradients of passes after a pass that has not come yet, by number.
     """
 
     blocks: Span
@@ -41,7 +41,7 @@ class _Sum:
 
     @property
     def num_held(self) -> int:
-        """Lists of gradients in memory."""
+        """Return the number of lists of gradients in memory."""
         return bool(self.total) + len(self.ahead)
 
     def add(self, number: int, grads: list[torch.Tensor]) -> None:
@@ -51,7 +51,7 @@ class _Sum:
             self.num_added += 1
 
     def finish(self) -> list[torch.Tensor]:
-        """The sum, also without those that have not come."""
+        """Return the sum of all gradients that have come, even if some are missing."""
         for number in sorted(self.ahead):
             self._add_to_total(self.ahead.pop(number))
         return self.total
@@ -61,16 +61,16 @@ class _Sum:
 
 
 class GradientSums:
-    """Those of all clients. Used on one event loop."""
+    """The gradient sums of all clients, used on one event loop."""
 
     def __init__(self, store: SharedStore) -> None:
         self._store = store
 
     def add(self, summand: pb.Summand, blocks: Span, grads: list[torch.Tensor], client: Caller) -> bool:
-        """Adds gradients, which are the sum's afterwards, unless it has those of this number; False: there is no room.
+        """Add gradients, which the sum then owns, unless it has this number; return False if there is no room.
 
         Raises:
-            RequestRejected: the sum is one over other blocks, or of other tensors.
+            RequestRejected: the sum is over other blocks, or of other tensors.
         """
         key, size_bytes = _key(summand.key, client), sum(grad.nbytes for grad in grads)
         if size_bytes > self._store.share_bytes // _SHARE:
@@ -94,11 +94,11 @@ class GradientSums:
         return True
 
     def take(self, message: pb.TakeSum, blocks: Span, client: Caller) -> list[torch.Tensor]:
-        """The sum, which is forgotten.
+        """Return the sum and drop it from the store.
 
         Raises:
-            CacheMiss: it was forgotten before, or other passes were added.
-            RequestRejected: it is one over other blocks.
+            CacheMiss: the sum was dropped before, or other passes were added.
+            RequestRejected: the sum is over other blocks, or too many passes are named.
         """
         if len(message.numbers) > MAX_SUMMANDS:
             raise RequestRejected(f"a sum of {len(message.numbers)} passes: expected at most {MAX_SUMMANDS}")
@@ -121,14 +121,14 @@ class GradientSums:
 
 
 def require_summand(summand: pb.Summand) -> None:
-    """Raises RequestRejected if it cannot be one."""
+    """Raise RequestRejected if ``summand`` is not valid."""
     require_key(summand.key, "the key of a sum")
     if summand.number >= MAX_SUMMANDS:
         raise RequestRejected(f"pass {summand.number} of a sum: expected a number below {MAX_SUMMANDS}")
 
 
 def _key(key: bytes, client: Caller) -> bytes:
-    """In the store, where adapters have other keys."""
+    """Return the sum's key in the store, which no adapter has."""
     return b"sum %s %s" % (client.peer_id.encode(), key)
 
 

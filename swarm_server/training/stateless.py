@@ -16,10 +16,10 @@ from swarm_server.core.counters import Counters
 
 
 class StatelessPasses:
-    """Runs on the compute thread only. Hidden states come and go on the CPU, in the dtype they came in.
+    """The passes without a session, for the compute thread only. Outputs are on the CPU in the dtype of the inputs.
 
     Attributes:
-        counters: of the positions that go forward.
+        counters: counts of the positions that go forward.
     """
 
     def __init__(self, stack: Stack, patches: Patches) -> None:
@@ -31,7 +31,7 @@ class StatelessPasses:
     def forward(
         self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
     ) -> torch.Tensor:
-        """Hidden states after ``blocks``, [batch, tokens, hidden_size]; nothing is kept."""
+        """Return the hidden states after ``blocks``, [batch, tokens, hidden_size]; keep nothing."""
         require_finite(inputs.hidden, "hidden states")
         with torch.inference_mode():
             return self._run_plain(blocks, inputs, adapter, dropout)
@@ -47,12 +47,13 @@ class StatelessPasses:
         max_bytes: int | None = None,
         counted: set[int] | None = None,
     ) -> tuple[torch.Tensor, Recorded | None]:
-        """``forward``, and what goes back through it to ``inputs.hidden``.
+        """Return what ``forward`` returns, and the recorded pass for the backward to ``inputs.hidden``.
 
         Args:
-            trains_adapter: and to the adapter's tensors over ``blocks``, in the order of ``Adapter.tensors``.
-            max_bytes: of activations; None for the second result if there would be more.
-            counted: addresses of memory that counts already, such as that of earlier rows; grows.
+            trains_adapter: whether the backward also goes to the adapter's tensors over ``blocks``, in the order of
+                ``Adapter.tensors``.
+            max_bytes: the most bytes of activations; the second result is None if there would be more.
+            counted: addresses of memory that is counted already, such as memory of earlier rows; the set grows.
         """
         require_finite(inputs.hidden, "hidden states")
         hidden, permanent = inputs.hidden.requires_grad_(True), self._weight_addresses
@@ -83,7 +84,7 @@ class StatelessPasses:
         *,
         trains_adapter: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of ``inputs.hidden``, and of the adapter's tensors as in ``record``; recomputes the forward."""
+        """Recompute the forward; return gradients of ``inputs.hidden``, and of adapter tensors as in ``record``."""
         _, recorded = self.record(blocks, inputs, adapter, dropout, trains_adapter=trains_adapter)
         assert recorded is not None  # there is no limit
         return recorded.backward(grad)

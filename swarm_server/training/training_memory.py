@@ -1,4 +1,4 @@
-"""What a server remembers so that training computes less: activations of forward passes, transposed weights."""
+"""Memory with which training computes less: activations of forward passes, and transposed weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from swarm_protocol.span import Span
 from swarm_server.blocks.recording import Recorded
 from swarm_server.kv.kv_cache import CacheBudget, Charge
 
-KEPT_S = 120.0  # after which a forward pass without a backward is dropped
-UNUSED_S = 600.0  # after which transposed weights are dropped, if there is no backward pass
-_SHARE = 0.5  # of the cache's room that training may get
-_TRANSPOSED_SHARE = 0.75  # of that
-AT_ONCE_BYTES = 64 << 20  # of weights that one backward pass transposes: meanwhile nobody decodes
+KEPT_S = 120.0  # after this time, a forward pass without a backward pass is dropped
+UNUSED_S = 600.0  # after this time without a backward pass, transposed weights are dropped
+_SHARE = 0.5  # share of the cache's room that training may get
+_TRANSPOSED_SHARE = 0.75  # share of training's room that transposed weights may get
+AT_ONCE_BYTES = 64 << 20  # of weights that one backward pass transposes; decoding waits meanwhile
 
 
 @dataclass(frozen=True)
 class KeptSizes:
-    """What is known of a kept pass, whatever becomes of it.
+    """The sizes of a kept pass, which remain known when the pass is gone.
 
     Attributes:
-        shape: of the hidden states, [batch, tokens, hidden_size].
-        num_rows: of each piece.
+        shape: the shape of the hidden states, [batch, tokens, hidden_size].
+        num_rows: the number of rows of each piece.
     """
 
     shape: tuple[int, ...]
@@ -37,12 +37,12 @@ class KeptSizes:
 
 @dataclass(eq=False)
 class KeptPass:
-    """One request's forward through ``blocks``, in pieces of its rows.
+    """One request's forward pass through ``blocks``, in pieces of its rows.
 
     Attributes:
-        counted: addresses of the memory that counts already.
-        refused: there was no room for a piece, so none is kept.
-        since_s: when it was complete.
+        counted: addresses of memory that is counted already.
+        refused: whether there was no room for a piece, so that no piece is kept.
+        since_s: the time at which the pass was complete.
     """
 
     blocks: Span
@@ -60,9 +60,9 @@ class _Transposed:
 
 
 class TrainingMemory:
-    """Room that sessions leave in the KV cache, at most a part of it, and theirs again when they need it.
+    """The room that sessions leave in the KV cache, up to a share of it. Sessions get it back when they need it.
 
-    From any thread, but for what says that it wants the event loop.
+    Any thread may call the methods, except for methods that must be called on the event loop.
     """
 
     def __init__(
@@ -74,10 +74,11 @@ class TrainingMemory:
         unused_s: float = UNUSED_S,
         at_once_bytes: int = AT_ONCE_BYTES,
     ) -> None:
-        """
+        """Divide the room between transposed weights and passes.
+
         Args:
-            weights: of the hosted blocks.
-            evict: gives up a little of what others keep in the cache; False if there is nothing.
+            weights: the weights of the hosted blocks.
+            evict: gives up a little of what other parts keep in the cache; returns False if nothing is kept.
         """
         self._budget = budget
         self._evict = evict
@@ -86,10 +87,10 @@ class TrainingMemory:
         self._at_once_bytes = at_once_bytes
         max_bytes = int(budget.capacity_bytes * _SHARE)
         self._weights = _fitting(weights, max_bytes * _TRANSPOSED_SHARE)
-        self._max_bytes = max_bytes - sum(weight.transpose_bytes for weight in self._weights)  # of passes
-        self._used_bytes = 0  # by passes, also those that are not complete, or in use
+        self._max_bytes = max_bytes - sum(weight.transpose_bytes for weight in self._weights)  # for passes
+        self._used_bytes = 0  # by passes, including passes that are incomplete or in use
         self._passes: OrderedDict[bytes, KeptPass] = OrderedDict()
-        self._transposed: list[_Transposed] = []  # of the first of the weights
+        self._transposed: list[_Transposed] = []  # the first ones of ``_weights``
         self._sweeping: asyncio.TimerHandle | None = None
         self._resting: asyncio.TimerHandle | None = None  # until the transposed weights are dropped
         self._closed = False
@@ -101,9 +102,9 @@ class TrainingMemory:
 
     @contextmanager
     def keeping(self, blocks: Span) -> Iterator[KeptPass]:
-        """A pass to which pieces are added, and which is forgotten afterwards unless it was kept.
+        """Yield a pass to which pieces are added, and which is dropped afterwards unless it was kept.
 
-        The compute thread may still add one then, if its client has gone: it is refused.
+        If the client has gone, the compute thread may still add a piece afterwards. That piece is refused.
         """
         kept = KeptPass(blocks)
         try:
@@ -114,14 +115,14 @@ class TrainingMemory:
                     self._refuse(kept)
 
     def room(self, kept: KeptPass) -> int:
-        """Bytes that its next piece may take."""
+        """Return the bytes that the next piece of the pass may take."""
         with self._budget.lock:
             if kept.refused or self._closed:
                 return 0
             return max(0, min(self._max_bytes, self._budget.bytes_left) - self._used_bytes)
 
     def add(self, kept: KeptPass, piece: Recorded | None) -> None:
-        """One more piece, if there is room for it: None if there was too little to record it."""
+        """Add a piece if there is room; refuse the pass otherwise. None: there was too little room to record it."""
         with self._budget.lock:
             if piece is None or piece.size_bytes > self.room(kept):
                 return self._refuse(kept)
@@ -134,7 +135,7 @@ class TrainingMemory:
             kept.charges.append(charge)
 
     def keep(self, key: bytes, kept: KeptPass) -> bool:
-        """Keeps a complete pass; False if it was refused. On the event loop."""
+        """Keep a complete pass; return False if it was refused. Only call this on the event loop."""
         with self._budget.lock:
             if kept.refused or self._closed:
                 return False
@@ -146,10 +147,11 @@ class TrainingMemory:
             return True
 
     def look(self, key: bytes, blocks: Span) -> KeptSizes:
-        """The sizes of a pass, which stays where it is, and may be gone at any time: compute threads reclaim room.
+        """Return the sizes of a pass, which stays here. It may vanish at any time: compute threads reclaim room.
 
         Raises:
-            CacheMiss: there is none under this key. RequestRejected: it went through other blocks.
+            CacheMiss: there is no pass under this key.
+            RequestRejected: the pass went through other blocks.
         """
         with self._budget.lock:
             kept = self._passes.get(key)
@@ -163,9 +165,9 @@ class TrainingMemory:
 
     @contextmanager
     def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:
-        """Gives a function that takes the pass, when its turn has come; it is freed afterwards.
+        """Yield a function that takes the pass when its turn has come; the pass is freed at the end of the context.
 
-        The function raises CacheMiss if it is gone by then, or if it is called after that.
+        The function raises CacheMiss if the pass is gone by then, or if the context has ended.
         """
         taken: list[KeptPass] = []
         is_over = False
@@ -195,7 +197,7 @@ class TrainingMemory:
             self._free(self._passes.pop(key))
 
     def _free(self, kept: KeptPass) -> None:
-        """Lets go of its memory, whoever may still hold the pass. Under the lock."""
+        """Release the memory of a pass, even if something still holds the pass. The caller holds the lock."""
         for charge, piece in zip(kept.charges, kept.pieces, strict=True):
             charge.release()
             piece.free()
@@ -217,7 +219,7 @@ class TrainingMemory:
     # ------------------------------------------------------------ weights
 
     def transpose(self) -> None:
-        """Before a backward pass: has it transpose some more weights, if there is room for them. On the event loop."""
+        """Let the next backward pass transpose some more weights, if there is room. Call this on the event loop."""
         with self._budget.lock:
             if self._closed:
                 return
@@ -238,7 +240,7 @@ class TrainingMemory:
         self._resting = asyncio.get_running_loop().call_later(self._unused_s, self._drop_transposed)
 
     def _drop_transposed(self) -> bool:
-        """Whether there was anything to drop."""
+        """Drop all transposed weights; return whether there were any."""
         with self._budget.lock:
             dropped, self._transposed = self._transposed, []
             for transposed in dropped:
@@ -250,7 +252,7 @@ class TrainingMemory:
     # ------------------------------------------------------------ room
 
     def reclaim(self) -> bool:
-        """Gives up a little, the oldest first; False if there is nothing."""
+        """Give up a little memory, the oldest pass first; return False if nothing is left."""
         with self._budget.lock:
             if self._passes:
                 self._drop(next(iter(self._passes)))
@@ -258,7 +260,7 @@ class TrainingMemory:
             return self._drop_transposed()
 
     def close(self) -> None:
-        """Drops everything, and keeps nothing any more. On the event loop."""
+        """Drop everything, and keep nothing from now on. Only call this on the event loop."""
         with self._budget.lock:
             self._closed = True
             for key in list(self._passes):
@@ -271,7 +273,7 @@ class TrainingMemory:
 
 
 def _fitting(weights: Sequence[Int8Weight], max_bytes: float) -> list[Int8Weight]:
-    """As many as have room transposed."""
+    """Return the weights whose transposes fit together into ``max_bytes``."""
     fitting, size_bytes = [], 0
     for weight in weights:
         if weight.transpose_bytes and size_bytes + weight.transpose_bytes <= max_bytes:

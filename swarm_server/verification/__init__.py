@@ -1,1 +1,1 @@
-"""Whether others answer wrongly over the blocks that are hosted here, and who is told."""
+"""Judgement of other servers' answers over the blocks that are hosted here, and publication of the evidence."""

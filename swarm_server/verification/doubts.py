@@ -1,4 +1,4 @@
-"""Servers that clients doubt without proof, for as long as a doubt counts."""
+"""The record of servers that clients doubt without proof, each for as long as a doubt counts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Callable
 from swarm_protocol.net.shares import Caller
 
 _LASTS_S = 3600.0
-_MAX_OF_A_CALLER = 4  # servers that one caller doubts at a time
+_MAX_OF_A_CALLER = 4  # servers that one caller may doubt at a time
 _MAX_KNOWN = 1024
 
 
 class Doubts:
-    """The doubts of this server's clients, none of which anybody can check.
+    """The doubts of this server's clients, none of which can be checked.
 
-    An address counts once for each server, and may doubt few servers at a time; callers without one count as one.
-    Beyond ``_MAX_KNOWN`` the oldest doubt is forgotten.
+    An address counts once for each server, and may doubt only few servers at a time; callers without an address
+    count as one. Beyond ``_MAX_KNOWN`` doubts, the oldest one is dropped.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """``clock`` gives seconds."""
+        """Create an empty record; ``clock`` returns seconds."""
         self._clock = clock
         self._told_s: OrderedDict[tuple[str, str], float] = OrderedDict()  # by address and doubted server, oldest first
 
     def add(self, peer_id: str, client: Caller) -> None:
-        """Note that the client doubts this server; a caller that doubts too many servers is not heard."""
+        """Note that the client doubts this server; ignore a caller that already doubts too many servers."""
         self._forget_old()
         key = client.address, peer_id
         if key not in self._told_s and sum(other == key[0] for other, _ in self._told_s) >= _MAX_OF_A_CALLER:
@@ -37,9 +37,9 @@ class Doubts:
             self._told_s.popitem(last=False)
 
     def doubted(self) -> list[str]:
-        """Return the peer ids of the doubted servers, those that the most callers doubt first.
+        """Return the peer ids of the doubted servers, first the one with the most doubting callers.
 
-        Of equals any comes first: nobody can keep others out by being early.
+        The order of equals is random, so that nobody can keep others out by being early.
         """
         self._forget_old()
         peer_ids = [peer_id for _, peer_id in self._told_s]

@@ -1,4 +1,4 @@
-"""Finds out whether other servers answer wrongly over the blocks that are hosted here, and publishes the evidence."""
+"""Judgement of other servers' answers over the blocks hosted here, and publication of the evidence."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from swarm_server.sessions.services import SpanServices
 from swarm_server.verification.doubts import Doubts
 from swarm_server.verification.liars import Liars
 
-_MAX_KNOWN = 4096  # accusations that were judged
-_MAX_READ = 8  # new ones of others, at a time
+_MAX_KNOWN = 4096  # judged accusations to remember
+_MAX_READ = 8  # accusations of others to judge at a time
 _logger = logging.getLogger(__name__)
 
 
 class Judge:
-    """What one server knows of others' wrong answers. It believes what it has computed itself."""
+    """One server's judgement of other servers' answers. It trusts only results that it has computed itself."""
 
     def __init__(
         self,
@@ -42,14 +42,15 @@ class Judge:
         liars: Liars,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
+        """Create a judge.
+
         Args:
-            services: those of the blocks that are hosted at present.
-            record: of this server, as it is now.
+            services: returns the services of the blocks hosted at present.
+            record: returns this server's present record.
             routed: whether the model's blocks choose among experts.
-            token: of a member of a private swarm.
-            liars: told of those that were shown to answer wrongly.
-            clock: Unix time in seconds.
+            token: the token of a member of a private swarm.
+            liars: the list to which servers with proven wrong answers are added.
+            clock: returns Unix time in seconds.
         """
         self._services = services
         self._record = record
@@ -60,13 +61,13 @@ class Judge:
         self._liars = liars
         self._doubts = Doubts(clock)
         self._publishing: asyncio.Task[None] | None = None
-        self._known: OrderedDict[bytes, bool] = OrderedDict()  # digests of what was judged, and how
+        self._known: OrderedDict[bytes, bool] = OrderedDict()  # digests of judged evidence, and the verdicts
 
     async def judge(self, message: pb.Evidence, client: Caller) -> bool:
-        """Whether the evidence shows that a server has answered wrongly; computing it is work for ``client``.
+        """Return whether the evidence shows a wrong answer of a server; the computation counts as work for ``client``.
 
         Raises:
-            RequestRejected: it is no evidence, or about other blocks than those hosted here.
+            RequestRejected: the message is not valid evidence, or is about other blocks than those hosted here.
             PeerBusy: too much work waits.
         """
         key = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
@@ -86,15 +87,15 @@ class Judge:
             statement = evidence.statement
             _logger.warning("server %s answers wrongly over blocks %s", short_id(statement.peer_id), statement.span)
             self._liars.add(evidence)
-            if self._publishing is None or self._publishing.done():  # who comes meanwhile is published later
+            if self._publishing is None or self._publishing.done():  # else it is published later
                 self._publishing = asyncio.ensure_future(self.publish())
         return shown
 
     async def doubt(self, peer_id: str, client: Caller) -> None:
-        """Publish from now on, for a while, that the client doubts a server.
+        """Publish for a while that the client doubts a server.
 
         Raises:
-            RequestRejected: it is no other server of this swarm.
+            RequestRejected: the peer is not another server of this swarm, or no blocks are hosted at present.
         """
         services = self._services()
         if services is None:
@@ -103,7 +104,7 @@ class Judge:
         self._doubts.add(peer_id, client)
 
     async def judge_others(self) -> None:
-        """Judges what other servers have published."""
+        """Judge the evidence that other servers have published."""
         own, published = self._record().peer_id, await self._accusations.read()
         others = [found for publisher, said in published if publisher != own for found in said.evidence]
         for message in others[:_MAX_READ]:
@@ -115,13 +116,13 @@ class Judge:
             await asyncio.wait([self._publishing])
 
     async def publish(self) -> None:
-        """What this server has found itself, until it has expired, and whom its clients doubt."""
+        """Publish unexpired evidence that this server has verified, and the servers that its clients doubt."""
         messages, doubted = self._liars.evidence(), self._doubts.doubted()
         if (messages or doubted) and not await self._accusations.publish(messages, doubted, self._token):
             _logger.info("the swarm did not take this server's accusations; trying again later")
 
     async def _is_shown(self, evidence: Evidence, client: Caller) -> bool:
-        """Raises RequestRejected."""
+        """Compute the outputs and compare. Raise RequestRejected if the evidence is not about the hosted blocks."""
         services, own, statement = self._services(), self._record(), evidence.statement
         if services is None or not (own.span.start <= statement.span.start and statement.span.end <= own.span.end):
             raise RequestRejected("evidence is about other blocks than this server hosts")
@@ -136,8 +137,8 @@ class Judge:
         return excess is not None and excess >= 1
 
     async def _check_accused(self, peer_id: str, services: SpanServices) -> None:
-        """Raises RequestRejected."""
+        """Raise RequestRejected if the accused is this server, or not a server of this swarm."""
         if peer_id == self._record().peer_id:
             raise RequestRejected("evidence is about this server itself")
-        if len(peer_id) > MAX_NAME_CHARS or not await services.neighbours.knows(peer_id):  # which may take seconds
+        if len(peer_id) > MAX_NAME_CHARS or not await services.neighbours.knows(peer_id):  # may take seconds
             raise RequestRejected("evidence is about a peer that is no server of this swarm")

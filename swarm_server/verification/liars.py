@@ -1,4 +1,4 @@
-"""Servers that are known to answer wrongly, for as long as the evidence counts."""
+"""The record of servers that are known to answer wrongly, each for as long as its evidence counts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MAX_KNOWN = 256
 
 
 class Liars:
-    """By peer id, with the last evidence against each. Beyond ``_MAX_KNOWN`` the oldest is forgotten."""
+    """The servers that answer wrongly, with the last evidence against each; at most ``_MAX_KNOWN``, the newest."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """``clock`` gives Unix time in seconds."""
+        """Create an empty record; ``clock`` returns Unix time in seconds."""
         self._clock = clock
-        self._shown: OrderedDict[str, tuple[float, pb.Evidence]] = OrderedDict()  # until when it counts
+        self._shown: OrderedDict[str, tuple[float, pb.Evidence]] = OrderedDict()  # with its expiry time
 
     def __contains__(self, peer_id: object) -> bool:
         known = self._shown.get(str(peer_id))
@@ -32,7 +32,7 @@ class Liars:
             self._shown.popitem(last=False)
 
     def evidence(self) -> list[pb.Evidence]:
-        """One for each of them, the last one at the end."""
+        """Return the evidence against each server, the most recent last."""
         for peer_id in [peer_id for peer_id in self._shown if peer_id not in self]:
             del self._shown[peer_id]
         return [message for _, message in self._shown.values()]

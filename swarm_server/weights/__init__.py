@@ -1,1 +1,1 @@
-"""The checkpoint's files given to others: what is offered, and how fast it is sent."""
+"""Distribution of the checkpoint's files to other members: which files are offered, and how fast they are sent."""

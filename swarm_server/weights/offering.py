@@ -1,4 +1,4 @@
-"""What a server offers of its checkpoint to members that have none, and how fast it sends that."""
+"""The files that a server offers to members that lack them, and the rate at which it sends them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from swarm_protocol.sharing.swarm_files import SwarmFiles
 from swarm_protocol.streams.limits import Budget, Places
 from swarm_protocol.wire.constants import MIB, PART_BYTES
 
-_MAX_SENT, _MAX_SENT_TO_ONE = 16, 4  # pieces at a time
-_SENT_BYTES = MIB // 4  # of a piece, at a time: a session's step waits for no more
-_SHARE_OF_LINE = 0.5  # while sessions compute
-_UNMEASURED_BYTES_PER_S = 4e6  # of a line that was not measured
+_MAX_SENT, _MAX_SENT_TO_ONE = 16, 4  # pieces sent at a time
+_SENT_BYTES = MIB // 4  # of a piece that are sent at a time: a session's step waits for no more
+_SHARE_OF_LINE = 0.5  # of the bandwidth, while sessions compute
+_UNMEASURED_BYTES_PER_S = 4e6  # while sessions compute, if the bandwidth was not measured
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What else the server does with its line.
+    """The other use of the server's bandwidth.
 
     Attributes:
-        has_sessions: some session has computed within the last second.
-        line_bytes_per_s: as it was measured; 0: it was not.
+        has_sessions: whether some session has computed within the last second.
+        line_bytes_per_s: the measured bandwidth; 0 if it was not measured.
     """
 
     has_sessions: bool = False
@@ -43,7 +43,7 @@ class Load:
 
 
 def rate_beside(load: Load) -> float:
-    """Return how many bytes per second may be sent: all that is possible, or a share of the line beside sessions."""
+    """Return how many bytes per second may be sent: no limit without sessions, else a share of the bandwidth."""
     if not load.has_sessions:
         return inf
     return _SHARE_OF_LINE * load.line_bytes_per_s or _UNMEASURED_BYTES_PER_S
@@ -51,18 +51,18 @@ def rate_beside(load: Load) -> float:
 
 @dataclass(frozen=True)
 class _Offered:
-    """Some files of this machine: where they are, and when they were last changed."""
+    """The offered files of this machine, with their paths and their times of change."""
 
     manifest: Manifest
     paths: Mapping[str, tuple[Path, int]] = field(default_factory=dict)  # by name, with the time of change in ns
 
 
 class Offering:
-    """The files that members may have from this server. Used on one event loop.
+    """The files that members may get from this server. Used on one event loop only.
 
     Attributes:
-        digest: of the manifest; empty while nothing is offered.
-        sent_bytes: in all.
+        digest: the digest of the manifest; empty while nothing is offered.
+        sent_bytes: the bytes sent in all.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Offering:
         *,
         public_only: bool = False,
     ) -> None:
-        """``rate``: bytes per second; None: see ``rate_beside``; 0: nothing is offered.
+        """Create an offering; ``rate`` is in bytes per second: None means ``rate_beside``, 0 offers nothing.
 
-        ``public_only``: a model on the hub is offered only if the hub gives it to anybody.
+        If ``public_only``, a model on the hub is offered only if the hub gives it to anybody.
         """
         self._checkpoint = checkpoint
         self._rate, self._load, self._public_only = rate, load, public_only
         self._stopped = False
         self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
         self._offered: _Offered | None = None
-        self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # by digest: wherever these bytes are
+        self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # the places of these bytes, by digest
         self._budget = Budget()
         self._places = Places("pieces of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
         self._offers = Places("offers of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
@@ -97,14 +97,14 @@ class Offering:
         return self._budget.num_bytes
 
     async def refresh(self) -> None:
-        """Find out what there is to offer: the files are read once, in the background, with the lowest priority."""
+        """Find the files to offer; they are read once, in the background, with the lowest priority."""
         if self._rate == 0:
             return
         with ThreadPoolExecutor(1, initializer=lower_priority) as thread:
             try:
                 found = await asyncio.get_running_loop().run_in_executor(thread, self._find)
             except asyncio.CancelledError:
-                self._stopped = True  # the thread is waited for
+                self._stopped = True  # makes the thread end, which the context waits for
                 raise
             except (OSError, CheckpointError) as error:
                 _logger.warning("weights are not offered to others: %s", error)
@@ -126,7 +126,7 @@ class Offering:
         )
 
     def _find(self) -> _Offered | None:
-        """None: nothing can be offered."""
+        """Return the files to offer, or None if nothing can be offered."""
         files = self._checkpoint.files
         if isinstance(files, SwarmFiles):
             return _Offered(files.store.manifest)
@@ -140,7 +140,7 @@ class Offering:
             return None
         paths = {}
         for name in (*SMALL_FILES, *self._checkpoint.weight_files):
-            if self._stopped:  # each may take a request to the hub
+            if self._stopped:  # each file may take a request to the hub
                 return None
             path = files.local(name) if may_be_shared(name) else None
             if path is not None and path.stat().st_size:
@@ -153,7 +153,7 @@ class Offering:
     # ------------------------------------------------------------ for members
 
     async def parts(self, caller: Caller) -> AsyncGenerator[bytes, None]:
-        """The serialised offer. Raises RequestRejected if there is none, PeerBusy."""
+        """Yield the serialised offer. Raise RequestRejected if there is none, PeerBusy if too many are being sent."""
         offered = self._require()
         with self._offers.taken(caller):
             held = {file.key: await self._held(offered, file) for file in offered.manifest.files}
@@ -163,9 +163,9 @@ class Offering:
                 yield data[at : at + PART_BYTES]
 
     async def piece(self, caller: Caller, digest: bytes) -> AsyncGenerator[bytes, None]:
-        """A piece by its SHA-256. Raises RequestRejected if it is not offered, PeerBusy."""
+        """Yield a piece, by its SHA-256. Raise RequestRejected if it is not offered, PeerBusy if too many are sent."""
         offered = self._require()
-        # Each piece gets twice the least speed: members give up slower ones, and other traffic comes between.
+        # Each piece gets twice the minimum speed: members give up slower ones, and other traffic interferes.
         most = max(1, int(min(_MAX_SENT, self._bytes_per_s() / (2 * LEAST_BYTES_PER_S))))
         if self._places.num_taken >= most:
             raise PeerBusy(f"there are {most} pieces of weights being sent already")
@@ -210,7 +210,7 @@ class Offering:
 
 
 def _read(path: Path, offset: int, size_bytes: int) -> bytes:
-    """Raises RequestRejected if the file was removed or shortened: asking again does not help."""
+    """Read the bytes. Raise RequestRejected if the file was removed or shortened, because a retry would not help."""
     try:
         with path.open("rb", buffering=0) as opened:
             data = os.pread(opened.fileno(), size_bytes, offset)

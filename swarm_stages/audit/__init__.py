@@ -1,1 +1,1 @@
-"""Answers of a stage's peers, computed again by their mates: who has computed wrongly is found and excluded."""
+"""The audits of answers: other peers of a stage compute some answers again, and exclude a peer that is wrong."""

@@ -1,4 +1,4 @@
-"""What a peer has answered at this step, as far as it takes to sign it: two digests of each answer."""
+"""The newest answers of a peer: two digests of each, which is all that a signed statement needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from swarm_stages.audit.statements import answer_digest, read_answer, request_digest
 from swarm_stages.pb import stages_pb2 as pb
 
-_MOST = 8192
+_MOST = 8192  # answers that are kept
 
 
 @dataclass(frozen=True)
 class Given:
-    """``request``, ``answer``: digests, see ``Statement``."""
+    """The digests of one request and its answer, see ``Statement``."""
 
     work: pb.Work
     request: bytes
@@ -24,7 +24,7 @@ class Given:
 
 
 class Answers:
-    """The newest of them. ``note`` is called for one answer at a time by any thread, the rest on the event loop."""
+    """A peer's newest answers. Any thread may call ``note``, which adds one answer; ``given`` is for the event loop."""
 
     def __init__(self) -> None:
         self._given: OrderedDict[tuple[str, bytes, bool], Given] = OrderedDict()
@@ -38,7 +38,7 @@ class Answers:
         *,
         is_backward: bool,
     ) -> None:
-        """``tensors``: of the request, by field, as they have arrived."""
+        """Add one answer. ``tensors``: the request's tensors by field, with the values that arrived over the wire."""
         answer = answer_digest(read_answer(work.reply_form, replies))
         self._given[trainer, _key(work.micro_batch), is_backward] = Given(work, request_digest(tensors), answer)
         while len(self._given) > _MOST:

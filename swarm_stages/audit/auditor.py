@@ -1,9 +1,10 @@
-"""Has some of the answers that a trainer gets computed by other peers too, before anything comes of them.
+"""The auditor of a trainer: other peers compute some of a trainer's answers again before the trainer uses them.
 
-Which ones is drawn after the answer. If two peers disagree, others of the stage are asked until more than half of those
-who were asked say the same. Who said something else is avoided from then on, and accused before its mates, who compute
-the same again and exclude it. Of two peers nobody can say who is wrong: neither answer is used, both peers are left
-alone for a while, and all that they answer after it is audited.
+The draw of which answers to audit comes after the answer. If two peers disagree, the auditor asks more peers of the
+stage until more than half of all that were asked agree. It then avoids each peer with another answer, and accuses that
+peer before its mates (the other peers of its stage). The mates compute the same work again and exclude the peer. If no
+majority is found, as with two peers, it is unknown which one is wrong. No answer is used then, all these peers are
+avoided for a while, and all their later answers are audited.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 
 R = TypeVar("R", Tensor, BackwardReply)
-_TRIES, _RETRY_S = 3, 0.5  # of an accusation
-_UNSIGNED = 3  # answers in a row that a peer does not sign: it may have died, or moved; more often is no accident
+_TRIES, _RETRY_S = 3, 0.5  # attempts to accuse a peer before one mate, and the pause between them
+_UNSIGNED = 3  # consecutive unsigned answers after which a peer is avoided; fewer prove nothing, as peers die or move
 _logger = logging.getLogger(__name__)
 
 
@@ -52,7 +53,7 @@ Look = Callable[[], Stages]
 
 
 class Asker(Protocol):
-    """See ``Asking`` of the trainer."""
+    """The interface of ``Asking`` in the trainer."""
 
     async def ask(
         self,
@@ -66,14 +67,14 @@ class Asker(Protocol):
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """Raises ValueError if a setting is out of its range.
+    """The settings of audits. Raises ValueError if a setting is out of its range.
 
     Attributes:
-        share: of all answers, which are audited.
-        precision: in which peers compute.
-        activations, gradients: how they travel.
-        suspicion_s: that peers of whom nobody can say who is wrong are left alone.
-        timeout_s: for a signature, and for the judgement of a mate.
+        share: the fraction of all answers that is audited, above 0 and up to 1.
+        precision: the precision in which peers compute.
+        activations, gradients: the wire forms in which they travel.
+        suspicion_s: the time for which peers are avoided if it is unknown which of them is wrong.
+        timeout_s: the time limit for a signature, and for the judgement of a mate.
     """
 
     share: float
@@ -99,11 +100,11 @@ class _Witness:
 
 
 class Auditor:
-    """All on one event loop.
+    """A trainer's auditor. All its methods are for one event loop.
 
     Attributes:
-        num_audits: answers that were computed by others too.
-        convicted: ids of peers that have answered wrongly, as mates of theirs have confirmed.
+        num_audits: the number of audits that have begun.
+        convicted: the ids of peers that answered wrongly, each confirmed by at least one mate.
     """
 
     def __init__(
@@ -115,19 +116,19 @@ class Auditor:
         client: AuditClient,
         draw: Callable[[], float] | None = None,
     ) -> None:
-        """``look``: the living peers of each stage; ``asker``: asks those whom it is shown. ``draw``: uniform in
-        [0, 1), which nobody else can foresee; None: by the system's random numbers."""
+        """Set up the auditor. ``look``: returns the living peers of each stage. ``asker``: makes an ``Asker`` for a
+        look. ``draw``: returns an unpredictable number, uniform in [0, 1); None: the system's random numbers."""
         self._config, self._run, self._look, self._asker, self._client = config, run, look, asker, client
         self._draw = draw or random.SystemRandom().random
         self._asking = asker(self.allowed)
         self._avoided_until_s: dict[str, float] = {}
-        self._disputed: set[str] = set()  # whatever they answer is audited
+        self._disputed: set[str] = set()  # every answer of these peers is audited
         self._unsigned: Counter[str] = Counter()
         self.num_audits = 0
         self.convicted: set[str] = set()
 
     def allowed(self) -> Stages:
-        """Those whom the trainer may ask now."""
+        """Return the peers of each stage that the trainer may ask now."""
         now = asyncio.get_running_loop().time()
         avoided = {peer_id for peer_id, until_s in self._avoided_until_s.items() if until_s > now}
         return _without(self._present(), avoided)
@@ -142,7 +143,7 @@ class Auditor:
         call: Callable[[Progress, float], Awaitable[R]],
         kept_by: str | None = None,
     ) -> tuple[R, Progress]:
-        """The answer, and who gave it; see ``Asking.ask``. ``call``: asks one peer for what ``asked`` says."""
+        """Return the answer and the peer that gave it, see ``Asking.ask``. ``call`` sends the request to one peer."""
         which = asked.which
         while True:
             reply, peer = await self._asking.ask(which.stage, which.moment, kind, call, kept_by)
@@ -159,7 +160,7 @@ class Auditor:
         answer: Answer,
         peer: Progress,
     ) -> bool:
-        """Whether others have computed the same, or there are none. If not, what follows from it has been done."""
+        """Return whether others confirm the answer, or none can check it. Avoid or convict peers that disagree."""
         if not self._others(asked, {peer.peer_id}):
             return True
         self.num_audits += 1
@@ -175,7 +176,7 @@ class Auditor:
             try:
                 asker = self._asker(partial(self._only, asked, frozenset(others)))
                 reply, other = await asker.ask(asked.which.stage, asked.which.moment, kind, call)
-            except SwarmError as error:  # of those who were asked, not of the request
+            except SwarmError as error:  # the fault of the peers that were asked, not of the request
                 _logger.debug("stage %d: nobody else computes %s: %s", asked.which.stage, asked.which, error)
                 seen |= others
                 continue
@@ -196,7 +197,7 @@ class Auditor:
         return False
 
     def _others(self, asked: Asked, seen: Collection[str]) -> set[str]:
-        """Who may tell, those too that are left alone: what they say is compared."""
+        """Return the ids of other peers at this moment. Avoided peers are included: their answers are only compared."""
         peers: Sequence[Member] = self._present()[asked.which.stage]
         at = {peer.peer_id for peer in peers if peer.moment == asked.which.moment and peer.address}
         return at.difference(seen)
@@ -208,7 +209,7 @@ class Auditor:
     async def _witness(
         self, asked: Asked, answer: Answer, peer: Progress, seed: bytes, *, withdraws: bool
     ) -> _Witness | None:
-        """With its signature; None if it does not give it, which it may do now and then."""
+        """Return the peer's answer and signature; None if the peer does not sign, which may happen now and then."""
         try:
             evidence = await self._client.attest(peer, asked, answer, seed, self._config.timeout_s, withdraws=withdraws)
         except SwarmError as error:
@@ -240,7 +241,7 @@ class Auditor:
         self._disputed |= set(peer_ids)
 
     async def _convict(self, asked: Asked, wrong: _Witness) -> None:
-        """Has its mates judge; it is not asked meanwhile."""
+        """Let the mates of a peer judge its answer. The trainer does not ask the peer meanwhile."""
         if wrong.peer_id in self.convicted:
             return
         self._suspect([wrong.peer_id])

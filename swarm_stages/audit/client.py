@@ -1,4 +1,4 @@
-"""A trainer's calls for audits: of who has answered, and of those who shall judge."""
+"""A trainer's calls for audits: to the peer that has answered, and to the mates that judge its answer."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a peer has signed of its answer."""
+    """The statement that a peer has signed about its answer, with the signed message."""
 
     statement: Statement
     signed: ledger_pb.SignedByPeer
 
 
 class AuditClient:
-    """Calls raise PeerError, RequestRejected or AccessDenied, as those of ``StagesClient``."""
+    """A trainer's client for audits. Calls raise PeerError, RequestRejected or AccessDenied, as in ``StagesClient``."""
 
     def __init__(self, network: GrpcNetwork, client: StagesClient) -> None:
         self._network, self._client = network, client
@@ -57,9 +57,9 @@ class AuditClient:
     async def attest(
         self, peer: Progress, asked: Asked, answer: Answer, seed: bytes, timeout_s: float, *, withdraws: bool
     ) -> Evidence:
-        """``answer``: what this peer has answered.
+        """Return the peer's signed statement about ``answer``, which the same peer has given.
 
-        Raises BadReply if what it signs is not about this request and this answer: then it is no evidence."""
+        Raises BadReply if the statement is about another request or answer, since it is no evidence then."""
         request = audit_pb.AttestRequest(
             micro_batch=self._client.named(asked.which),
             is_backward=asked.is_backward,
@@ -90,7 +90,7 @@ class AuditClient:
         return Evidence(statement, reply.statement)
 
     async def accuse(self, mate: Progress, asked: Asked, answer: Answer, evidence: Evidence, timeout_s: float) -> bool:
-        """Whether the mate excludes who has answered so."""
+        """Return whether the mate upholds the accusation, and excludes the peer that gave this answer."""
         stub = AuditsStub(await self._network.channel(mate))  # type: ignore[no-untyped-call]
         async with answering(mate, timeout_s):
             call = stub.Accuse(self._accusation(asked, answer, evidence))
@@ -122,7 +122,7 @@ class AuditClient:
 
 
 def answer_of(reply: Tensor | BackwardReply) -> Answer:
-    """``reply``: of ``StagesClient.forward`` or ``backward``."""
+    """Return the answer in a reply of ``StagesClient.forward`` or ``backward``."""
     if isinstance(reply, Tensor):
         return Answer(reply)
     return Answer(reply.grad, reply.loss_sum, reply.num_tokens)

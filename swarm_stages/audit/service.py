@@ -1,4 +1,4 @@
-"""The gRPC service of a stage peer for audits: it signs what it has answered, and checks what mates have signed."""
+"""The gRPC service for audits: a stage peer signs its own answers, and checks the signed answers of its mates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
-    """See ``Accumulator``."""
+    """The interface of ``Accumulator`` that audits need."""
 
     def pending(self, m: int, trainer: str) -> Sequence[Tensor] | None: ...
 
@@ -43,7 +43,7 @@ class Pending(Protocol):
 
 
 class Mates(Protocol):
-    """Of a peer of a stage, see ``TrainingPeer``."""
+    """The interface of ``TrainingPeer`` to the mates of a stage peer."""
 
     def banned(self) -> frozenset[str]: ...
 
@@ -52,11 +52,11 @@ class Mates(Protocol):
 
 @dataclass(frozen=True)
 class Witness:
-    """The peer that is asked.
+    """The stage peer that signs and checks answers.
 
     Attributes:
-        precision: in which it computes.
-        answers: what it has answered.
+        precision: the precision in which the peer computes.
+        answers: the answers that the peer has given.
     """
 
     host: StageHost
@@ -71,7 +71,7 @@ class AuditService(AuditsServicer):
     def __init__(
         self, run: str, witness: Witness, limits: Limits | None = None, access: AccessControl | None = None
     ) -> None:
-        """As ``StagesService``."""
+        """Set up the service. The arguments are those of ``StagesService``."""
         self._run = run
         self._witness = witness
         self._limits = limits or Limits()
@@ -79,7 +79,7 @@ class AuditService(AuditsServicer):
         self._room = Room(self._limits)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Of a server that has not started."""
+        """Add the service to a server that has not started."""
         add_AuditsServicer_to_server(self, server)  # type: ignore[no-untyped-call]
 
     async def Attest(self, request: audit_pb.AttestRequest, context: _Context) -> audit_pb.AttestReply:
@@ -128,7 +128,7 @@ class AuditService(AuditsServicer):
         return audit_pb.AccuseReply(is_upheld=is_upheld)
 
     async def _statement(self, trainer: str, request: audit_pb.AttestRequest) -> Statement:
-        """Raises PeerMoved if nothing is known of such an answer, or its gradient is not pending any more."""
+        """Return the statement. Raises PeerMoved if the answer is unknown, or its gradient is not pending any more."""
         if len(request.seed) != SEED_BYTES:
             raise RequestRejected(f"a seed has {len(request.seed)} bytes: expected {SEED_BYTES}")
         which = request.micro_batch
@@ -152,8 +152,9 @@ class AuditService(AuditsServicer):
         )
 
     async def _checked(self, message: audit_pb.AccuseRequest) -> Statement:
-        """Raises RequestRejected if this is no statement of another peer about this stage, PeerMoved if it is one about
-        another step."""
+        """Return the statement in a message.
+
+        Raises RequestRejected if it is invalid or this peer's own, PeerMoved if it is about another stage or step."""
         try:
             statement = await asyncio.to_thread(Statement.read, message.statement)
         except ValueError as error:
@@ -168,7 +169,7 @@ class AuditService(AuditsServicer):
     async def _is_wrong(
         self, statement: Statement, tensors: dict[str, Tensor], replies: Sequence[pb.ComputeReply]
     ) -> bool:
-        """Whether this peer computes something else than what was signed.
+        """Return whether this peer computes something else than what was signed.
 
         Raises RequestRejected if the signature is not of this request and this answer."""
         work = statement.work

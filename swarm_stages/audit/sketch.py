@@ -1,8 +1,8 @@
-"""A few numbers in place of a gradient, which tell it from another one.
+"""Sketches of gradients: 256 numbers that distinguish one gradient from another.
 
-Element i is added, with a random sign, to number i mod 256 (a count sketch: Charikar et al., 2002). The squared norm of
-a sketch is that of the gradient on average, and sketches are linear: the distance of two sketches is that of the
-gradients, give or take a tenth. Who does not know the seed cannot make another gradient with the same sketch.
+Element i is added, with a random sign, to number i mod 256 (a count sketch: Charikar et al., 2002). On average, the
+squared norm of a sketch is that of the gradient. Sketches are linear: the distance of two sketches is that of the
+gradients, give or take a tenth. Without the seed, another gradient with the same sketch cannot be made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 BUCKETS = 256
 SEED_BYTES = 16
-_CHUNK = 1 << 20  # elements that are float64 at a time; a multiple of BUCKETS
+_CHUNK = 1 << 20  # elements that are converted to float64 at a time; a multiple of BUCKETS
 
 
 def sketch(gradients: Iterable[Tensor], seed: bytes) -> tuple[float, ...]:
-    """Of all tensors one after the other, each beginning at number 0; [256] float64. ``seed``: 16 bytes.
+    """Return the sketch, [256] float64, of tensors of any shape, each beginning at number 0. ``seed``: 16 bytes.
 
     NumPy promises that Philox (Salmon et al., 2011) gives the same bits everywhere.
     """
@@ -36,13 +36,13 @@ def sketch(gradients: Iterable[Tensor], seed: bytes) -> tuple[float, ...]:
 
 
 def _signs(bits: np.random.Philox, count: int) -> np.ndarray:
-    """[count] of −1 and 1."""
+    """Return signs, [count] of −1 and 1."""
     raw = bits.random_raw(-(-count // 64)).astype("<u8").view(np.uint8)
     return 1.0 - 2.0 * np.unpackbits(raw, count=count)
 
 
 def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """‖one − other‖ / max(‖one‖, ‖other‖); 0 if both vanish, infinity if they are of different lengths."""
+    """Return ‖one − other‖ / max(‖one‖, ‖other‖): 0 if both vanish, infinity if their lengths differ."""
     if len(one) != len(other):
         return math.inf
     largest = max(math.hypot(*one), math.hypot(*other))
@@ -50,7 +50,7 @@ def relative_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def relative_distance(one: Tensor, other: Tensor) -> float:
-    """The same of two tensors."""
+    """Return the same measure of two tensors of any shape: infinity if their shapes differ."""
     if one.shape != other.shape:
         return math.inf
     first, second = one.double(), other.double()

@@ -1,4 +1,4 @@
-"""What a peer signs of an answer that it has given, so that others can check it."""
+"""The statement that a peer signs about an answer it has given, so that other peers can check the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_STATEMENT_BYTES = 8192
 
 @dataclass(frozen=True)
 class Statement:
-    """See ``stages_audit.proto``; ``peer_id``: of who has signed it."""
+    """A peer's statement about one answer, see ``stages_audit.proto``. ``peer_id``: the peer that has signed it."""
 
     peer_id: str
     work: pb.Work
@@ -39,7 +39,7 @@ class Statement:
 
     @classmethod
     def read(cls, signed: ledger_pb.SignedByPeer) -> Statement:
-        """Raises ValueError if it is none, or its signature is wrong."""
+        """Return the statement in a signed message. Raises ValueError if there is none, or its signature is wrong."""
         peer_id = signer_of(Kind.STATEMENT, signed)
         message = parsed(audit_pb.Statement, signed.content, MAX_STATEMENT_BYTES)
         sketch = tuple(message.sketch)
@@ -62,7 +62,7 @@ class Statement:
 
 
 def request_digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """``tensors``: as they arrive, by the names of their fields."""
+    """Return the SHA-256 of a request. ``tensors``: the tensors by field, with the values that arrive at the peer."""
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         hasher.update(f"{name}:".encode())
@@ -71,7 +71,7 @@ def request_digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def answer_digest(answer: Answer) -> bytes:
-    """Of an answer as it arrives."""
+    """Return the SHA-256 of an answer with the values that arrive at the trainer."""
     hasher = hashlib.sha256(f"{answer.loss_sum.hex()} {answer.num_tokens}:".encode())
     if answer.tensor is not None:
         _add(hasher, answer.tensor)
@@ -79,7 +79,7 @@ def answer_digest(answer: Answer) -> bytes:
 
 
 def arrived(form: pb.Form, tensor: Tensor) -> Tensor:
-    """A tensor as it is on the other side of the wire."""
+    """Return a tensor of the same shape, with the values that arrive on the other side of the wire."""
     if not tensor.is_floating_point():
         return tensor
     wire, parts = encode_as(form, tensor)
@@ -90,12 +90,12 @@ def arrived(form: pb.Form, tensor: Tensor) -> Tensor:
 
 
 def evidence_form(form: pb.Form) -> pb.Form:
-    """In which an answer that came in ``form`` is shown to others, exactly."""
+    """Return the form in which an answer that came in ``form`` is shown to other peers without loss."""
     return pb.FP64 if form == pb.FP64 else pb.FP32
 
 
 def read_answer(form: pb.Form, replies: Iterable[pb.ComputeReply]) -> Answer:
-    """Raises RequestRejected if they are no complete answer in this form."""
+    """Return the answer in these replies. Raises RequestRejected if they are not a complete answer in this form."""
 
     def begin(_: str, wire: wire_pb.Tensor) -> Assembler:
         check_header(form, wire)

@@ -1,4 +1,4 @@
-"""What two peers have answered to the same request: whether it is the same, and who is wrong. Pure, but for tensors."""
+"""The comparison of peers' answers to one request: which agree, and which are wrong. Pure functions of tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from swarm_stages.audit.sketch import relative_difference, relative_distance
 
-_TOLERANCES = {"fp32": 1e-2, "bf16": 1e-1}  # by precision of computing: threads and processors change 1e-7 or 1e-2
-_WIRE = {"int8": 3e-2, "bf16": 1e-2}  # a number between two steps of the grid may be rounded up here and down there
+_TOLERANCES = {"fp32": 1e-2, "bf16": 1e-1}  # by precision: threads and processors change 1e-7 (fp32) or 1e-2 (bf16)
+_WIRE = {"int8": 3e-2, "bf16": 1e-2}  # one peer may round a number up to the next grid step, and another one down
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative.
+    """The relative differences within which two answers agree.
 
     Attributes:
-        gradients: of weights.
-        answers: of tensors that come over the wire.
+        gradients: the tolerance for gradients of weights, and for the loss.
+        answers: the tolerance for tensors that come over the wire.
     """
 
     gradients: float
@@ -28,17 +28,18 @@ class Tolerance:
 
     @classmethod
     def of(cls, precision: str, form: str) -> Tolerance:
-        """``precision``: of computing. ``form``: in which the answer travels."""
+        """Return the tolerances. ``precision``: that of computing. ``form``: the form in which the answer travels."""
         computing = _TOLERANCES[precision]
         return cls(computing, max(computing, _WIRE.get(form, 0.0)))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """
+    """A peer's answer to a request.
+
     Attributes:
-        tensor: the output of a forward pass, or the gradient of the input; None if none was asked for.
-        loss_sum, num_tokens: of the last stage.
+        tensor: [rows, positions, width], a forward output or the gradient of the input; None if none was asked for.
+        loss_sum, num_tokens: the summed loss and the number of its tokens, from the last stage; else 0.
     """
 
     tensor: Tensor | None = None
@@ -48,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Testimony:
-    """``sketch``: of the gradient of the weights; empty if none was to be kept."""
+    """A peer's answer, with a sketch of the gradient of the weights; the sketch is empty if none was to be kept."""
 
     peer_id: str
     answer: Answer
@@ -67,7 +68,7 @@ def agree(one: Testimony, other: Testimony, tolerance: Tolerance) -> bool:
 
 
 def majority(testimonies: Sequence[Testimony], tolerance: Tolerance) -> list[Testimony]:
-    """Those more than half of all, and two at least, that agree with one of them; empty if there are none."""
+    """Return the testimonies that agree with one of them, if they are two or more and above half of all; else none."""
     for one in testimonies:
         found = [other for other in testimonies if other is one or agree(one, other, tolerance)]
         if len(found) > max(1, len(testimonies) // 2):

@@ -1,1 +1,1 @@
-"""Carries out the commands of training in stages: serves a stage, trains, exports what was trained."""
+"""The commands of training in stages: serving a stage, training, and exporting the trained model."""

@@ -1,4 +1,4 @@
-"""From a run file to a stage, its optimizer and its sums, and to the micro-batches of a trainer."""
+"""Builders from a run file: a stage with its optimizer and its gradient sums, and a trainer's micro-batches."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ from swarm_training.optim.by_name import optimizer_by_name
 from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
 
-PRESUME_GONE_S = 8.0  # of a mate that is silent: both sides of a network that is cut compute the same
+PRESUME_GONE_S = 8.0  # the silence after which a mate counts as gone: both sides of a cut network compute the same
 
 
 @dataclass(frozen=True)
 class BuiltStage:
-    """Attributes:
-    state: of the stage's parameters and their optimizer, whose learning rate follows from the global step.
-    limits: of what trainers may send.
+    """A stage with its optimizer and gradient sums.
+
+    Attributes:
+        state: the stage's parameters and their optimizer; the learning rate follows from the global step.
+        limits: the limits of what trainers may send.
     """
 
     stage: Stage
@@ -47,7 +49,7 @@ class BuiltStage:
 
 
 def require_stages(file: RunFile) -> int:
-    """The number of micro-batches of a batch. Raises ValueError if the run is none in stages, or none can be so."""
+    """Return the number of micro-batches in a batch. Raises ValueError if the run cannot be trained in stages."""
     if not file.stages.count:
         raise ValueError("the run is not trained in stages: expected their number as `count` under [stages]")
     if file.averaging.aggregation != "mean" or file.averaging.error_feedback or file.averaging.power_sgd_rank:
@@ -61,7 +63,7 @@ def member_of(who: Joining) -> Membership:
 
 
 def training_config(file: RunFile, **where: Any) -> TrainingConfig:
-    """``where``: addresses and ports. Raises SwarmError if there is no room for temporary files."""
+    """Return a peer's settings. ``where``: addresses and ports. Raises SwarmError if temporary files have no room."""
     codec = "fp64" if file.stages.sums == "fp64" else file.averaging.codec
     return TrainingConfig(
         counting="exact",
@@ -76,7 +78,7 @@ def training_config(file: RunFile, **where: Any) -> TrainingConfig:
 
 
 def stage_source(file: RunFile) -> StageSource:
-    """Raises ValueError if there is no such model."""
+    """Return the source of the model's weights. Raises ValueError if there is no such model."""
     from transformers import AutoConfig, LlamaConfig
 
     model = file.model
@@ -118,9 +120,9 @@ def build(
     device: str = "cpu",
     memory_bytes: int | None = None,
 ) -> BuiltStage:
-    """``memory_bytes``: that the process may take.
+    """Build a stage. ``memory_bytes``: the memory that the process may take.
 
-    Raises ValueError if there is no such stage, or no room for it, and as ``stage_source`` and ``build_stage``.
+    Raises ValueError if there is no such stage, or no room for it, and as ``build_stage``.
     """
     num_micro_batches = require_stages(file)
     stage = build_stage(source, index, file.stages.count, stage_options(file, device))
@@ -138,17 +140,17 @@ def build(
 
 
 def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
-    tensor_bytes = 8 * stage.width * file.stages.micro_batch_size * file.data.block_length  # in fp64
-    most_bytes = 2 * 2 * tensor_bytes  # inputs and gradients; no trainer has more than half of the room
-    num_rooms = 2 if file.stages.audit_share else 1  # auditors' requests have one of their own
+    tensor_bytes = 8 * stage.width * file.stages.micro_batch_size * file.data.block_length  # at most: those of fp64
+    most_bytes = 2 * 2 * tensor_bytes  # inputs and gradients, twice: no trainer gets more than half of the room
+    num_rooms = 2 if file.stages.audit_share else 1  # auditors' requests have a room of their own
     return StageNeeds(
         stage.num_trained, stage.untrained_bytes, file.optimizer.name, file.stages.sums, most_bytes, num_rooms
     )
 
 
 def build_micro_batches(file: RunFile) -> BlockMicroBatches:
-    """Raises ValueError if there is no such data, or it is streamed: what is in a micro-batch must follow from its
-    number."""
+    """Return a run's micro-batches. Raises ValueError if there are no such data, or if they are streamed: the content
+    of a micro-batch must follow from its number."""
     if file.data.streaming:
         raise ValueError("data of a run in stages cannot be streamed: expected streaming = false under [data]")
     cache = platformdirs.user_cache_path("swarm") / "tokens"
@@ -157,7 +159,7 @@ def build_micro_batches(file: RunFile) -> BlockMicroBatches:
 
 
 def loss_scale(file: RunFile) -> float:
-    """Return that of ``build_micro_batches``, for which no data are needed."""
+    """Return the loss scale of ``build_micro_batches`` without loading any data."""
     return loss_scale_of(file.stages.micro_batch_size, file.data.block_length)
 
 

@@ -1,6 +1,6 @@
-"""A checkpoint of what all stages have after one and the same step, written stage by stage.
+"""The collection of a checkpoint from all stages after the same step, written stage by stage.
 
-No more than one stage is in memory, and the directory is there when all of it is.
+At most one stage is in memory at a time. The directory appears once all of the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from swarm_training.runfile.settings import RunFile
 
 Records = Callable[[], Sequence[Sequence[Progress]]]
 _TRIES, _RETRY_S = 5, 1.0
-_TRIES_AT_REST = 30  # if the run does not go on: some stages may still take the last step, or tell that they have
+_TRIES_AT_REST = 30  # at rest, some stages may still take the last step, or report it
 
 
 @dataclass(frozen=True)
 class Source:
-    """Who gives a stage's state of this digest. ``is_kept``: from a checkpoint, and not what it has now."""
+    """A peer that gives a stage's state of this digest. ``is_kept``: the state is a checkpoint, not the current one."""
 
     peer: Progress
     digest: bytes
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Plan:
-    """From whom to get the stages, first to last, as they are after this moment."""
+    """A plan of the peers that give the stages, first to last, as the stages are after this moment."""
 
     moment: Moment
     sources: tuple[Source, ...]
@@ -52,7 +52,7 @@ class Plan:
         return any(source.is_kept for source in self.sources)
 
     def is_of_now(self, newest: Moment) -> bool:
-        """Whether the run, in which somebody is at ``newest``, is there: no checkpoint, nor peers that are behind."""
+        """Return whether the plan has the current state: no checkpoint, and at most one step before ``newest``."""
         behind = newest.step - self.moment.step
         return not self.is_kept and self.moment.rollbacks == newest.rollbacks and behind <= 1
 
@@ -65,15 +65,15 @@ async def collect(
     directory: Path,
     step: int | None = None,
 ) -> int:
-    """Writes a checkpoint that transformers loads, or an adapter for PEFT, and its tokenizer; returns its step.
+    """Write a checkpoint that transformers loads, with its tokenizer, or an adapter for PEFT; return its step.
 
     Args:
-        records: of the peers of each stage, as they are known now.
-        directory: must not exist, or be empty.
-        step: which one it must be; None: the newest that is to be had.
+        records: a function that returns the records of each stage's peers, as they are known now.
+        directory: the path to write to, which must not exist, or be empty.
+        step: the step that the checkpoint must have; None: the newest that is available.
 
     Raises:
-        PeerUnavailable: nobody gives some stage.
+        PeerUnavailable: no peer gives some stage.
         CannotWrite: the directory cannot be written.
         ValueError: the peers train another model, or the directory is not empty.
     """
@@ -84,8 +84,8 @@ async def collect(
     while not is_last:
         attempt += 1
         now = _newest(stages)
-        # Records of a run that stands still may be old at first: what is older than the newest of them comes last, a
-        # checkpoint as well as peers that were cut off.
+        # Records of a run that stands still may be old at first. Hence the last attempt alone takes older states, such
+        # as checkpoints, and the states of peers that were cut off.
         is_last = attempt >= (_TRIES_AT_REST if step is None and now == newest else _TRIES)
         all_plans = plans(stages, step)
         for plan in (each for each in all_plans if step is not None or is_last or (now and each.is_of_now(now))):
@@ -95,7 +95,7 @@ async def collect(
 
             try:
                 await asyncio.to_thread(write, file, source, plan, fetch, directory)
-            except (SwarmError, TimeoutError):  # it is gone, or has gone on
+            except (SwarmError, TimeoutError):  # the peer is gone, or has gone on
                 continue
             return plan.moment.step
         if not is_last:
@@ -110,23 +110,23 @@ async def collect(
 
 
 def _newest(stages: Sequence[Sequence[Progress]]) -> Moment | None:
-    """The last that any peer has come to."""
+    """Return the latest moment that any peer has reached; None if there are no peers."""
     return max((peer.moment for stage in stages for peer in stage), default=None)
 
 
 def is_taken(directory: Path) -> bool:
-    """Whether something is in it, or it is a file. Raises OSError if nobody may look."""
+    """Return whether the directory contains something, or is a file. Raises OSError if it cannot be read."""
     return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
 
 
 def require_new(directory: Path) -> None:
-    """Raises ValueError if something is in it."""
+    """Check that a directory is new. Raises ValueError if it contains something."""
     if is_taken(directory):
         raise ValueError(f"{directory} is not empty: expected a new directory")
 
 
 def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list[Plan]:
-    """The ways to get all stages of one step, newest first; what peers have now comes before checkpoints of it."""
+    """Return the plans for all stages of one step, newest first; current states come before checkpoints of it."""
     life = max((peer.rollbacks for stage in stages for peer in stage), default=0)
     now = [[(peer.moment, Source(peer, peer.state_digest, False)) for peer in stage] for stage in stages]
     kept = [
@@ -149,13 +149,13 @@ def _plans(offers: Sequence[Iterable[tuple[Moment, Source]]]) -> list[Plan]:
 
 
 def _usual(sources: Sequence[Source]) -> Source:
-    """One of the majority."""
+    """Return a source with the most frequent digest."""
     counts = Counter(source.digest for source in sources)
     return max(sources, key=lambda source: (counts[source.digest], source.digest))
 
 
 async def _fetched(network: Network, source: Source, own: TrainedState, moment: Moment) -> bytes:
-    """Raises as ``download_checkpoint``; PeerUnavailable also if the peer has gone on."""
+    """Return a stage's state. Raises as ``download_checkpoint``; PeerUnavailable also if the peer has gone on."""
     if source.is_kept:
         return await download_checkpoint(network, source.peer, own, source.digest, asyncio.to_thread)
     downloaded = await download(network, source.peer, own, asyncio.to_thread)
@@ -171,7 +171,7 @@ def write(
     fetch: Callable[[TrainedState, Source], bytes],
     directory: Path,
 ) -> None:
-    """In a thread, since it takes long."""
+    """Write a plan's checkpoint or adapter. Call it in a thread, since it takes long."""
 
     def parts() -> Iterator[Mapping[str, Tensor]]:
         for index, giver in enumerate(plan.sources):
@@ -191,11 +191,11 @@ def write(
 
 
 def save_tokenizer(file: RunFile, directory: Path) -> None:
-    """Raises OSError if it cannot be written."""
+    """Save the run's tokenizer. Raises OSError if it cannot be written."""
     tokenizer = build_tokenizer(file.model)
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:
         if type(error) is not Exception:
             raise
-        raise OSError(str(error)) from None  # tokenizers has no error of its own for that
+        raise OSError(str(error)) from None  # tokenizers has no error class of its own for a failed write

@@ -1,4 +1,4 @@
-"""Writes what a run in stages has trained as a checkpoint that stock transformers loads, or an adapter for PEFT."""
+"""The export of a run in stages: a checkpoint that stock transformers loads, or an adapter for PEFT."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOOK_S = 0.2
 
 
 async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, timeout_s: float = 60.0) -> None:
-    """The run as it is now if it stands still, else its newest checkpoint that all stages have.
+    """Write the run as it is now if it stands still, else its newest checkpoint that all stages have.
 
     Raises:
-        NoSwarm, PeerUnavailable: nobody gives some stage.
+        NoSwarm, PeerUnavailable: no peer gives some stage.
         CannotWrite: the directory cannot be written.
         ValueError: the directory is not empty, or the peers train another model.
     """

@@ -1,4 +1,4 @@
-"""After a run's last step, the process of a stage goes on as an inference server of the stage's blocks."""
+"""The inference server that a stage's process becomes after the run's last step: it serves the stage's blocks."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from swarm_training.runfile.settings import RunFile
 
 Say = Callable[[str], object]
 _LOOK_S = 0.2
-_WRITE_AGAIN_S, _MOST_S = 10.0, 300.0  # each time, all stages are fetched again
+_WRITE_AGAIN_S, _MOST_S = 10.0, 300.0  # each attempt fetches all stages again
 
 
 @dataclass(frozen=True)
 class Afterwards:
-    """What a stage's process does when the run has taken its last step.
+    """The plan for a stage's process after the run's last step.
 
     Attributes:
-        directory: gets the trained model, unless another process has written it. The model is called like it, so it
-            has the same name on all machines and at clients. If it has anything else then, the model is written beside
-            it, to a directory of the same name in ``DIRECTORY-2``.
-        step: the last one.
-        quant: of the blocks, see ``ServerConfig``.
+        directory: the path for the trained model, unless another process has written it. Its last part is the model's
+            name, which is thus the same on all machines and at clients. If the directory has anything else then, the
+            model goes to a directory of the same name in ``DIRECTORY-2``, beside it.
+        step: the run's last step.
+        quant: the quantisation of the blocks, see ``ServerConfig``.
     """
 
     directory: Path
@@ -52,12 +52,12 @@ class Afterwards:
 
 @dataclass(frozen=True)
 class Place:
-    """Of the process in the run.
+    """The place of a stage's process in the run.
 
     Attributes:
-        stage: whose blocks it serves.
-        watch: of all stages, over ``network``.
-        addresses: multiaddrs of its DHT node: whoever joins the run by them finds the servers too.
+        stage: the stage with the blocks to serve.
+        watch: the watch of all stages, over ``network``.
+        addresses: multiaddrs of the process's DHT node; a process that joins the run by them finds the servers too.
         host, announce_host: see ``TrainingConfig``.
     """
 
@@ -70,7 +70,7 @@ class Place:
 
 
 def after_last_step(file: RunFile, directory: Path, step: int | None, quant: str) -> Afterwards:
-    """``step``: instead of the schedule's last one.
+    """Return the plan after the last step. ``step``: the last step, instead of the schedule's.
 
     Raises:
         ValueError: the run cannot be served, or never ends; or the directory has something else than a model.
@@ -99,8 +99,8 @@ def after_last_step(file: RunFile, directory: Path, step: int | None, quant: str
 
 
 def require_untaken(after: Afterwards, step: int) -> None:
-    """Raises ValueError if the run is at an earlier step than the last one, and the directory has something already:
-    that is not what the run will have trained."""
+    """Check that the directory is free before the last step. Raises ValueError if it has something already, which
+    cannot be what the run will have trained."""
     if step < after.step and is_taken(after.directory):
         raise ValueError(
             f"{after.directory} is not empty, and the run is at step {step} of {after.step}: expected a new directory, "
@@ -109,16 +109,16 @@ def require_untaken(after: Afterwards, step: int) -> None:
 
 
 async def until_step(watch: Watch, step: int) -> None:
-    """Until all stages have taken it."""
+    """Wait until all stages have taken this step."""
     while (moment := watch.view().moment) is None or moment.step < step:
         await asyncio.sleep(_LOOK_S)
 
 
 async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say) -> None:
-    """After the last step, serves until it is cancelled; generations end or move then.
+    """Serve the trained blocks after the last step, until cancelled; generations then end or move.
 
     Raises:
-        SwarmError, ValueError: the server cannot start; the model has been written.
+        SwarmError, ValueError: the server cannot start, although the model has been written.
     """
     directory = await _written(file, after, place, say)
     config = ServerConfig(
@@ -135,9 +135,9 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
 
 
 async def _written(file: RunFile, after: Afterwards, place: Place, say: Say) -> Path:
-    """Return the directory that has the trained model, which this process has written or another one has.
+    """Return the directory of the trained model, which this process or another one has written.
 
-    It tries again until that is so, whatever fails: what was trained is nowhere else than in memory.
+    Retry after any failure, because the trained weights are nowhere else than in memory.
     """
     retry_s, said = _WRITE_AGAIN_S, set[str]()
 
@@ -158,7 +158,7 @@ async def _written(file: RunFile, after: Afterwards, place: Place, say: Say) -> 
 
 
 async def _write_or_find(file: RunFile, after: Afterwards, place: Place, say: Say) -> Path:
-    """Raises CannotWrite, PeerUnavailable or as ``collect``."""
+    """Return the model's directory; write it if needed. Raises CannotWrite, PeerUnavailable or as ``collect``."""
     for directory in _places(after.directory):
         async with _locked(directory):
             if not is_taken(directory):
@@ -173,7 +173,7 @@ async def _write_or_find(file: RunFile, after: Afterwards, place: Place, say: Sa
 
 
 def _places(directory: Path) -> Iterator[Path]:
-    """Where the model may be: in the directory, or beside it in one of the same name, after which it is called."""
+    """Yield the paths where the model may be: the directory, and directories beside it that end in the model's name."""
     yield directory
     for number in count(2):
         yield directory.with_name(f"{directory.name}-{number}") / directory.name
@@ -192,7 +192,7 @@ async def _run(server: Server) -> None:
 
 
 def _no_model(directory: Path) -> str | None:
-    """Return why it has no model; None if it has one."""
+    """Return why the directory has no model; None if it has one."""
     try:
         Checkpoint.open(directory)
     except (CheckpointError, ValueError) as error:
@@ -201,7 +201,7 @@ def _no_model(directory: Path) -> str | None:
 
 
 def _other_model(directory: Path, stage: Stage) -> str | None:
-    """Return what it has instead of a model with the stage's weights, bit for bit; None if it has that."""
+    """Return what the directory has instead of the stage's weights, bit for bit; None if it has exactly these."""
     try:
         stored = build_stage(Checkpoint.open(directory), stage.index, stage.num_stages, stage.options).state()
     except (CheckpointError, ValueError, OSError) as error:
@@ -213,7 +213,7 @@ def _other_model(directory: Path, stage: Stage) -> str | None:
 
 @asynccontextmanager
 async def _locked(directory: Path) -> AsyncIterator[None]:
-    """Held by one process of this machine at a time. Raises CannotWrite if there can be no lock."""
+    """Hold a lock that one process of this machine has at a time. Raises CannotWrite if there can be no lock."""
     with refusals(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = (directory.parent / f".{directory.name}.lock").open("w")

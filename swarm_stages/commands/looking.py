@@ -1,4 +1,4 @@
-"""What a run in stages looks like from outside, by the signed records of its peers alone."""
+"""The view of a run in stages from outside, by the signed records of its peers alone."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.runfile.settings import RunFile
 
-_FIRST_S, _LOOK_S = 5.0, 0.1  # the first look waits so long for every stage to have somebody
+_FIRST_S, _LOOK_S = 5.0, 0.1  # the first look waits so long until every stage has a peer
 
 
 @contextmanager
 def look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
-    """By one who only watches: nobody waits for it.
+    """Yield a function that returns the current view of the run. The process only watches, and no peer waits for it.
 
     Raises:
-        ValueError: the run is none in stages.
+        ValueError: the run is not trained in stages.
         NoSwarm: no initial peer answers.
     """
     size = require_stages(file)
@@ -50,7 +50,7 @@ def look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
 
 
 def view_of(run: str, num_micro_batches: int, records: Sequence[Sequence[Progress]]) -> RunView:
-    """``records``: of the peers of each stage. The batch is as complete as at the stage that has least of it."""
+    """Return the view of a run. ``records``: those of each stage's peers. The least complete stage sets ``samples``."""
     found = RunStages.of(records)
     size = found.num_micro_batches or num_micro_batches
     moments = [max(peer.moment for peer in peers) for peers in found.stages if peers]

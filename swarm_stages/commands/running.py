@@ -1,4 +1,4 @@
-"""Runs what a command is to do on an event loop, until it is done or a signal ends it."""
+"""The runner of a command: it runs the work on an event loop until the work is done, or a signal ends it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 def device_named(name: str) -> str:
-    """``auto`` is the GPU if there is one. Raises ValueError if torch knows no such device."""
+    """Return torch's name of a device; ``auto`` is the GPU if there is one. Raises ValueError for an unknown name."""
     import torch
 
     if name == "auto":
@@ -25,13 +25,13 @@ def device_named(name: str) -> str:
 
 
 def carry_out(work: Work) -> None:
-    """Raises SystemExit after a signal that ends the process, KeyboardInterrupt after Ctrl-C, and as the work does."""
+    """Run the work. Raises SystemExit after an ending signal, KeyboardInterrupt after Ctrl-C, and as the work does."""
     signals.unwind_on_signals()
     asyncio.run(_unless_ended(work))
 
 
 async def _unless_ended(work: Work) -> None:
-    """A signal that ends the process cancels the work alone: its end needs what else runs on the loop.
+    """Run the work; a signal that ends the process cancels it alone, since its clean-up needs the loop's other tasks.
 
     Raises SystemExit after such a signal; a second one ends the process at once.
     """

@@ -1,6 +1,6 @@
-"""Serves a stage of a run until it is stopped: the one that was asked for, or always the one that needs it most.
+"""The serving of a stage until the process is stopped: one given stage, or always the stage that needs a peer most.
 
-After the run's last step, the process may go on as an inference server of what was trained.
+After the run's last step, the process may go on as an inference server of the trained blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from swarm_training.runfile.settings import RunFile
 
 Say = Callable[[str], object]
 _LOOK_S = 0.2
-_TRIM_S = 20.0  # between two looks whether the heap has grown; giving memory back stops computing for 0.3 s
+_TRIM_S = 20.0  # between two checks for heap growth: giving memory back stops computing for 0.3 s
 
 
 async def serve(
@@ -67,17 +67,16 @@ async def serve(
     memory_bytes: int | None = None,
     **where: Any,
 ) -> None:
-    """Until it is cancelled; then the peer leaves.
+    """Hold a stage until cancelled, and then leave the run.
 
-    ``index``: of the stage where it begins; None: that which limits the run. ``stays``: there, if a stage was given;
-    else it moves to another when that helps. ``afterwards``: the last step, after which the process serves what was
-    trained; the peer stays in the run then, for those who come late.
-    ``memory_bytes``: that the process may take, see ``room_of``.
-    ``where``: addresses and ports, see ``TrainingConfig``.
+    ``index``: the stage where the peer begins; None: the stage that limits the run. ``stays``: the peer stays at a
+    given stage; else it moves to another when that helps. ``afterwards``: the plan after the last step, when the
+    process serves the trained blocks; the peer stays in the run then, for peers that come late. ``memory_bytes``: the
+    memory that the process may take, see ``room_of``. ``where``: addresses and ports, see ``TrainingConfig``.
 
     Raises:
-        ValueError: there is no such stage, model or address, or no room for the stage; or the others train another
-            model; or the directory that the model is to be written to has another one.
+        ValueError: there is no such stage, model or address, or no room for the stage; or the other peers train another
+            model; or the directory for the trained model has another one.
         NoSwarm: no initial peer answered.
         AccessDenied: a moderator has banned this peer.
         SwarmError: see ``serve_trained``.
@@ -102,7 +101,7 @@ async def serve(
 
 @dataclass
 class _Serving:
-    """One peer, on one DHT node, at one stage after the other."""
+    """A peer on one DHT node, which holds one stage after another."""
 
     file: RunFile
     source: StageSource
@@ -121,11 +120,11 @@ class _Serving:
         self.boards = {number: self.board.beside(run) for number, run in enumerate(runs)}
         self.costs = costs_of(self.source.config, spans_of_stages(self.source.config, len(runs)))
         self.announcements = Announcements(self.boards, runs, self.member.identity)
-        self.is_founder = not self.member.initial_peers  # until it moves: then others may be there
-        self.is_new = True  # until it has held a stage
+        self.is_founder = not self.member.initial_peers  # until the peer moves: the next stage may have peers
+        self.is_new = True  # until the peer has held a stage
 
     async def go_where_it_helps(self, index: int | None) -> None:
-        """Until it is cancelled."""
+        """Hold one stage after another, each the one that limits the run, until cancelled."""
         if index is None:
             index = 0 if self.is_founder else await self._choose()
         while True:
@@ -150,7 +149,7 @@ class _Serving:
             await network.close()
 
     async def hold(self, index: int, *, stays: bool) -> int:
-        """Returns the stage for which the peer has left this one; if it stays, never."""
+        """Hold a stage, and return the next stage once the peer has left this one. A peer that stays never returns."""
         place, config = (
             StageOfRun(self.place.run, index, self.place.num_stages, self.place.num_micro_batches),
             self.config,
@@ -206,12 +205,12 @@ class _Serving:
                 self.say(f"left the run after step {presence.stage_peer.step}")
 
     def _recomputing(self, hosted: HostedStage, peer: StagePeer, network: GrpcNetwork) -> Recomputing:
-        """As trainers compute that choose peers in the usual way."""
+        """Return a recomputation of micro-batches, as trainers with the usual routing compute them."""
         config, scale = trainer_config(self.file, SHORTEST_DELAY), loss_scale(self.file)
         return Recomputing(self.place.run, hosted, lambda: peer.watch.view().stages, network, config, scale)
 
     async def _until_it_moves(self, presence: StagePresence, stage: Stage, stays: bool) -> int:
-        """After the last step it does not any more."""
+        """Return the stage to which the peer moves. The peer does not move any more after the last step."""
         peer, after = presence.stage_peer, self.afterwards
         ways: list[Coroutine[Any, Any, int | None]] = [presence.wait()]
         if not stays:
@@ -229,7 +228,7 @@ class _Serving:
 
 
 async def _first_of(ways: list[Coroutine[Any, Any, int | None]]) -> int | None:
-    """What the first one that ends has found, or raises; the others are cancelled."""
+    """Return what the first of these that ends returns, or raise its error; cancel the others."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Which blocks the stages of a run have, and what a micro-batch costs at each of them."""
+"""The blocks of a run's stages, and the cost of a micro-batch at each of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def spans_of_stages(config: PreTrainedConfig, num_stages: int) -> list[Span]:
-    """Raises ValueError if the model has fewer blocks."""
+    """Return the blocks of each stage. Raises ValueError if the model has fewer blocks than stages."""
     return split(describe(config).num_blocks, num_stages)
 
 
 def stage_with(blocks: Span, spans: Sequence[Span]) -> int:
-    """Raises ValueError if no stage has exactly these blocks."""
+    """Return the stage that has exactly these blocks. Raises ValueError if there is none."""
     if blocks not in spans:
         known = ", ".join(f"{span} (stage {index})" for index, span in enumerate(spans))
         raise ValueError(f"blocks {blocks} are no stage of the run: expected one of {known}")
@@ -27,10 +27,10 @@ def stage_with(blocks: Span, spans: Sequence[Span]) -> int:
 
 
 def costs_of(config: PreTrainedConfig, spans: Sequence[Span]) -> list[float]:
-    """Of a micro-batch at each stage, in blocks: the last stage computes the head too.
+    """Return the cost of a micro-batch at each stage, in blocks; the last stage computes the head too.
 
     A block of width h has about 12 h² weights, or 4 h² + 3 h i with a gated feed-forward of width i (Vaswani et al.,
-    2017; Shazeer, 2020), and the head of a vocabulary of v has h v.
+    2017; Shazeer, 2020). The head of a vocabulary of v has h v weights.
     """
     text = config.get_text_config()
     hidden, inner = text.hidden_size, getattr(text, "intermediate_size", None)

@@ -1,4 +1,4 @@
-"""Trains a run in stages: owns nothing but data."""
+"""The training command of a trainer, which owns nothing but data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Say = Callable[[str], object]
 
 
 async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, say: Say) -> None:
-    """Until the run has taken ``end`` steps, or all of its schedule, or until it is cancelled.
+    """Train until the run has taken ``end`` steps, or all of its schedule, or until cancelled.
 
     Raises ValueError if there is no such data, and as ``swarm_stages.trainer.presence.train``.
     """
@@ -27,7 +27,7 @@ async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, 
 
     def tell(report: StepReport) -> None:
         nonlocal has_told
-        if report.loss is None:  # other trainers have done it all
+        if report.loss is None:  # other trainers have computed all of the step
             return
         has_told = True
         again = f", {report.num_replays} replayed" if report.num_replays else ""

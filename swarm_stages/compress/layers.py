@@ -1,15 +1,15 @@
-"""What a model has at the boundary of two stages so that fewer numbers travel (Ryabinin et al., 2023, compression-aware
-architecture).
+"""The layers of a model at the boundary of two stages, through which fewer numbers travel (Ryabinin et al., 2023,
+compression-aware architecture).
 
-At the end of stage k stands the first half, ``down``, and at the beginning of stage k + 1 the second, ``up``. Between
-them h / f numbers of a token travel forward, and as many gradients backward. Both are trained with the model, which
-they make another one: a checkpoint without them needs training to get used to them.
+The first half, ``down``, stands at the end of stage k, and the second half, ``up``, at the beginning of stage k + 1.
+Between them, h / f numbers of a token travel forward, and as many gradients backward. Both are trained with the model,
+which they change: a checkpoint that was trained without them needs training to get used to them.
 
     bottleneck:f  down(x) = norm(linear(norm(x))), h -> h / f;  up(y) = linear(y), h / f -> h
     maxout:f      down(x) = norm(max over each f neighbours of norm(x));  up(y) = linear(y)
     none          both are the identity
 
-The norm over h is what makes sums of residual streams alike before they are mixed; the one over h / f gives what
+The norm over h makes the sums in the residual stream alike before they are mixed. The norm over h / f gives what
 travels the same scale at every token, which suits coarse codecs.
 """
 
@@ -27,14 +27,14 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Compression:
-    """A boundary's layers by name: ``none``, ``bottleneck:4``, ``maxout:2``; ``factor`` is 1 for none."""
+    """The layers of a boundary by name: ``none``, ``bottleneck:4``, ``maxout:2``. ``factor`` is 1 for ``none``."""
 
     kind: str
     factor: int
 
     @classmethod
     def parse(cls, name: str) -> Compression:
-        """Raises ValueError if there are no such layers."""
+        """Return the layers of this name. Raises ValueError if there are none."""
         kind, _, factor = name.partition(":")
         if name == NONE:
             return cls(NONE, 1)
@@ -46,7 +46,7 @@ class Compression:
         return cls(kind, int(factor))
 
     def width(self, hidden_size: int) -> int:
-        """How many numbers of a token travel; raises ValueError if the hidden size cannot be divided."""
+        """Return how many numbers of a token travel. Raises ValueError if the hidden size cannot be divided."""
         if hidden_size % self.factor:
             raise ValueError(
                 f"{self} cannot stand between stages of hidden size {hidden_size}: expected a factor that divides it"
@@ -58,9 +58,10 @@ class Compression:
 
 
 class Maxout(nn.Module):
-    """The largest of each ``factor`` neighbours (Goodfellow et al., 2013): [..., h] -> [..., h / factor].
+    """A module that takes the largest of ``factor`` neighbours (Goodfellow et al., 2013): [..., h] -> [..., h /
+    factor].
 
-    Its gradient goes to the largest alone, to the first of those that are equal.
+    The gradient goes to the largest number alone; among equal numbers, to the first.
     """
 
     def __init__(self, factor: int) -> None:
@@ -73,17 +74,17 @@ class Maxout(nn.Module):
 
 
 def boundary(name: str, hidden_size: int, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """(down, up): [..., hidden size] -> [..., width], and back; of the dtype of their parameters, float32 at first.
+    """Return (down, up): [..., hidden size] -> [..., width], and back, in the dtype of their parameters (float32 at
+    first).
 
-    Peers that give the same arguments get the same numbers, so that each makes the half that it holds by itself;
-    torch's own random numbers are not used. The linear layers keep the variance of what they are given, and have no
-    bias.
+    Peers that give the same arguments get the same numbers, so that each makes its half by itself. torch's own random
+    numbers are not used. The linear layers keep the variance of their inputs, and have no bias.
 
     Args:
-        seed: of this boundary; different ones for the boundaries of a run.
+        seed: the seed of this boundary, which must be different for each boundary of a run.
 
     Raises:
-        ValueError: there are no layers of that name, or the hidden size cannot be divided by their factor.
+        ValueError: there are no layers of that name, or their factor does not divide the hidden size.
     """
     compression = Compression.parse(name)
     width = compression.width(hidden_size)

@@ -1,4 +1,4 @@
-"""How many bytes a token costs on the links of a stage."""
+"""The number of bytes that a token costs on the links of a stage."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ BYTES_PER_ELEMENT = {
     "fp64": 8.0,
     "fp32": 4.0,
     "bf16": 2.0,
-    "int8": (INT8_BLOCK + _SCALE_BYTES) / INT8_BLOCK,  # a last block that is not full is padded, which is not counted
+    "int8": (INT8_BLOCK + _SCALE_BYTES) / INT8_BLOCK,  # without the padding of a last block that is not full
 }
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """Bytes per token between a stage and the trainer, who stands between all stages.
+    """The bytes per token between a stage and the trainer, which stands between all stages.
 
-    Of one token in one micro-batch a stage in the middle is sent its input twice (once for the forward pass, once for
-    the backward pass, which computes the forward pass again) and the gradient of its output; it sends its output and
-    the gradient of its input.
+    For each token, a stage in the middle receives its input twice, and the gradient of its output once. The input comes
+    for the forward pass and again for the backward pass, which computes the forward pass again. The stage sends its
+    output and the gradient of its input.
 
     Attributes:
-        activation_bytes, gradient_bytes: of one token at one boundary.
+        activation_bytes, gradient_bytes: the bytes of one token at one boundary.
     """
 
     activation_bytes: float
@@ -33,7 +33,8 @@ class LinkCost:
 
     @classmethod
     def of(cls, layers: str, hidden_size: int, activations: str = "fp32", gradients: str | None = None) -> LinkCost:
-        """Of a boundary with these layers (``Compression``), and codecs by name; gradients in that of activations.
+        """Return the cost with these layers (``Compression``) and codecs; ``gradients`` is by default as
+        ``activations``.
 
         Raises ValueError if there are no such layers or codecs.
         """
@@ -49,11 +50,11 @@ class LinkCost:
         return self.activation_bytes + self.gradient_bytes
 
     def alone_s(self, bits_per_s: float) -> float:
-        """Seconds that a token's messages take one after another, over a link with so many bits per second each way."""
+        """Return the seconds that a token's messages take one after another, at ``bits_per_s`` each way."""
         return 8 * (self.received_bytes + self.sent_bytes) / bits_per_s
 
     def overlapped_s(self, bits_per_s: float) -> float:
-        """Seconds of the link that a token takes when many are under way: those of the direction that carries more."""
+        """Return a token's seconds of link time when many are under way: those of the direction that carries more."""
         return 8 * max(self.received_bytes, self.sent_bytes) / bits_per_s
 
 

@@ -1,1 +1,1 @@
-"""Computes one stage of a model: its blocks, forward and backward, and the sums of its gradients; no network."""
+"""The computation of one stage of a model: its blocks, forward and backward, and its gradient sums; no network."""

@@ -12,26 +12,26 @@ from torch import Tensor, nn
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
 
 MAX_MICRO_BATCHES = 4096
-GRID = 2.0**-40  # of float64 sums
+GRID = 2.0**-40  # the unit of float64 sums
 Key = tuple[int, str]  # micro-batch, trainer
 
 
 class Trained(Protocol):
-    """What the gradients are of; a ``Stage``."""
+    """The owner of the parameters that the gradients belong to: a ``Stage``."""
 
     parameters: list[nn.Parameter]
 
 
 class Accumulator:
-    """Of one peer of a stage, for one step after the other. Its methods may be called from several threads.
+    """The gradient sums of one peer of a stage, for one step after another. Several threads may call its methods.
 
-    A step has micro-batches 0 … M−1. ``add`` keeps what a trainer's backward has given as pending: it counts for
-    nothing until that trainer commits it, when it is added to the sums and the micro-batch's bit is set. A trainer
+    A step has micro-batches 0 … M−1. ``add`` keeps the gradients from a trainer's backward as pending. They count for
+    nothing until that trainer calls ``commit``, which adds them to the sums and sets the micro-batch's bit. A trainer
     without an answer asks another peer and never commits here, so that no micro-batch counts twice.
 
     Sums in float64 are exact: each gradient is first rounded to a multiple of 2^−40, and sums of such numbers have no
     rounding error below 2^13. They do not depend on the order of commits, nor on how micro-batches are divided among
-    peers whose sums are added; one process that rounds the same (``rounded``) has the same bits. Sums in float32 depend
+    peers whose sums are added. One process that rounds the same (``rounded``) has the same bits. Sums in float32 depend
     on both in their last bits.
 
     Attributes:
@@ -42,7 +42,7 @@ class Accumulator:
     def __init__(
         self, stage: Trained, num_micro_batches: int, dtype: torch.dtype, max_pending_bytes: int, step: int = 0
     ) -> None:
-        """Raises ValueError if M, the dtype or the limit is out of range."""
+        """Start with empty sums. Raises ValueError if M, the dtype or the limit is out of range."""
         if not 1 <= num_micro_batches <= MAX_MICRO_BATCHES:
             raise ValueError(f"num_micro_batches is {num_micro_batches}: expected 1 to {MAX_MICRO_BATCHES}")
         if dtype not in (torch.float32, torch.float64):
@@ -54,26 +54,26 @@ class Accumulator:
         self._shapes = [each.shape for each in stage.parameters]
         self._sums = torch.zeros(sum(map(torch.Size.numel, self._shapes)), dtype=dtype)
         self._done: set[int] = set()
-        self._pending: dict[Key, list[Tensor]] = {}  # never of a micro-batch that is done
+        self._pending: dict[Key, list[Tensor]] = {}  # never has a micro-batch that is done
         self._pending_bytes = 0
         self._max_pending_bytes = max_pending_bytes
         self._lock = threading.Lock()
 
     @property
     def done(self) -> frozenset[int]:
-        """The micro-batches in the sums."""
+        """Return the micro-batches in the sums."""
         with self._lock:
             return frozenset(self._done)
 
     @property
     def bits(self) -> bytes:
-        """The same as a bitmap: bit m % 8, from the lowest, of byte m // 8; [⌈M / 8⌉]."""
+        """Return the micro-batches as a bitmap, [⌈M / 8⌉]: m is bit m % 8, from the lowest, of byte m // 8."""
         number = sum(1 << m for m in self.done)
         return number.to_bytes((self.num_micro_batches + 7) // 8, "little")
 
     @property
     def sums(self) -> Tensor:
-        """A copy of the sums, in the order of the stage's parameters: [elements of all]."""
+        """Return a copy of the sums, in the order of the stage's parameters: [elements of all]."""
         with self._lock:
             return self._sums.clone()
 
@@ -82,7 +82,7 @@ class Accumulator:
         return self._pending_bytes
 
     def add(self, step: int, m: int, trainer: str, gradients: Sequence[Tensor]) -> None:
-        """Keeps a micro-batch's gradients, one for each parameter, in place of what this trainer gave of it before.
+        """Keep a micro-batch's gradients, one in the shape of each parameter, in place of this trainer's earlier ones.
 
         Raises:
             PeerMoved: the peer is at another step.
@@ -101,15 +101,15 @@ class Accumulator:
             self._pending_bytes += size
 
     def require_room(self, m: int, trainer: str) -> None:
-        """Raises PeerBusy, as ``add`` would, before a micro-batch's gradients are computed."""
+        """Check for room before a micro-batch's gradients are computed. Raises PeerBusy, as ``add`` would."""
         with self._lock:
             if m not in self._done and (m, trainer) not in self._pending:
                 self._require_room(next((_size_bytes(each) for each in self._pending.values()), 0))
 
     def commit(self, step: int, m: int, trainer: str) -> bool:
-        """Adds to the sums what the trainer's backward has given; nothing if the micro-batch is in them already.
+        """Add the trainer's pending gradients to the sums, unless the micro-batch is in them already.
 
-        Returns whether it is in them now. If not, nothing of it is pending: the backward must be computed again.
+        Return whether it is in the sums now. If not, nothing of it is pending: the backward must be computed again.
 
         Raises:
             PeerMoved, RequestRejected: as ``add``.
@@ -123,7 +123,7 @@ class Accumulator:
                     for part, flat in self._parts(gradients):
                         part += flat
                         num_added += 1
-                except BaseException:  # such as too little memory: it will be computed again, here or elsewhere
+                except BaseException:  # such as too little memory: some peer will compute the micro-batch again
                     for part, flat in self._parts(gradients[:num_added]):
                         part -= flat
                     raise
@@ -134,7 +134,7 @@ class Accumulator:
             return m in self._done
 
     def _parts(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the sums, each with what is to be added to it: one by one, since together they are as large."""
+        """Yield views of the sums, each with its summand; one by one, since all summands are as large as the sums."""
         at = 0
         for gradient in gradients:
             flat = gradient.reshape(-1).to("cpu", self._sums.dtype)
@@ -142,41 +142,41 @@ class Accumulator:
             at += flat.numel()
 
     def pending(self, m: int, trainer: str) -> list[Tensor] | None:
-        """What this trainer's backward has given, one for each parameter; None if nothing of it waits."""
+        """Return this trainer's pending gradients, one in the shape of each parameter; None if there are none."""
         with self._lock:
             return self._pending.get((m, trainer))
 
     def withdraw(self, m: int, trainer: str) -> None:
-        """This trainer will not commit it."""
+        """Drop a micro-batch's pending gradients that this trainer will not commit."""
         with self._lock:
             self._drop((m, trainer))
 
     @property
     def waiting(self) -> frozenset[int]:
-        """The micro-batches of which something is pending."""
+        """Return the micro-batches with pending gradients."""
         with self._lock:
             return frozenset(m for m, _ in self._pending)
 
     def drop(self, m: int) -> None:
-        """What is pending of a micro-batch, whoever's it is."""
+        """Drop a micro-batch's pending gradients, whichever trainer they belong to."""
         with self._lock:
             for key in [key for key in self._pending if key[0] == m]:
                 self._drop(key)
 
     def forget(self, trainer: str) -> None:
-        """Drops what is pending of a trainer that is gone."""
+        """Drop the pending gradients of a trainer that is gone."""
         with self._lock:
             for key in [key for key in self._pending if key[1] == trainer]:
                 self._drop(key)
 
     def discard(self) -> None:
-        """Sums and bits are empty again, in the same step; what is pending may still be committed."""
+        """Empty the sums and bits, in the same step; pending gradients may still be committed."""
         with self._lock:
             self._sums.zero_()
             self._done.clear()
 
     def clear(self, next_step: int) -> None:
-        """All is empty, for another step."""
+        """Empty everything, for another step."""
         with self._lock:
             self._sums.zero_()
             self._done.clear()
@@ -202,7 +202,7 @@ class Accumulator:
 
 
 def rounded(gradient: Tensor) -> Tensor:
-    """To multiples of 2^−40, float64, ties to even."""
+    """Return the gradient in its shape, rounded to multiples of 2^−40 in float64, with ties to even."""
     return (gradient.double() / GRID).round_().mul_(GRID)
 
 

@@ -23,9 +23,9 @@ _CHILD, _UP, _DOWN = "boundary", "up", "down"
 
 
 def add_boundaries(model: PreTrainedModel, settings: BoundarySettings, layout: Layout) -> None:
-    """Adds ``up`` where hidden states arrive and ``down`` where they leave, as ``boundary.BLOCK.up`` and
-    ``boundary.BLOCK.down`` of the model; BLOCK is the first block after the boundary, and with the seed decides the
-    numbers that its layers begin with.
+    """Add ``up`` where hidden states arrive and ``down`` where they leave, as ``boundary.BLOCK.up`` and
+    ``boundary.BLOCK.down`` of the model. BLOCK is the first block after the boundary. The seed and BLOCK decide the
+    numbers that the layers begin with.
 
     Raises ValueError if the hidden size cannot be divided.
     """
@@ -39,29 +39,29 @@ def add_boundaries(model: PreTrainedModel, settings: BoundarySettings, layout: L
 
 
 def up_of(model: nn.Module, block: int) -> nn.Module:
-    """What hidden states go through before this block; the identity if the model has no layers there."""
+    """Return the module that hidden states go through before this block; the identity if there is none."""
     return _half(model, block, _UP)
 
 
 def down_of(model: nn.Module, block: int) -> nn.Module:
-    """What they go through to get there from the stage before."""
+    """Return the module that hidden states go through when they leave the stage before; the identity if none."""
     return _half(model, block, _DOWN)
 
 
 def is_of_boundary(name: str) -> bool:
-    """Whether a stage's tensor is none of the stock model."""
+    """Return whether a stage's tensor belongs to a boundary, and not to the stock model."""
     return name.startswith(f"{_CHILD}.")
 
 
 def save_boundaries(tensors: Mapping[str, Tensor], layers: str, directory: Path) -> None:
-    """Writes the layers beside a checkpoint that was exported without them."""
+    """Write the layers beside a checkpoint that was exported without them."""
     save_file({name: each.contiguous() for name, each in tensors.items()}, directory / FILE_NAME, {"layers": layers})
 
 
 def install_boundaries(model: PreTrainedModel, directory: Path) -> None:
-    """Has a stock model compute what the stages did, with the layers that are beside its checkpoint.
+    """Make a stock model compute what the stages did, with the layers that are beside its checkpoint.
 
-    Raises ValueError if there are none, or they are of another model.
+    Raises ValueError if there are none, or they belong to another model.
     """
     try:
         with safe_open(directory / FILE_NAME, framework="pt") as file:
@@ -85,7 +85,7 @@ def install_boundaries(model: PreTrainedModel, directory: Path) -> None:
 
 
 def _pass(half: Any, _block: nn.Module, _inputs: object, output: Any) -> Any:
-    """What a block returns, with its hidden states as they arrive on the other side of the boundary."""
+    """Return a block's output, with its hidden states as they arrive on the other side of the boundary."""
     if isinstance(output, tuple):
         return half[_UP](half[_DOWN](output[0])), *output[1:]
     return half[_UP](half[_DOWN](output))

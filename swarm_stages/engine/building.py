@@ -1,4 +1,4 @@
-"""From a checkpoint or a seed to a stage."""
+"""The building of a stage from a checkpoint or a seed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from swarm_stages.placement.spans import all_spans
 def build_stage(
     source: StageSource, index: int, stages: int | Sequence[Span], options: StageOptions | None = None
 ) -> Stage:
-    """Stage ``index`` of a model; no other part of the model is read or made.
+    """Build stage ``index`` of a model; no other part of the model is read or made.
 
-    ``stages``: how many there are, of about as many blocks each; or the blocks of every one.
+    ``stages``: the number of stages, which have about as many blocks each; or the blocks of every stage.
 
     Raises:
-        ValueError: there is no such stage, or it has no modules that LoRA is to be added to, or the hidden size cannot
-            be divided by the factor of the layers between stages.
+        ValueError: there is no such stage, or it has no modules for LoRA, or the factor of the layers between stages
+            does not divide the hidden size.
         UnsupportedModel: the model cannot be split.
         CheckpointError: a tensor is missing, damaged or of the wrong shape.
     """
@@ -57,7 +57,7 @@ def _from_checkpoint(checkpoint: Checkpoint, layout: Layout) -> PreTrainedModel:
     for block in layout.span:
         tensors |= checkpoint.block_tensors(block)
     if layout.is_first or layout.is_last:
-        tensors |= checkpoint.client_tensors()  # transformers reads those that it has a place for
+        tensors |= checkpoint.client_tensors()  # transformers reads those that this stage has modules for
     model, info = _load(checkpoint, layout, tensors, lambda _name, module, stock: stock(module))
     checkpoint.require_fit(info)
     return model
@@ -79,7 +79,7 @@ def _load(
     tensors: dict[str, Any],
     init_weights: InitWeights,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model in fp32 on the CPU, and transformers' loading info."""
+    """Return a model in fp32 on the CPU, and transformers' loading info."""
     own_class: Any = stage_class(layout, init_weights)
     with hf_loader():
         model, info = own_class.from_pretrained(
@@ -87,7 +87,7 @@ def _load(
             config=config_of(source.config, layout),
             state_dict=tensors,
             dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # reported, and refused by the caller
+            ignore_mismatched_sizes=True,  # they are reported, and the caller refuses them
             output_loading_info=True,
         )
     return model, info

@@ -1,4 +1,4 @@
-"""Writes what was trained as files that stock ``transformers`` and ``peft`` load."""
+"""The export of trained weights as files that stock ``transformers`` and ``peft`` load."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def export(
     dtype: torch.dtype = torch.float32,
     layers: str = NONE,
 ) -> None:
-    """Writes a checkpoint from ``Stage.state()`` of all stages, first to last: a file for each, and an index.
+    """Write a checkpoint from ``Stage.state()`` of all stages, first to last: a file for each, and an index.
 
-    ``layers``: those at the boundaries. They are no part of the stock model: they go into a file of their own, in
-    fp32, and without them the checkpoint is not what was trained (``install_boundaries``).
+    ``layers``: the layers at the boundaries. They are no part of the stock model, and go into a file of their own, in
+    fp32. Without them, the checkpoint is not what was trained (``install_boundaries``).
 
     Parts are taken one at a time, so that no more than one must be in memory. The directory has no index before all
     is written.
@@ -89,7 +89,7 @@ def export(
 def export_adapter(
     parts: Iterable[Mapping[str, Tensor]], settings: LoraSettings, directory: Path, base_model: str
 ) -> None:
-    """Writes a PEFT adapter from ``Stage.state()`` of all stages. ``base_model``: what the adapter is for.
+    """Write a PEFT adapter from ``Stage.state()`` of all stages. ``base_model``: the model that the adapter is for.
 
     Raises:
         ValueError: there are no matrices.
@@ -101,7 +101,7 @@ def export_adapter(
         raise ValueError("the stages have no adapter: expected their states")
     directory.mkdir(parents=True, exist_ok=True)
     adapter = peft_config(settings, base_model)
-    if not settings.target_modules:  # PEFT's default for the family: said, so that others need not know it
+    if not settings.target_modules:  # PEFT's default for the family is written out, so that readers need not know it
         adapter.target_modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     adapter.inference_mode = True
     adapter.save_pretrained(str(directory))
@@ -118,7 +118,7 @@ def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _tied(model: PreTrainedModel) -> dict[str, str]:
-    """Names that are not stored, and those of the tensors that they share."""
+    """Return the names that are not stored, each with the name of the tensor that it shares."""
     tied: dict[str, str] = model.all_tied_weights_keys
     return tied
 

@@ -1,4 +1,4 @@
-"""Forward passes whose graphs are kept, so that their backward need not compute them again."""
+"""Forward passes with kept graphs, so that their backward need not compute them again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(frozen=True)
 class KeptPass:
-    """
+    """A forward pass with its graph.
+
     Attributes:
-        given: the inputs as the model got them; what its gradient is asked of.
-        output: with its graph.
-        size_bytes: of both, and of all that the graph keeps but parameters.
+        given: the inputs as the model got them, [rows, positions] or [rows, positions, width].
+        output: the output with its graph, [rows, positions, width].
+        size_bytes: the bytes of both, and of all that the graph keeps except parameters.
     """
 
     given: Tensor
@@ -24,11 +25,11 @@ class KeptPass:
 
 
 class Measured:
-    """A context in which the tensors that a graph keeps are counted. They are kept without their history: an operation
-    that keeps its own output would otherwise keep itself alive.
+    """A context that measures the tensors that a graph keeps. They are kept without their history: otherwise an
+    operation that keeps its own output would keep itself alive.
 
     Attributes:
-        size_bytes: of storages, each once; those of ``free`` tensors do not count.
+        size_bytes: the bytes of their storages, each counted once; those of ``free`` tensors do not count.
     """
 
     def __init__(self, free: list[Tensor]) -> None:
@@ -52,11 +53,11 @@ class Measured:
 
 
 class KeptPasses:
-    """Of one state of the weights. What has no room is computed again by its backward; trainers that never come back
-    for theirs cost room until the weights change.
+    """The kept passes for one state of the weights. A pass without room is computed again by its backward. A trainer
+    that never asks for its backward costs room until the weights change.
 
     Attributes:
-        max_bytes: that they may take.
+        max_bytes: the most bytes that the passes may take.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -70,12 +71,12 @@ class KeptPasses:
 
     @property
     def has_room(self) -> bool:
-        """For one more of the usual size."""
+        """Return whether there is room for one more pass of the usual size."""
         usual = self._passes[-1].size_bytes if self._passes else 0
         return self.size_bytes + usual < self.max_bytes
 
     def of_weights(self, weights: list[Tensor]) -> None:
-        """Drops those of other weights than these are now."""
+        """Drop all passes if the weights have changed since then."""
         versions = tuple(each._version for each in weights)
         if versions != self._versions:
             self._passes.clear()
@@ -86,7 +87,7 @@ class KeptPasses:
             self._passes.append(kept)
 
     def take(self, given: Tensor) -> KeptPass | None:
-        """That of equal inputs, whoever has asked for it; it can be used once."""
+        """Remove and return the pass with equal inputs, whichever trainer has asked for it; None if there is none."""
         for at, kept in enumerate(self._passes):
             if torch.equal(kept.given, given):
                 return self._passes.pop(at)

@@ -17,7 +17,7 @@ _MATRIX_A, _MATRIX_B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
 def peft_config(settings: LoraSettings, base_model: str | None = None):  # type: ignore[no-untyped-def]  # PEFT is imported late
-    """The ``peft.LoraConfig`` of an adapter for the model ``base_model``."""
+    """Return the ``peft.LoraConfig`` of an adapter for the model ``base_model``."""
     from peft import LoraConfig
 
     modules: str | list[str] | None = list(settings.target_modules) or None
@@ -31,7 +31,7 @@ def peft_config(settings: LoraSettings, base_model: str | None = None):  # type:
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, span: Span) -> None:
-    """Adds adapters; what else the model has is frozen.
+    """Add adapters, and freeze everything else in the model.
 
     A ~ U(−1/√n, 1/√n) for n inputs, from (seed, name) alone, and B = 0: PEFT's distribution.
 
@@ -42,7 +42,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, span: Span) -> None
 
     try:
         with torch.random.fork_rng(devices=()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says what it does about GPT-2's transposed layers
+            warnings.simplefilter("ignore")  # PEFT reports how it treats GPT-2's transposed layers
             inject_adapter_in_model(peft_config(settings), model, adapter_name=ADAPTER)
     except ValueError as error:
         names = ", ".join(settings.target_modules) or "PEFT's default"
@@ -54,6 +54,6 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, span: Span) -> None
 
 
 def name_in_peft_file(parameter_name: str) -> str:
-    """Of an adapter's matrix, given its name in a stage."""
+    """Return the name of an adapter's matrix in a PEFT file, given its name in a stage."""
     assert parameter_name.endswith((_MATRIX_A, _MATRIX_B))
     return "base_model.model." + parameter_name.replace(f".{ADAPTER}.weight", ".weight")

@@ -1,4 +1,4 @@
-"""How a stage is made: where its weights come from, in which precision it computes, what of it is trained."""
+"""The settings of a stage: the source of its weights, its precision, and what is trained."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_RANK = 1 << 16
 class Scratch:
     """A model that begins with random weights.
 
-    Every module's numbers follow from ``seed`` and its name alone, drawn as its family draws them: however a model is
-    split, its stages have the weights of one process with the same seed.
+    Every module's numbers follow from ``seed`` and the module's name alone, drawn as its family draws them. However a
+    model is split, its stages have the weights of one process with the same seed.
     """
 
     config: PreTrainedConfig
@@ -33,12 +33,12 @@ StageSource = Checkpoint | Scratch
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters in every stage's blocks (Hu et al., 2021); nothing else is trained then.
+    """The settings of low-rank adapters in every stage's blocks (Hu et al., 2021); nothing else is trained then.
 
     Attributes:
-        target_modules: names of linear layers; empty: those that PEFT adapts by default in this family;
+        target_modules: the names of linear layers; empty: those that PEFT adapts by default in this family;
             ``("all-linear",)``: all.
-        seed: of the matrices that do not begin at 0.
+        seed: the seed of the matrices that do not begin at 0.
     """
 
     rank: int = 8
@@ -55,11 +55,11 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class BoundarySettings:
-    """Layers between stages, by which fewer numbers travel; they are trained with the rest.
+    """The settings of layers between stages, which reduce the numbers that travel; they are trained with the rest.
 
     Attributes:
-        layers: by name, see ``Compression``.
-        seed: of the numbers that they begin with.
+        layers: the name of the layers, see ``Compression``.
+        seed: the seed of the numbers that they begin with.
     """
 
     layers: str = NONE
@@ -71,14 +71,15 @@ class BoundarySettings:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """
+    """The options of a stage.
+
     Attributes:
         precision: "fp32", or "bf16": computes with bf16 copies of fp32 weights, which the optimizer changes.
         checkpoint_activations: ``backward`` keeps each block's input alone and computes the rest twice.
-        lora: what is trained instead of all weights.
-        kept_bytes: of activations that may wait for their backward; without room they are computed again. None are
-            kept with ``checkpoint_activations``.
-        boundaries: None stand there unless they are given; not with ``lora``, whose adapter is for the stock model.
+        lora: the adapters that are trained instead of all weights.
+        kept_bytes: the most bytes of activations that wait for their backward; without room they are computed again.
+            None are kept with ``checkpoint_activations``.
+        boundaries: the layers between stages, by default none; not with ``lora``: its adapter is for the stock model.
     """
 
     precision: str = "fp32"
@@ -101,5 +102,5 @@ class StageOptions:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Of a module's own stream of random numbers: 63 bits of SHA-256."""
+    """Return the seed of a module's own stream of random numbers: 63 bits of SHA-256."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -1,7 +1,7 @@
-"""The stock model of a family with one stage's parts in it, and nothing where the others' were.
+"""The stock model of a family with one stage's parts in it, and without the parts of other stages.
 
-Whatever a family does around its blocks (masks, rotary embeddings, scaled logits) is its own code, run with the config
-of the whole model: blocks of other stages are there as modules that return what they are given.
+The family's own code does all that happens around the blocks (masks, rotary embeddings, scaled logits). It runs with
+the config of the whole model. Modules that return their input stand for the blocks of other stages.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from swarm_protocol.checkpoints.hollow_model import LeftOut, ZeroPositions, host
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 
-# Given the name of a module in the whole model, the module, and the family's own way to initialise it.
+# The arguments: a module's name in the whole model, the module, and the family's own way to initialise it.
 InitWeights = Callable[[str, nn.Module, Callable[[nn.Module], None]], None]
 
 
 class PassThrough(nn.Module):
-    """Stands for a block of another stage."""
+    """A stand-in for a block of another stage, which returns its input."""
 
     def __init__(self, block: nn.Module, returns_tuple: bool) -> None:
         super().__init__()
         self._returns_tuple = returns_tuple
-        # A family's own code may ask for a block's type.
+        # A family's own code may read a block's type, which is a string.
         vars(self).update({name: value for name, value in vars(block).items() if isinstance(value, str)})
 
     def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor, None]:
@@ -43,7 +43,7 @@ class OneOfTwo(nn.Module):
     """A module that a family calls before its blocks and again after them; here, it acts at one of the two calls.
 
     Attributes:
-        calls: of this forward.
+        calls: the number of calls in the current forward pass.
     """
 
     def __init__(self, module: nn.Module, acts_at: int) -> None:
@@ -59,12 +59,12 @@ class OneOfTwo(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which parts of a model a stage has.
+    """The parts of a model that a stage has.
 
     Attributes:
         before: attributes of the blocks' owner that act on embeddings, such as bloom's norm.
-        after: those that act on the last block's output, such as the final norm. In nanochat, one does both.
-        tied: the head multiplies by the token embeddings.
+        after: those that act on the last block's output, such as the final norm. One attribute of nanochat does both.
+        tied: whether the head multiplies by the token embeddings.
     """
 
     model_class: type[PreTrainedModel]
@@ -88,7 +88,7 @@ class Layout:
 
 
 def layout_of(config: PreTrainedConfig, span: Span) -> Layout:
-    """Raises UnsupportedModel if models of this config cannot be trained in stages."""
+    """Return a span's layout. Raises UnsupportedModel if models of this config cannot be trained in stages."""
     family = describe(config)
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
@@ -108,7 +108,7 @@ def layout_of(config: PreTrainedConfig, span: Span) -> Layout:
 
 
 def _around_blocks(family: Family, config: PreTrainedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of ``family.identities`` the stock code calls before its blocks, and which it does not call before them."""
+    """Return the ``family.identities`` that the stock code calls before its blocks, and those called later or never."""
     hollow, _ = load_hollow_model(family, config)
     owner = family.owner_of(hollow)
     whole = family.owner_of(_on_meta(family.base_class, config))
@@ -137,30 +137,30 @@ def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
 
 
 def config_of(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
-    """The whole model's config, as the model of one stage needs it."""
+    """Return the whole model's config, as the model of one stage needs it."""
     config = copy.deepcopy(config)
     config.tie_word_embeddings = layout.tied and layout.is_last
-    # Its part of the loss would need what the routers of all stages return.
+    # The routers' part of the loss would need what the routers of all stages return.
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
     return config
 
 
 def stage_class(layout: Layout, init_weights: InitWeights) -> type[PreTrainedModel]:
-    """A subclass of the stock class that has the stage's parts alone, under their names in the whole model.
+    """Return a subclass of the stock class that has the stage's parts alone, under their names in the whole model.
 
     ``init_weights`` is called for each module that has no weights yet.
     """
 
     class StageModel(layout.model_class):  # type: ignore[name-defined,misc]
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-            with weight_init.no_init_weights():  # all is on the meta device as yet, and most of it goes at once
+            with weight_init.no_init_weights():  # all is still on the meta device, and most of it is removed below
                 super().__init__(config, *args, **kwargs)
             base = base_of(self, layout.family)
             _leave_out_others(self, base, layout)
             names = {id(module): name for name, module in self.named_modules()}
             for module in self.modules():
-                if isinstance(module, PreTrainedModel):  # each initialises the modules that are in no other inside it
+                if isinstance(module, PreTrainedModel):  # each initialises its modules that are in no inner one
                     stock = module._init_weights
                     vars(module)["_init_weights"] = _beside_others(base, layout, names, init_weights, stock)
 
@@ -171,7 +171,7 @@ def stage_class(layout: Layout, init_weights: InitWeights) -> type[PreTrainedMod
 
 
 def base_of(model: nn.Module, family: Family) -> Any:
-    """The base model inside a model with a head."""
+    """Return the base model inside a model with a head."""
     return next(module for module in model.modules() if isinstance(module, family.base_class))
 
 
@@ -213,7 +213,7 @@ def _leave_out_others(model: nn.Module, base: nn.Module, layout: Layout) -> None
 
 
 def _acting(owner: nn.Module, name: str, layout: Layout) -> nn.Module:
-    """What the stage has in the place of a module that acts before or after the blocks."""
+    """Return the stage's substitute for a module that acts before or after the blocks."""
     module: nn.Module = getattr(owner, name)
     before, after = layout.is_first and name in layout.before, layout.is_last and name in layout.after
     if not before and not after:
@@ -230,6 +230,6 @@ def _acting(owner: nn.Module, name: str, layout: Layout) -> nn.Module:
 
 
 def keeps_fp32(model: PreTrainedModel, name: str) -> bool:
-    """Whether the family keeps this parameter in fp32 when the model is narrowed to bf16."""
+    """Return whether the family keeps this parameter in fp32 when the model is narrowed to bf16."""
     kept: Any = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(part in name for part in kept)

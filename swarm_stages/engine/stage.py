@@ -1,4 +1,4 @@
-"""One stage of a model: computes micro-batches forward and backward."""
+"""One stage of a model, which computes micro-batches forward and backward."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ IGNORED = -100  # a label that counts for nothing, as in transformers
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What goes on to the next stage, or of the last stage the loss.
+    """The output of a stage: hidden states for the next stage, or the loss of the last stage.
 
     Attributes:
         hidden: [batch, positions, width], in the stage's precision.
         loss_sum: [], float64: cross entropy summed over the predicted tokens.
-        num_tokens: how many these are.
+        num_tokens: the number of predicted tokens.
     """
 
     hidden: Tensor | None = None
@@ -41,11 +41,12 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class StageGradients:
-    """
+    """The gradients of a micro-batch at a stage.
+
     Attributes:
         inputs: [batch, positions, width], for the stage before; None from the first.
         parameters: one for each of ``Stage.parameters``, in its shape, in the stage's precision.
-        loss_sum, num_tokens: of the last stage, as in ``StageOutput``.
+        loss_sum, num_tokens: as in ``StageOutput``, from the last stage.
     """
 
     inputs: Tensor | None
@@ -55,20 +56,20 @@ class StageGradients:
 
 
 class Stage:
-    """Made by ``build_stage``. Not for several threads at once.
+    """A stage of a model, made by ``build_stage``. Only one thread at a time may use it.
 
     It computes without dropout, so that a micro-batch has the same gradients at every peer. Routers' auxiliary losses
     (``output_router_logits``) are left out: they would need what the routers of all stages return.
 
     Attributes:
-        index: which stage it is of ``num_stages``; ``span`` has its blocks.
-        width: numbers of a token that travel between stages: the hidden size, or less with layers at the boundaries.
-        parameters: those that are trained, in fp32, in the order of the stock model. Whoever changes them in place
-            (optimizers, ``TrainedState``) changes what is computed from then on.
-        names: theirs in the stock model.
-        shared: names of those that another stage has too, the first and the last one if embeddings are tied. To stay
-            equal, both stages must step with the sum of both stages' gradients.
-        num_trained: elements of all parameters.
+        index: the number of the stage among ``num_stages``; ``span`` has its blocks.
+        width: the numbers of a token that travel between stages: the hidden size, or less with layers in between.
+        parameters: the trained parameters, in fp32, in the order of the stock model. Code that changes them in place
+            (optimizers, ``TrainedState``) changes what the stage computes from then on.
+        names: the names of the parameters in the stock model.
+        shared: the names of parameters that another stage has too: the first and the last one if embeddings are tied.
+            Both stages must step with the sum of both stages' gradients, so that they stay equal.
+        num_trained: the number of elements of all parameters.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Stage:
         self._family = layout.family
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.names = list(trained)
-        self._working = list(trained.values())  # what the modules compute with
+        self._working = list(trained.values())  # the modules compute with these
         embedding = getattr(layout.family.owner_of(self._base), layout.family.embedding)
         tied = layout.tied and self.is_first != self.is_last
         self.shared = tuple(name for name, each in trained.items() if tied and each is embedding.weight)
@@ -104,25 +105,25 @@ class Stage:
                 blocks[block].forward = functools.partial(self._run_block, blocks[block].forward)
 
     def keep_at_most(self, size_bytes: int) -> None:
-        """Of activations that wait for their backward, instead of what the options say."""
+        """Set the most bytes of activations that wait for their backward, instead of what the options say."""
         self._kept.max_bytes = 0 if self.options.checkpoint_activations else size_bytes
 
     @property
     def untrained_bytes(self) -> int:
-        """Of weights that are not trained, and of the copies that a stage in bf16 computes with."""
+        """Return the bytes of weights that are not trained, and of the copies that a stage in bf16 computes with."""
         trained = {id(each) for each in self.parameters}
         return sum(each.nbytes for each in self._model.parameters() if id(each) not in trained)
 
     # ---------------------------------------------------------------- compute
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> StageOutput:
-        """Computes a micro-batch; the graph of what goes to a next stage is kept for ``backward`` if there is room.
+        """Compute a micro-batch; keep the graph of the output for ``backward`` if there is room.
 
         Args:
             inputs: token ids [batch, positions] int64 at the first stage, else hidden states [batch, positions, width]
                 of any floating dtype.
-            labels: [batch, positions] int64, for the last stage; the token at position i + 1 is predicted at i, and
-                −100 counts for nothing. Usually the token ids.
+            labels: [batch, positions] int64, for the last stage, usually the token ids. The token at position i + 1 is
+                predicted at i, and −100 counts for nothing.
 
         Raises:
             RequestRejected: a tensor is missing, or of a wrong shape, dtype or range.
@@ -132,7 +133,7 @@ class Stage:
         given = self._prepared(inputs)
         if self._kept.has_room and not self.is_last:
             return StageOutput(hidden=self._run_and_keep(given))
-        with torch.no_grad():  # not inference mode: tensors that a model keeps could never meet autograd
+        with torch.no_grad():  # not inference mode: autograd could never use the tensors that a model keeps
             output = self._run(given)
             if not self.is_last:
                 return StageOutput(hidden=output)
@@ -142,14 +143,14 @@ class Stage:
     def backward(
         self, inputs: Tensor, labels: Tensor | None = None, grad: Tensor | None = None, loss_scale: float = 1.0
     ) -> StageGradients:
-        """Computes the gradients of a micro-batch, and what they need again if ``forward`` has not kept it.
+        """Compute the gradients of a micro-batch; run its forward pass again if ``forward`` has not kept the graph.
 
         Args:
             inputs, labels: as for ``forward``.
-            grad: that of the stage's output, as the next stage returns it; not for the last stage.
-            loss_scale: of the last stage, which differentiates the loss *sum* divided by it. It must be equal for all
-                M micro-batches of a batch, so that their gradients add up. With the batch's tokens, their sum has the
-                gradients of the mean over all tokens; with these tokens divided by M, their mean has.
+            grad: [batch, positions, width], the output's gradient from the next stage; not for the last stage.
+            loss_scale: the divisor of the loss *sum* that the last stage differentiates. It must be equal for all M
+                micro-batches of a batch, so that their gradients add up. The batch's number of tokens makes their sum
+                the gradient of the mean over all tokens. The same number divided by M makes their mean this gradient.
 
         Raises:
             RequestRejected: as ``forward``; or ``grad`` is missing or of a wrong shape.
@@ -202,7 +203,7 @@ class Stage:
         return inputs if self.is_first else inputs.to(self.dtype)
 
     def _run(self, inputs: Tensor) -> Tensor:
-        """Hidden states as they travel, or of the last stage logits [batch, positions, vocabulary]."""
+        """Return hidden states as they travel, or the last stage's logits [batch, positions, vocabulary]."""
         given = {"input_ids": inputs} if self.is_first else {"inputs_embeds": self._up(inputs)}
         output: Any = (self._model if self.is_last else self._base)(**given, use_cache=False, return_dict=True)
         result: Tensor = output.logits if self.is_last else self._down(output.last_hidden_state)
@@ -221,7 +222,7 @@ class Stage:
         return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
     def _refresh(self) -> None:
-        """Brings the copies up to date of parameters that have been changed; drops what was computed with others."""
+        """Update the copies of parameters that have changed, and drop passes that were computed with other weights."""
         if self.parameters is not self._working:
             self._refresh_copies()
         self._kept.of_weights(list(self._working))
@@ -279,14 +280,14 @@ class Stage:
     # ---------------------------------------------------------------- state
 
     def slice_of(self, name: str) -> slice:
-        """Where a parameter's elements are in the vector of all, [num_trained]."""
+        """Return where a parameter's elements are in the vector of all, [num_trained]."""
         at = self.names.index(name)
         start = sum(each.numel() for each in self.parameters[:at])
         return slice(start, start + self.parameters[at].numel())
 
     def state(self) -> dict[str, Tensor]:
-        """What it has of the stock model's ``state_dict``, and of the layers at its boundaries; only the adapters'
-        matrices, if it trains LoRA.
+        """Return the stage's part of the stock model's ``state_dict`` and its boundary layers; with LoRA, the adapters'
+        matrices alone.
 
         Tensors are the stage's own, parameters in fp32.
         """
@@ -299,13 +300,13 @@ class Stage:
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Each once, under its first name."""
+    """Yield each tensor once, under its first name."""
     yield from ((name, each.detach()) for name, each in model.named_parameters())
     yield from model.named_buffers()
 
 
 def _narrow(model: PreTrainedModel) -> None:
-    """To bf16, but for what its family keeps in fp32, and buffers."""
+    """Convert parameters to bf16, except those that the family keeps in fp32. Buffers stay as they are."""
     for name, parameter in model.named_parameters():
         if not keeps_fp32(model, name):
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -1,1 +1,1 @@
-"""The life of a stage peer: counts micro-batches, averages with its stage, steps when all stages do."""
+"""The life of a stage peer: it counts micro-batches, averages with its stage, and steps when all stages do."""

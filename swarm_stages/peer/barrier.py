@@ -1,8 +1,8 @@
-"""When a stage may take the step whose average it holds, and when it goes back with others. Decides from data alone.
+"""The barrier between stages: when a stage may step, and when it goes back with others. It decides from data alone.
 
-All stages step together. A stage that holds its average of step t waits until every other one holds its own, so that
-until then each can still compute micro-batches of step t, for those which lack some because a peer has died. Whoever
-sees anybody past the step follows: the barrier was open then.
+All stages step together. A stage that holds its average of step t waits until every other stage holds its own. Until
+then, each can still compute micro-batches of step t for stages that lack some because a peer has died. A peer that sees
+any peer past the step follows it: the barrier was open then.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from swarm_training.core.moment import Moment
 
 
 def may_step(stages: RunStages, moment: Moment) -> bool:
-    """Whether who holds the average of this moment may apply it."""
+    """Return whether a peer that holds the average of this moment may apply it."""
     if any(_is_past(peer, moment) for stage in stages.stages for peer in stage):
         return True
     return bool(stages.stages) and all(_holds(stage, moment) for stage in stages.stages)
 
 
 def went_back_to(stages: RunStages, moment: Moment) -> Moment | None:
-    """Where the run is after a rollback that a stage has decided; None if there was none since.
+    """Return where the run is after a rollback that a stage has decided; None if there was none since this moment.
 
-    Of a stage more than half must say so: no single peer can send a run back, but one that is alone at its stage.
+    More than half of a stage must say so: no single peer can send a run back, unless it is alone at its stage.
     """
     found = []
     for stage in stages.stages:
@@ -37,10 +37,10 @@ def went_back_to(stages: RunStages, moment: Moment) -> Moment | None:
 
 
 def is_stranded(stages: RunStages, own_stage: int, moment: Moment) -> bool:
-    """Whether another stage has gone on without this one, where nobody is left who could.
+    """Return whether another stage has gone on without this one, where no peer is left that could follow.
 
-    That happens if all who held the average die after others have seen it: the others have no weights of this step any
-    more.
+    This happens if all peers that held the average die after other stages have seen it: the other stages have no
+    weights of this step any more.
     """
     own = stages.stages[own_stage]
     if any(_is_past(peer, moment) or (peer.moment == moment and peer.holds) for peer in own):
@@ -54,7 +54,7 @@ def _is_past(peer: StageMember, moment: Moment) -> bool:
 
 
 def _holds(stage: Sequence[StageMember], moment: Moment) -> bool:
-    """Whether somebody holds the average, and nobody still has to get it: should the holders die, the rest would be
+    """Return whether a peer holds the average, and no peer still has to get it. If the holders died, the rest would be
     stranded."""
     here = [peer for peer in stage if peer.moment == moment]
     return any(peer.holds for peer in here) and all(peer.holds or not any(peer.bits) for peer in here)

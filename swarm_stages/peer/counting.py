@@ -1,4 +1,4 @@
-"""Which micro-batches count at this peer: pending, then in its sums, once each."""
+"""The micro-batches that count at this peer: first pending, then in its sums, once each."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Sums(Protocol):
-    """Gradients of one step, of one peer; its methods may be called from several threads."""
+    """The gradients of one peer in one step. Several threads may call the methods."""
 
     @property
     def step(self) -> int: ...
 
     @property
     def sums(self) -> Tensor:
-        """A copy, [n] float32 or float64, in the order of the stage's parameters."""
+        """Return a copy, [n] float32 or float64, in the order of the stage's parameters."""
 
     def add(self, step: int, m: int, trainer: str, gradients: Sequence[Tensor]) -> None:
-        """Raises PeerMoved, PeerBusy or RequestRejected."""
+        """Keep a micro-batch's gradients as pending. Raises PeerMoved, PeerBusy or RequestRejected."""
 
     def commit(self, step: int, m: int, trainer: str) -> bool:
-        """Whether the micro-batch is in the sums now."""
+        """Add what is pending. Return whether the micro-batch is in the sums now."""
 
     @property
     def waiting(self) -> frozenset[int]:
-        """The micro-batches of which something is pending."""
+        """Return the micro-batches with pending gradients."""
 
     def drop(self, m: int) -> None:
-        """What is pending of a micro-batch."""
+        """Drop the pending gradients of a micro-batch."""
 
     def clear(self, next_step: int) -> None: ...
 
@@ -47,7 +47,7 @@ class Sums(Protocol):
 
 
 class Gradients(Protocol):
-    """Of one micro-batch: a ``StageGradients``."""
+    """The gradients of one micro-batch: a ``StageGradients``."""
 
     @property
     def parameters(self) -> list[Tensor]: ...
@@ -60,18 +60,18 @@ class Gradients(Protocol):
 
 
 class Counting:
-    """Its methods are for one event loop, but for ``add`` and ``clear``.
+    """A peer's count of micro-batches. Its methods are for one event loop, except ``add`` and ``clear``.
 
     Attributes:
         done: the micro-batches in the sums.
-        changing: held while sums or weights change.
+        changing: the lock that is held while sums or weights change.
     """
 
     def __init__(
         self, sums: Sums, in_thread: InThread, counts_elsewhere: Callable[[int], bool], tell: Callable[[], None]
     ) -> None:
-        """``counts_elsewhere``: whether another peer of the stage says that it has the micro-batch. ``tell``: called
-        when ``done`` has grown."""
+        """Start with nothing. ``counts_elsewhere``: returns whether another peer of the stage has the micro-batch by
+        its record. ``tell``: called when ``done`` has grown, or an answer is not finite."""
         self.done: frozenset[int] = frozenset()
         self.changing = asyncio.Lock()
         self._sums = sums
@@ -105,10 +105,10 @@ class Counting:
             return is_done
 
     def drop_moot(self) -> None:
-        """What is pending of micro-batches that count elsewhere: their trainers have asked another peer.
+        """Drop what is pending of micro-batches that count elsewhere: their trainers have asked another peer.
 
-        Nothing is dropped while sums change: whoever adds to them holds their lock, for which the event loop must not
-        wait.
+        Nothing is dropped while sums change: the thread that adds to them holds their lock, and the event loop must not
+        wait for it.
         """
         if self.changing.locked():
             return
@@ -116,25 +116,25 @@ class Counting:
             self._sums.drop(m)
 
     def note_not_finite(self) -> None:
-        """Nobody can compute the gradient of some micro-batch: the loss of the step is infinity."""
+        """Record that no peer can compute the gradient of some micro-batch: the loss of the step is infinity."""
         self._is_not_finite = True
         self._tell()
 
     async def discard(self) -> None:
-        """Nothing is in the sums any more."""
+        """Empty the sums."""
         async with self.changing:
             await self._in_thread(self._sums.discard)
             self.done = frozenset()
 
     def clear(self, step: int) -> None:
-        """Nothing is in the sums or pending, for another step. Who calls it holds ``changing``, and sets ``done``."""
+        """Empty the sums and what is pending, for another step. The caller holds ``changing``, and sets ``done``."""
         self._sums.clear(step)
         self._losses.clear()
         self._is_not_finite = False
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Nothing is added to the sums meanwhile."""
+        """Refuse to add to the sums while the context is active."""
         self._is_closed = True
         try:
             yield
@@ -142,21 +142,21 @@ class Counting:
             self._is_closed = False
 
     async def vector(self, dtype: torch.dtype) -> Tensor:
-        """The sums."""
+        """Return the sums, [n] in this dtype."""
         async with self.changing:
             vector: Tensor = await self._in_thread(lambda: self._sums.sums.to(dtype))
             return vector
 
     def loss(self) -> tuple[float, int]:
-        """The mean over the tokens of all that is done, infinity if that or anything is not finite; and of how many
-        micro-batches the loss is known."""
+        """Return the mean loss over the tokens of all done micro-batches, infinity if anything is not finite, and the
+        number of micro-batches with a known loss."""
         if self._is_not_finite:
             return inf, max(1, len(self.done))
         return self._losses.mean(self.done)
 
 
 class _Losses:
-    """Of the micro-batches that a peer of the last stage has computed; may be used by several threads."""
+    """The losses of micro-batches that a peer of the last stage has computed. Several threads may use them."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[int, str], tuple[float, int]] = {}
@@ -164,7 +164,7 @@ class _Losses:
         self._lock = threading.Lock()
 
     def add(self, m: int, trainer: str, loss_sum: float | None, num_tokens: int | None) -> None:
-        """The sum over so many tokens; None, from all stages but the last: nothing is known."""
+        """Keep a loss as pending: the sum over so many tokens. None is ignored: only the last stage has a loss."""
         if loss_sum is not None and num_tokens:
             with self._lock:
                 self._pending[m, trainer] = loss_sum, num_tokens

@@ -1,4 +1,4 @@
-"""Where a peer works: it chooses a stage when it joins, and moves when the run takes more micro-batches for it."""
+"""The choice of a peer's stage when it joins, and its moves to stages where it speeds up the run more."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from swarm_training.core.signing import sign
 from swarm_training.progress.board import Board
 from swarm_training.run.standing import now
 
-NOISE = 0.2  # of a peer's measured speed, from one step to the next
-_ANNOUNCE_S = 1.5  # a record that is not renewed is taken for that of somebody silent
+NOISE = 0.2  # relative noise of a peer's measured speed, from one step to the next
+_ANNOUNCE_S = 1.5  # a peer with a record that is not renewed counts as silent
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Pace:
-    """In seconds; see ``stage_choice``.
+    """The times of joining and moving, in seconds; see ``stage_choice``.
 
     Attributes:
-        look_s: that somebody who joins listens before it chooses.
-        step_s: that somebody who goes waits for the end of the step.
+        look_s: the time for which a joining peer listens before it chooses.
+        step_s: the longest time for which a leaving peer waits for the end of the step.
     """
 
     look_s: float = 5.0
@@ -42,8 +42,8 @@ class Pace:
 
 
 def stage_view(stages: Sequence[Iterable[Progress]], costs: Sequence[float]) -> StageView:
-    """What records say, of those at each stage and on their way to it. Who has two is where the newer one is; who has
-    not measured its speed is as fast as the others are on average."""
+    """Return the view that records give of the peers at each stage and on their way to it. A peer with two records is
+    where the newer one is. A peer that has not measured its speed has the average speed of the others."""
     newest: dict[str, tuple[int, Progress]] = {}
     for index, records in enumerate(stages):
         for record in records:
@@ -70,12 +70,12 @@ def view_of(watch: Watch, costs: Sequence[float]) -> StageView:
 
 
 def margin_of(view: StageView) -> float:
-    """What the slowest stage must gain, relative, for a move to be worth it: more than measuring once more may give."""
+    """Return the relative gain of the slowest stage that is worth a move: more than another measurement may give."""
     return max(stage_choice.MARGIN, NOISE * len(view.costs) / max(1, len(view.peers)))
 
 
 class Announcements:
-    """Says on the DHT that this peer is on its way to a stage, as long as nothing there says it otherwise."""
+    """The announcer on the DHT that a peer is on its way to a stage, as long as no other record there says so."""
 
     def __init__(self, boards: Mapping[int, Board], runs: Sequence[str], identity: Identity) -> None:
         self._boards, self._runs, self._identity = boards, runs, identity
@@ -105,9 +105,9 @@ class Announcements:
 async def choose(
     watch: Watch, announcements: Announcements, own_id: str, costs: Sequence[float], pace: Pace = Pace()
 ) -> int:
-    """The stage that somebody who joins takes; ``watch`` runs.
+    """Return the stage that a joining peer takes; ``watch`` runs.
 
-    It says which one, and chooses again when all who join at the same time have heard of each other.
+    The peer announces its choice, and chooses again when all peers that join at the same time have heard of each other.
     """
     await watch.look()
     await asyncio.sleep(pace.look_s)
@@ -122,7 +122,7 @@ async def choose(
 
 
 class Mover:
-    """Of a peer that may work at any stage."""
+    """The mover of a peer that may work at any stage."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Mover:
         self._own_id = peer.peer.own.peer_id
 
     async def next_stage(self) -> int:
-        """Waits until the peer is to leave for another stage at once, and returns which."""
+        """Wait until the peer is to leave for another stage at once, and return that stage."""
         await asyncio.sleep(self._pace.cooldown_s)
         self._peer.peer.shows_move(may_move=True)
         while True:
@@ -153,8 +153,9 @@ class Mover:
             self._peer.peer.shows_move(may_move=True)
 
     async def _reaches_end_of_step(self, to: int) -> bool:
-        """False if the move helps no more. What the peer has added up, trainers must replay when it leaves: it leaves
-        when that is nothing, but without delay if nobody is where it goes."""
+        """Return True when the peer may leave, False if the move helps no more. Trainers must replay what the peer has
+        added up. The peer waits up to ``step_s`` until that is nothing or averaged, but does not wait if no peer is
+        where it goes."""
         deadline_s = now() + self._pace.step_s
         while stage_choice.may_go(view := self._view(), self._own_id, margin_of(view)):
             own = self._peer.peer.own

@@ -1,4 +1,4 @@
-"""A stage peer on the network, and one who only watches: service, DHT node, channels, the compute thread, their end."""
+"""The network presence of a stage peer, or of a process that only watches: service, DHT node, channels, threads."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from swarm_training.run.state import TrainedState
 
 AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
 _GRACE_S = 0.2
-_ORDERS_S = 5.0  # orders are on the DHT for a minute
+_ORDERS_S = 5.0  # orders stay on the DHT for a minute
 
 
 @dataclass(frozen=True)
 class StageOfRun:
-    """Which part of which run. Raises ValueError if there is no such part.
+    """The place of a stage in a run. Raises ValueError if there is no such place.
 
     Attributes:
-        index: of the stage, from 0 on.
-        num_micro_batches: of a batch.
+        index: the number of the stage, from 0 on.
+        num_micro_batches: the number of micro-batches in a batch.
     """
 
     run: str
@@ -75,11 +75,11 @@ class StageOfRun:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who this process is, and where it begins.
+    """The identity of this process, and where it begins.
 
     Attributes:
         initial_peers: multiaddrs of members of the run; none: the run begins here.
-        access, token: of a private run.
+        access, token: the access control of a private run, and this process's token for it.
     """
 
     identity: Identity = field(default_factory=Identity.generate)
@@ -90,9 +90,11 @@ class Membership:
 
 @dataclass
 class StagePresence:
-    """Attributes:
-    addresses: multiaddrs for others to join by.
-    network: for calls of other peers.
+    """A stage peer that takes part in the network.
+
+    Attributes:
+        addresses: multiaddrs by which other peers join.
+        network: the network for calls of other peers.
     """
 
     stage_peer: StagePeer
@@ -119,15 +121,16 @@ class StagePresence:
         board: DhtBoard | None = None,
         look_s: float | None = None,
     ) -> StagePresence:
-        """Joins the stage, or founds it: see ``StagePeer.join``; returns when it works.
+        """Join the stage, or found it (see ``StagePeer.join``), and return when the peer works.
 
-        ``add_services``: to the server, which others reach at the address in this peer's record; what they answer
-        before the peer has joined must be an error. ``shared``: where parameters that the first and the last stage both
-        have are in the vector of gradients, see ``spans_of``. ``board``: of any run, on a DHT node that outlives the
-        peer's presence; None: it has a node of its own. ``look_s``: for mates, before it founds the stage.
+        ``add_services``: adds services to the server, which other peers reach at the address in this peer's record.
+        Before the peer has joined, they must answer with an error. ``shared``: where parameters that the first and the
+        last stage both have are in the vector of gradients, see ``spans_of``. ``board``: a board of any run, on a DHT
+        node that outlives the peer's presence; None: the peer has a node of its own. ``look_s``: the time to look for
+        mates before the peer founds the stage.
 
         Raises:
-            ValueError: nothing can be trained so, or the others train another model.
+            ValueError: nothing can be trained so, or the other peers train another model.
             NoSwarm: no initial peer answered.
             AccessDenied: a moderator has banned this peer.
         """
@@ -198,14 +201,14 @@ class StagePresence:
             raise
 
     async def wait(self) -> None:
-        """Until ``leave``. Raises AccessDenied if a moderator has banned this peer."""
+        """Wait until ``leave``. Raises AccessDenied if a moderator has banned this peer."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if not task.cancelled():
                 task.result()
 
     async def leave(self) -> None:
-        """What this peer has added up is withdrawn: others compute it again."""
+        """Leave the run. The sums of this peer are withdrawn: other peers compute them again."""
         await _cancelled(self._tasks)
         await self.stage_peer.peer.leave()
         await _end([], None if self._keeps_node else self._board, self.network, self._server)
@@ -214,11 +217,11 @@ class StagePresence:
 
 @dataclass
 class WatchPresence:
-    """One who has no stage, such as a trainer: it knows who is at which one.
+    """The network presence of a process without a stage, such as a trainer; it knows which peers are at which stage.
 
     Attributes:
-        network: for calls of those peers.
-        board: of the first stage, on this process's DHT node.
+        network: the network for calls of those peers.
+        board: the board of the first stage, on this process's DHT node.
     """
 
     watch: Watch
@@ -228,7 +231,7 @@ class WatchPresence:
 
     @classmethod
     async def enter(cls, run: str, num_stages: int, member: Membership, config: TrainingConfig) -> WatchPresence:
-        """Raises ValueError or NoSwarm if no initial peer can be reached."""
+        """Start to watch. Raises ValueError if there are no initial peers, NoSwarm if none can be reached."""
         if not member.initial_peers:
             raise ValueError("there are no initial peers: expected multiaddrs of peers of the run")
         runs = [stage_run(run, number) for number in range(num_stages)]
@@ -247,7 +250,7 @@ class WatchPresence:
 
 
 async def _follow(moderation: Moderation, board: DhtBoard) -> None:
-    """What moderators order, until it is cancelled."""
+    """Follow the orders of moderators until cancelled."""
     while True:
         moderation.take(await board.read_orders())
         await asyncio.sleep(_ORDERS_S)

@@ -1,7 +1,7 @@
-"""Checkpoints of a stage at peers of the next one, so that a stage can lose all of its own.
+"""The checkpoints of a stage at peers of the next stage, so that a stage can lose all of its own peers.
 
 The first peers of each stage, by id, keep the newest checkpoint of the stage before; the first stage keeps those of the
-last. Which one a peer has is in its record.
+last. A peer's record says which checkpoint it has.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.transfer import download_replica
 
 _LOOK_S = 0.5
-_KEEPERS = 2  # of a stage: one may die together with the stage before
+_KEEPERS = 2  # peers of a stage that keep one, since one may die together with the stage before
 MOST_BYTES = 64 << 30
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
 
 
 class Replicas:
-    """Of the stage before, kept here, and of the own stage, at peers of the next one."""
+    """The replicas of the stage before, kept here, and those of the own stage, kept by peers of the next stage."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Replicas:
         in_thread: InThread,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """``most_bytes``: of a checkpoint of another stage, which passes through memory."""
+        """Start without replicas. ``most_bytes``: the largest checkpoint of another stage; it passes through memory."""
         self._before, self._after = (index - 1) % num_stages, (index + 1) % num_stages
         self._is_alone = num_stages == 1
         self._peer = peer
@@ -48,15 +48,15 @@ class Replicas:
         self._most_bytes = most_bytes
 
     async def run(self) -> None:
-        """Keeps what there is to keep, until it is cancelled."""
+        """Keep the newest checkpoint of the stage before, if this peer is to keep one, until cancelled."""
         while not self._is_alone:
             if self._is_keeper():
                 await self._keep(newest(peer.kept for peer in self._watch.records(self._before)))
             await asyncio.sleep(_LOOK_S)
 
     async def fetch(self, step: int | None = None) -> tuple[int, bytes] | None:
-        """The step and the state of the newest checkpoint of the own stage that a peer of the next one has, or of that
-        of a given step; None: there is none."""
+        """Fetch the own stage's newest checkpoint, or that of a given step, from a peer of the next stage. Return its
+        step and its state; None if there is none."""
         holders = self.holders()
         known = [peer.replica for peer in holders if peer.replica is not None]
         wanted = newest(each for each in known if step in (None, each.step))
@@ -66,7 +66,7 @@ class Replicas:
         return None if data is None else (wanted.step, data)
 
     def holders(self) -> list[Progress]:
-        """Who may have checkpoints of the own stage."""
+        """Return the peers that may have checkpoints of the own stage."""
         return [] if self._is_alone else self._watch.records(self._after)
 
     def _is_keeper(self) -> bool:
@@ -81,7 +81,7 @@ class Replicas:
         data = await self._download(wanted, sources)
         if data is None:
             return
-        self._peer.replicas.discard_after(wanted.step)  # those that a rollback has undone
+        self._peer.replicas.discard_after(wanted.step)  # checkpoints that a rollback has undone
         try:
             await self._in_thread(lambda: self._peer.replicas.keep(wanted.step, wanted.state_digest, data))
         except OSError as error:

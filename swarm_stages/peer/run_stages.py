@@ -1,4 +1,4 @@
-"""What is known of a run in stages: who is at which stage, and how far. Data alone."""
+"""The known state of a run in stages: which peers are at which stage, and how far they are. Data alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarm_training.progress.policy import excluded_by_most
 
 
 def stage_run(run: str, stage: int) -> str:
-    """The name of a stage's own run, whose peers average with each other."""
+    """Return the name of a stage's own run; the peers of that run average with each other."""
     return f"{run}/{stage}"
 
 
@@ -21,14 +21,14 @@ class StageMember:
     """A peer that has been heard of lately, as its signed record says.
 
     Attributes:
-        address: HOST:PORT; empty if nobody can call it.
-        tls_fingerprint: SHA-256 of its certificate, DER.
-        moment: of its weights; a record is renewed a moment after the weights.
+        address: HOST:PORT; empty if no peer can call it.
+        tls_fingerprint: the SHA-256 of its certificate, DER.
+        moment: the moment of its weights; a record is renewed shortly after the weights.
         bits: the micro-batches of this moment in its sums; number m is bit m % 8, from the lowest, of byte m // 8.
-        holds: it holds the stage's average of this moment, which is decided, and waits for the other stages.
-        samples_per_s: micro-batches that it could compute; 0: it has computed none yet.
-        next_stage: where it has said that it will go.
-        skipped_batches: of the data, since the run began: at step t, the batch is t plus this.
+        holds: whether it holds the stage's decided average of this moment, and waits for the other stages.
+        samples_per_s: the micro-batches per second that it could compute; 0: it has computed none yet.
+        next_stage: the stage to which it has announced a move.
+        skipped_batches: the batches of data skipped since the run began: at step t, the batch is t plus this.
     """
 
     peer_id: str
@@ -58,9 +58,11 @@ class StageMember:
 
 @dataclass(frozen=True)
 class RunStages:
-    """Attributes:
-    stages: of each, those that have been heard of lately, in the order of their ids.
-    num_micro_batches: of a batch; 0: nobody has said it.
+    """The peers of a run in stages.
+
+    Attributes:
+        stages: the peers of each stage that have been heard of lately, in the order of their ids.
+        num_micro_batches: the number of micro-batches in a batch; 0: no peer has said it.
     """
 
     stages: tuple[tuple[StageMember, ...], ...]
@@ -68,8 +70,8 @@ class RunStages:
 
     @classmethod
     def of(cls, stages: Iterable[Sequence[Progress]]) -> RunStages:
-        """From records of present peers. Those that train another model than most of their stage are left out, and
-        those that most of it exclude."""
+        """Return the stages by present peers' records, without peers of an unusual model and peers that most
+        exclude."""
         usual = [_usual(records) for records in stages]
         sizes = Counter(record.target_batch_size for records in usual for record in records)
         return cls(
@@ -79,7 +81,7 @@ class RunStages:
 
     @property
     def moment(self) -> Moment | None:
-        """At which micro-batches are wanted: that of the slowest stage. None if a stage has nobody."""
+        """Return the moment at which micro-batches are wanted: the slowest stage's; None if a stage has no peers."""
         if not self.stages or not all(self.stages):
             return None
         return min(max(peer.moment for peer in stage) for stage in self.stages)

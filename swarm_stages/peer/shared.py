@@ -1,11 +1,11 @@
 """Parameters that two stages have, such as tied embeddings: both step with the sum of both stages' gradients.
 
-When a stage holds its average, it offers the part that belongs to them, by its digest. Once all stages hold theirs,
-each of the two takes the other's part and adds it to its own. So both apply the same bits, whoever a peer has asked,
+A stage that holds its average offers its part for these parameters, by its digest. Once all stages hold theirs, each of
+the two takes the other's part and adds it to its own. Both then apply the same bits, whichever peer they have asked,
 and their parameters stay equal.
 
-A sum of two means is that of one process bit for bit if the number of micro-batches is a power of two, and may differ
-in the last bit of a float64 otherwise.
+A sum of two means is that of one process bit for bit if the number of micro-batches is a power of two. Otherwise it may
+differ in the last bit of a float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 def spans_of(names: Sequence[str], parameters: Sequence[Tensor], shared: Collection[str]) -> list[tuple[int, int]]:
-    """Where the shared parameters are in the vector of all, in order."""
+    """Return where the shared parameters are in the vector of all, in order: (start, stop) of each."""
     spans, start = [], 0
     for name, parameter in zip(names, parameters, strict=True):
         stop = start + parameter.numel()
@@ -43,7 +43,7 @@ def spans_of(names: Sequence[str], parameters: Sequence[Tensor], shared: Collect
 
 
 class SharedGradients:
-    """Of one peer."""
+    """A peer's exchange of shared parameters' gradients with another stage."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class SharedGradients:
         network: Network,
         in_thread: InThread,
     ) -> None:
-        """``other``: the stage that has these parameters too, in the same order; ``spans``: of the average."""
+        """Set up the exchange. ``other``: the stage that has these parameters too, in the same order. ``spans``: where
+        they are in the average."""
         assert spans
         self._in_thread = in_thread
         self._other = other
@@ -64,14 +65,14 @@ class SharedGradients:
         self._network = network
 
     async def offer(self, averaged: Averaged) -> bytes:
-        """Returns the digest by which others can ask for this stage's part."""
+        """Offer this stage's part, and return the digest by which other peers can ask for it."""
         digest: bytes = await self._in_thread(
             lambda: self._peer.offer.add(self._part(averaged.gradient).numpy().tobytes())
         )
         return digest
 
     async def completed(self, averaged: Averaged) -> Tensor | None:
-        """The average with the sum of both stages in it; None if nobody gives the other stage's part at present."""
+        """Return the average, [n], with both stages' sum in it; None if no peer gives the other part at present."""
         length = sum(stop - start for start, stop in self._spans)
         step, size_bytes = averaged.group.step, length * averaged.gradient.element_size()
         holders = [peer for peer in self._watch.records(self._other) if _holds(peer, averaged)]
@@ -103,6 +104,6 @@ class SharedGradients:
 
 
 def _holds(peer: Progress, averaged: Averaged) -> bool:
-    """Whether it has its stage's part of that step, which it keeps for a while after it."""
+    """Return whether the peer has its stage's part of that step, which it keeps for a while after the step."""
     group = averaged.group
     return peer.rollbacks == group.rollbacks and peer.shared is not None and peer.shared.step == group.step

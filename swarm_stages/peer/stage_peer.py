@@ -1,4 +1,4 @@
-"""One peer of a stage: counts micro-batches, averages with its mates when they have all, steps when all stages do."""
+"""A stage peer: it counts micro-batches, averages with its mates when they have all, and steps when all stages do."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from swarm_training.run.state import TrainedState
 T = TypeVar("T")
 LOOK_S = 5.0
 _STRANDED_S = 5.0
-_TICK_S = 0.25  # without news: others have become silent, for instance
+_TICK_S = 0.25  # the longest wait without news: other peers may have become silent, for instance
 _logger = logging.getLogger(__name__)
 
 
 class StagePeer:
-    """Its methods are for one event loop, but for ``add``.
+    """A peer of a stage. Its methods are for one event loop, except ``add``.
 
-    A stage may lose all of its peers, or all that hold the average with which others have stepped. Who is left, or
-    comes next, begins after one more rollback at the newest checkpoint, and the other stages go back to theirs of that
-    step.
+    A stage may lose all of its peers, or all that hold the average with which other stages have stepped. The peers that
+    are left, or come next, then begin at the newest checkpoint after one more rollback. The other stages go back to
+    their checkpoints of that step.
 
     Attributes:
-        index: of the stage.
-        watch: of all stages.
-        peer: its part in the run of its stage.
-        num_counted: micro-batches of the last step that were in this peer's sums.
+        index: the number of the stage.
+        watch: the watch of all stages.
+        peer: the part that this peer has in the run of its stage.
+        num_counted: the number of micro-batches of the last step in this peer's sums.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class StagePeer:
         in_thread: InThread,
         shared: SharedGradients | None = None,
     ) -> None:
-        """``codec``: of the averaging. ``compute``: calls a function in the thread that computes, and nowhere else is
-        computed with the weights. ``in_thread``: calls one that takes long in any other. ``shared``: if another stage
-        has some of the parameters too."""
+        """Set up the peer. ``codec``: the codec of the averaging. ``compute``: calls a function in the compute thread;
+        no other thread computes with the weights. ``in_thread``: calls a function that takes long in any other thread.
+        ``shared``: given if another stage has some of the parameters too."""
         self.index = index
         self.peer = peer
         self.watch = watch
         self._replicas = replicas
         self._shared = shared
-        self._stranded_s: float | None = None  # since when
+        self._stranded_s: float | None = None  # the time since which the stage is stranded
         self._state = state
         self._counting = Counting(sums, in_thread, self._counts_at_mates, self._tell)
         self._dtype = codec_of(codec).dtype
@@ -92,23 +92,23 @@ class StagePeer:
 
     @property
     def step(self) -> int:
-        """Of the weights."""
+        """Return the step of the weights."""
         return self._state.step
 
     @property
     def moment(self) -> Moment:
-        """Of the weights."""
+        """Return the moment of the weights."""
         return self._state.moment
 
     def record(self) -> Progress:
-        """As others see it, soon."""
+        """Return this peer's record, as other peers see it soon."""
         return self.peer.own
 
     async def compute(self, function: Callable[[], T], share: float) -> T:
-        """Calls it in the thread that computes, before the optimizer's step or after it.
+        """Call a function in the compute thread, before the optimizer's step or after it.
 
-        ``share``: of what is to be computed of a micro-batch. From the time that it takes follows the speed that this
-        peer announces."""
+        ``share``: the share of a micro-batch's work. This peer's announced speed follows from the function's
+        duration."""
 
         def timed() -> T:
             began_s = time.perf_counter()
@@ -120,7 +120,7 @@ class StagePeer:
         return result
 
     def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
-        """Keeps what ``backward`` of this micro-batch has given, until ``commit``. To be called where it was computed.
+        """Keep a result of ``backward`` for this micro-batch until ``commit``. Call it in the compute thread.
 
         Raises:
             PeerMoved: the peer is at another step.
@@ -130,19 +130,19 @@ class StagePeer:
         self._counting.add(step, m, trainer, gradients)
 
     async def commit(self, step: int, m: int, trainer: str) -> bool:
-        """Adds to the sums what is pending, and says whether the micro-batch counts at this stage now: also if another
+        """Add what is pending to the sums. Return whether the micro-batch counts at this stage now, also if another
         peer of the stage has it. If not, it must be computed again.
 
         Raises:
             PeerMoved: the peer is at another step.
-            PeerBusy: the stage is averaging; what it lacks for that, it will take later.
+            PeerBusy: the stage is averaging; it takes later what it lacks for that.
             RequestRejected: there is no such micro-batch.
         """
         return await self._counting.commit(step, m, trainer)
 
     def note_not_finite(self, step: int) -> bool:
-        """A trainer says that some answer for a micro-batch of this step is not finite, whoever computes it. False if
-        there is no checkpoint to go back to; else the stage decides about that, as it does if the loss is too high.
+        """Record a trainer's report that some answer of this step is not finite, whichever peer computes it. Return
+        False if there is no checkpoint to go back to. Otherwise the stage decides, as it does if the loss is too high.
 
         Raises:
             PeerMoved: the peer is at another step.
@@ -163,8 +163,8 @@ class StagePeer:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the run loses nothing with this peer but what trainers can replay: it is not averaging, or a mate
-        holds the same average."""
+        """Return whether the run loses nothing with this peer but what trainers can replay: it is not averaging, or a
+        mate holds the same average."""
         own = self.peer.own
         if own.decided:
             mates = self.peer.view().others
@@ -174,7 +174,7 @@ class StagePeer:
     # ------------------------------------------------------------ life
 
     async def run(self) -> None:
-        """Until it is cancelled; the peer must have joined its stage, or founded it.
+        """Run until cancelled; the peer must have joined its stage, or founded it.
 
         Raises:
             AccessDenied: a moderator has banned this peer, or most of its mates exclude it.
@@ -191,9 +191,9 @@ class StagePeer:
                 await relaying
 
     async def join(self, look_s: float = LOOK_S) -> None:
-        """Takes over the state of the stage from a mate. If nobody is found there for ``look_s``, the first by id of
-        those who join founds the stage: with what it has if no stage has taken a step, else from a checkpoint. Who is
-        silent, and has not evidently ended, is waited for for a minute.
+        """Take over the state of the stage from a mate. If none is found for ``look_s``, the first joining peer by id
+        founds the stage. It begins with what it has if no stage has taken a step, else from a checkpoint. A silent peer
+        that has not evidently ended is waited for, for a minute.
 
         Raises:
             ValueError: the others train another model.
@@ -217,8 +217,8 @@ class StagePeer:
         return all(self.peer.own.peer_id < peer.peer_id for peer in joining)
 
     async def _found(self) -> bool:
-        """Begins the run of the stage, or goes on from a checkpoint if all that were here are gone; False if there is
-        none yet."""
+        """Begin the stage's run, or go on from a checkpoint if all its peers are gone; return False if there is none
+        yet."""
         moments = [peer.moment for stage in self._stages().stages for peer in stage]
         newest = max(moments, default=Moment(0, 0))
         if newest == Moment(0, 0):
@@ -242,7 +242,7 @@ class StagePeer:
         return True
 
     async def load(self) -> bool:
-        """Takes over the state of the stage, if somebody gives it. Gradients of an older one are dropped.
+        """Take over the state of the stage; return False if no peer gives it. Gradients of an older state are dropped.
 
         Raises:
             ValueError: the others train another model than this peer, which has not joined yet.
@@ -269,14 +269,14 @@ class StagePeer:
             await table.changed_since(counter, inf)
 
     async def _wait(self) -> None:
-        """For news, which may be none."""
+        """Wait for news, which may be none."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_TICK_S):
                 await self._news.wait()
         self._news.clear()
 
     async def _advance(self) -> None:
-        """What follows from the news."""
+        """Do what follows from the news."""
         self.peer.require_admitted()
         if self.peer.is_aside:
             await self._try_to_take_part()
@@ -304,25 +304,25 @@ class StagePeer:
                     self._is_averaging = False
 
     async def _stand_aside(self) -> None:
-        """Others know of this peer, and it of them, but they cannot average: who is left goes on without it."""
+        """Let others go on without this peer: they know of each other, but cannot call each other to average."""
         _logger.warning("other peers of stage %d cannot be called: this peer waits until they can", self.index)
         self.peer.stand_aside()
         await self._counting.discard()
 
     async def _try_to_take_part(self) -> None:
-        """If others are still heard of and cannot be called, it waits."""
+        """Take part again, unless peers that are still heard of cannot be called."""
         if self.peer.calls_all and not (await self.peer.is_lost() and await self.load()):
             self.peer.take_part()
 
     def _note_skipped(self) -> None:
-        """What others have gone back for."""
+        """Take over the number of batches that other peers have skipped by rollbacks."""
         members = (peer for stage in self._stages().stages for peer in stage)
         known = (peer.skipped_batches for peer in members if peer.moment.rollbacks <= self.moment.rollbacks)
         if (skipped := max(known, default=0)) > self.peer.own.skipped_batches:
             self.peer.skip_batches(skipped)
 
     def _elsewhere(self) -> Moment | None:
-        """Where another stage has gone back to."""
+        """Return the moment to which another stage has gone back; None if there is none."""
         return barrier.went_back_to(self._stages(), self._state.moment)
 
     def _stages(self) -> RunStages:
@@ -337,13 +337,13 @@ class StagePeer:
         await self.peer.report_micro_batches(done, *losses)
 
     async def _discard(self) -> None:
-        """Others have what this peer has: it must not count twice."""
+        """Discard the sums: the batch is decided without them, or a part of them counts at another peer too."""
         _logger.debug("%d micro-batches are given up, as another peer has some of them", len(self._counting.done))
         await self._counting.discard()
         await self._report()
 
     async def _average(self) -> None:
-        """With all of the stage, and steps when all stages may."""
+        """Average with all of the stage, and step when all stages may."""
         with self._counting.closed():
             vector = await self._counting.vector(self._dtype)
             await self._report()
@@ -357,7 +357,7 @@ class StagePeer:
                     await self._step(decided, gradient, *losses)
 
     async def _decision(self, vector: Tensor) -> Averaged | WentBack | None:
-        """None too if another stage goes back meanwhile: this one may wait in vain."""
+        """Return what the stage decides; None too if another stage goes back meanwhile: this one may wait in vain."""
         averaging = asyncio.ensure_future(self.peer.average(vector))
         try:
             while not averaging.done():
@@ -375,7 +375,7 @@ class StagePeer:
                 await asyncio.gather(averaging, return_exceptions=True)
 
     async def _may_step(self) -> bool:
-        """Waits for the other stages; False if the run goes back instead."""
+        """Wait for the other stages; return False if the run goes back instead."""
         while not barrier.may_step(self._stages(), self._state.moment):
             if self._elsewhere() is not None:
                 return False
@@ -383,7 +383,7 @@ class StagePeer:
         return True
 
     async def _completed(self, averaged: Averaged) -> Tensor | None:
-        """With what another stage has for the same parameters; None if the run goes on without this peer, or back."""
+        """Return the average with another stage's part; None if the run goes on without this peer, or goes back."""
         if self._shared is None:
             return averaged.gradient
         while (gradient := await self._shared.completed(averaged)) is None:
@@ -400,7 +400,7 @@ class StagePeer:
         await self.peer.stepped(averaged, digest, loss, loss_samples)
 
     async def _accept_rollback(self, back: WentBack) -> None:
-        """As this stage has decided. The batches since then, this one too, are not seen again."""
+        """Go back as this stage has decided. The batches since that checkpoint, this one too, are skipped."""
         group = back.group
         skipped = self.peer.own.skipped_batches + group.step + 1 - group.next_moment.step
         digest = await self._take_over(partial(self._state.go_to, back.group.next_moment, back.state))
@@ -408,7 +408,7 @@ class StagePeer:
         await self.peer.went_back(back, digest, skipped)
 
     def _is_stranded(self) -> bool:
-        """For a while: news of those who hold the average may be on their way."""
+        """Return whether the stage is stranded for a while: news of the average's holders may be on their way."""
         if not barrier.is_stranded(self._stages(), self.index, self._state.moment):
             self._stranded_s = None
             return False
@@ -417,7 +417,7 @@ class StagePeer:
         return now() - self._stranded_s > _STRANDED_S
 
     async def _restore(self) -> None:
-        """Goes back by itself, and so has the other stages go back."""
+        """Go back to a checkpoint, so that the other stages go back too."""
         self._stranded_s = None
         own = max(self.peer.rollbacks.kept.digests(), default=-1)
         step = max(own, max((peer.replica.step for peer in self._replicas.holders() if peer.replica), default=-1))
@@ -427,7 +427,7 @@ class StagePeer:
         await self._go_back(Moment(self._state.moment.rollbacks + 1, step))
 
     async def _go_back(self, moment: Moment) -> bool:
-        """To the checkpoint of that step; False if this peer has to load a mate's."""
+        """Go back to the checkpoint of that step; return False if this peer must load a mate's state, or wait."""
         kept = self.peer.rollbacks.kept
         known = kept.digests().get(moment.step)
         data = None if known is None else await self._in_thread(partial(kept.read, known))
@@ -453,7 +453,7 @@ class StagePeer:
         return True
 
     async def _take_over(self, change: Callable[[], None]) -> bytes:
-        """Changes the state where others compute with it, and returns its digest. Sums of the older one are gone."""
+        """Change the state in the compute thread, and return its digest. The sums of the older state are dropped."""
 
         def changed() -> bytes:
             change()

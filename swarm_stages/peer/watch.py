@@ -1,9 +1,9 @@
-"""Watches all stages of a run: finds their peers on the DHT, and has them tell what is new.
+"""The watch of all stages of a run: it finds their peers on the DHT, and asks them for news.
 
-A peer answers an exchange that brings no record of the caller's as any other, and waits until it has something to say:
-so news of a stage take one way through the network, whether or not the one who watches has a stage itself.
+A watcher's exchange brings no record of its own. A peer answers it as any other, and waits until it has something to
+say. Hence news of a stage arrives after one trip through the network, whether or not the watcher has a stage itself.
 
-Who watches also passes on to a peer what it has not told of for a while. So peers of a stage that cannot call each
+The watcher also relays records that a peer has not mentioned recently. Hence peers of a stage that cannot call each
 other know of each other nevertheless.
 """
 
@@ -24,14 +24,14 @@ from swarm_training.core.record import JOINING, PRESENT, Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.table import ProgressTable
 
-_NUM_ASKED = 2  # peers of a stage at a time: one of them may be silent
-_WAIT_S = 1.0  # that a peer without news may keep its answer
-_TIMEOUT_S = 3.0  # beyond that
-_PAUSE_S = 0.01  # between two calls of one peer, which tells together what can wait
+_NUM_ASKED = 2  # peers of a stage at a time, since one of them may be silent
+_WAIT_S = 1.0  # the time for which a peer without news may keep its answer
+_TIMEOUT_S = 3.0  # the time limit beyond ``_WAIT_S``
+_PAUSE_S = 0.01  # between two calls of one peer, so that it collects news that can wait
 _RETRY_S = 0.25
 _READ_S, _READ_ALONE_S = 15.0, 1.0
-_UNTOLD_S = 2.0  # two heartbeats: a peer that does not tell of another for so long may be cut off from it
-_MOST_PASSED_ON = 64  # records, in a call
+_UNTOLD_S = 2.0  # two heartbeats: a peer that does not mention another one for so long may be cut off from it
+_MOST_PASSED_ON = 64  # records in one call
 _logger = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ class Board(Protocol):
 
 
 class Watch:
-    """All on one event loop."""
+    """The watch of all stages of a run. All its methods are for one event loop."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Watch:
         own: Mapping[int, Callable[[], Iterable[Progress]]] | None = None,
         banned: Callable[[], Collection[str]] = frozenset,
     ) -> None:
-        """``runs``: names of the stages' runs, from the first on. ``boards``: those of the stages that are watched.
-        ``own``: stages whose peers somebody here knows anyway, those too that are joining. ``banned``: ids of peers
-        that are left out."""
+        """Set up the watch. ``runs``: the names of the stages' runs, from the first on. ``boards``: the boards of the
+        watched stages. ``own``: stages with peers that this process knows anyway, joining peers included. ``banned``:
+        returns the ids of peers that are left out."""
         self._watched = {
             number: StageWatch(runs[number], network, board, silence_s, rng) for number, board in boards.items()
         }
@@ -74,11 +74,11 @@ class Watch:
         return [watched.table for watched in self._watched.values()]
 
     def records(self, stage: int) -> list[Progress]:
-        """Of its peers that have been heard of lately."""
+        """Return the records of a stage's peers that have been heard of lately."""
         return [record for record in self.placed(stage) if record.state in PRESENT]
 
     def placed(self, stage: int) -> list[Progress]:
-        """And of those that are on their way to it."""
+        """Return these records, and those of peers that are on their way to the stage."""
         if stage in self._own:
             return list(self._own[stage]())
         banned = self._banned()
@@ -86,34 +86,34 @@ class Watch:
         return [record for record in heard if record.peer_id not in banned]
 
     async def look(self) -> None:
-        """Reads all boards now, where those are who can be asked by nobody yet."""
+        """Read all boards now: they also have peers that cannot be asked yet."""
         await asyncio.gather(*(watched.look() for watched in self._watched.values()))
 
     def all_records(self) -> list[list[Progress]]:
-        """Of each stage."""
+        """Return the records of each stage's peers."""
         return [self.records(number) for number in range(self._num_stages)]
 
     def view(self) -> RunStages:
         return RunStages.of(self.all_records())
 
     async def run(self) -> None:
-        """Until it is cancelled, also if there is no other stage to watch."""
+        """Watch until cancelled, also if there is no other stage to watch."""
         await asyncio.gather(*(watched.run() for watched in self._watched.values()), asyncio.Event().wait())
 
     async def relay(self, tell: Callable[[], None]) -> None:
-        """Calls it whenever there are news for which somebody may wait, until it is cancelled."""
+        """Call ``tell`` whenever there is news for which a peer may wait, until cancelled."""
         await asyncio.gather(*(_relay(table, tell) for table in self.tables))
 
 
 class StageWatch:
-    """One stage, by a few of its peers at a time."""
+    """The watch of one stage, through a few of its peers at a time."""
 
     def __init__(self, run: str, network: Network, board: Board, silence_s: float, rng: random.Random) -> None:
         self.table = ProgressTable(run, None, "", silence_s)
         self._network = network
         self._board = board
         self._rng = rng
-        self._since: dict[str, int] = {}  # by peer, what it has answered up to
+        self._since: dict[str, int] = {}  # by peer: the counter up to which it has answered
         self._asked: set[str] = set()
 
     async def run(self) -> None:
@@ -129,7 +129,7 @@ class StageWatch:
             await asyncio.sleep(_READ_S if self.table.heard(now) else _READ_ALONE_S)
 
     async def _ask(self) -> None:
-        """One peer after the other; the same one as long as it answers."""
+        """Ask one peer after another, and the same one as long as it answers."""
         while True:
             peers = [peer for peer in self.table.known() if peer.is_reachable and peer.peer_id not in self._asked]
             if not peers:
@@ -164,7 +164,7 @@ class StageWatch:
 
     def _note(self, records: Iterable[pb.SignedProgress]) -> None:
         for record in records:
-            with suppress(ValueError):  # from a stranger
+            with suppress(ValueError):  # a stranger's record may be anything
                 self.table.add(record, asyncio.get_running_loop().time())
 
 
@@ -175,22 +175,22 @@ async def _relay(table: ProgressTable, tell: Callable[[], None]) -> None:
 
 
 class _Told:
-    """Of whom one peer has told when, by itself."""
+    """The record of which peers one peer has mentioned by itself, and when."""
 
     def __init__(self, now: float) -> None:
         self._began_s = now
         self._told_s: dict[str, float] = {}
-        self._passed_on: dict[str, bytes] = {}  # by peer, the last record: that it comes back is no news
+        self._passed_on: dict[str, bytes] = {}  # by peer: the last record, which is no news when it comes back
 
     def note(self, records: Iterable[pb.SignedProgress], now: float) -> None:
         for record in records:
-            with suppress(DecodeError):  # from a stranger
+            with suppress(DecodeError):  # a stranger's record may be anything
                 about = pb.Progress.FromString(record.progress).peer_id
                 if self._passed_on.get(about) != record.progress:
                     self._told_s[about] = now
 
     def lacking(self, callee: str, table: ProgressTable, now: float) -> list[pb.SignedProgress]:
-        """The records that it has not told of lately, of others that have been heard of."""
+        """Return the records of peers that have been heard of, but that this peer has not mentioned lately."""
         found = []
         for record in table.heard(now):
             signed = table.signed_of(record.peer_id)

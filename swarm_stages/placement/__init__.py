@@ -1,1 +1,1 @@
-"""Decides which stage a peer works at, and when it moves to another."""
+"""The placement of peers: at which stage a peer works, when it moves to another, and what memory it needs."""

@@ -1,4 +1,4 @@
-"""How much memory a peer of a stage needs, and what it may keep beyond that."""
+"""The memory that a stage peer needs, and what it may keep beyond that."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 from swarm_protocol.wire.constants import MIB
 
-PROCESS_BYTES = 512 * MIB  # of Python, torch and transformers before there is a model
+PROCESS_BYTES = 512 * MIB  # what Python, torch and transformers take before there is a model
 _OPTIMIZERS = {"adamw": 8.0, "lamb": 8.0, "sgd": 0.0, "adamw8bit": 2.1, "lamb8bit": 2.1}  # states, bytes per parameter
-_WEIGHT = 4  # of a parameter, and of its gradient: both are in fp32
-_MOST_PENDING, _FEWEST_PENDING = 16, 4  # micro-batches, if nothing limits them
+_WEIGHT = 4  # bytes of a parameter, and of its gradient: both are in fp32
+_MOST_PENDING, _FEWEST_PENDING = 16, 4  # micro-batches, if no memory limit is given
 _MUCH_BYTES, _KEPT_BYTES, _REQUEST_BYTES = 512 * MIB, 512 * MIB, 1024 * MIB
 
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """What follows from the run file and the stage.
+    """The memory needs that follow from the run file and the stage.
 
     Attributes:
-        num_trained: parameters that are trained.
-        other_bytes: of weights that are not trained, and of copies in bf16.
-        optimizer: as the run file names it.
-        sums: of gradients, ``fp32`` or ``fp64``.
+        num_trained: the number of trained parameters.
+        other_bytes: the bytes of weights that are not trained, and of copies in bf16.
+        optimizer: the name in the run file.
+        sums: the dtype of gradient sums, ``fp32`` or ``fp64``.
         request_bytes: the least room for what trainers send, so that any micro-batch is taken.
-        num_rooms: for requests; auditors have another one.
+        num_rooms: the number of rooms for requests; auditors have another one.
     """
 
     num_trained: int
@@ -35,22 +35,23 @@ class StageNeeds:
 
     @property
     def resting_bytes(self) -> float:
-        """Per parameter: weight, states of the optimizer, sum, and the result of the last average."""
+        """Return the bytes per parameter at rest: weight, optimizer states, sum, and the last average's result."""
         return _WEIGHT + _OPTIMIZERS[self.optimizer] + 2 * self._sum_bytes
 
     @property
     def stepping_bytes(self) -> float:
-        """Per parameter: besides, what is averaged, the average, and the gradient that the optimizer is given."""
+        """Return the bytes per parameter in a step: also what is averaged, the average, and the optimizer's
+        gradient."""
         return self.resting_bytes + 2 * self._sum_bytes + _WEIGHT
 
     @property
     def sending_bytes(self) -> float:
-        """Per parameter: besides, the state that a peer who joins is given, and that is written twice in between."""
+        """Return the bytes per parameter when a joining peer takes the state: also two written copies of the state."""
         return self.stepping_bytes + 2 * (_WEIGHT + _OPTIMIZERS[self.optimizer])
 
     @property
     def needed_bytes(self) -> int:
-        """All that must be there, but what is computed with a micro-batch."""
+        """Return all bytes that the peer needs, except those to compute a micro-batch."""
         return PROCESS_BYTES + self.other_bytes + int(self.sending_bytes * self.num_trained)
 
     @property
@@ -64,12 +65,12 @@ class StageNeeds:
 
 @dataclass(frozen=True)
 class StageRoom:
-    """In bytes.
+    """The room of a stage peer, in bytes.
 
     Attributes:
-        pending: for gradients that wait for their commit.
-        kept: for activations that wait for their backward pass.
-        requests: for what trainers send, of each room.
+        pending: the room for gradients that wait for their commit.
+        kept: the room for activations that wait for their backward pass.
+        requests: the room for what trainers send, in each room for requests.
     """
 
     pending: int
@@ -78,7 +79,7 @@ class StageRoom:
 
 
 def room_of(needs: StageNeeds, memory_bytes: int | None) -> StageRoom:
-    """Share out what is left of the memory of a process; None: as much as is of use.
+    """Share out what is left of the memory of a process. None means as much as is of use.
 
     Raises ValueError if the stage does not fit.
     """

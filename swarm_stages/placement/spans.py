@@ -1,4 +1,4 @@
-"""Which blocks each stage of a model has."""
+"""The blocks of each stage of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swarm_protocol.span import Span
 
 
 def split(num_blocks: int, num_stages: int) -> list[Span]:
-    """The blocks of ``num_stages`` stages, which have equally many, or one less than others.
+    """Return the blocks of ``num_stages`` stages. Each stage has as many blocks as any other, or one less.
 
     Raises:
         ValueError: there are more stages than blocks, or none.
@@ -21,7 +21,7 @@ def split(num_blocks: int, num_stages: int) -> list[Span]:
 
 
 def all_spans(num_blocks: int, stages: int | Sequence[Span]) -> list[Span]:
-    """The blocks of all stages, of which either the number or the spans are given.
+    """Return the blocks of all stages, given the number of stages or their spans.
 
     Raises:
         ValueError: the spans do not cover each block once, in order.

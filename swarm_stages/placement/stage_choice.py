@@ -1,15 +1,15 @@
-"""Which stage a peer works at, and when it moves to another. Pure: functions of what the run looks like.
+"""The choice of a peer's stage, and of its moves to another. Pure functions of a view of the run.
 
-A run takes as many micro-batches per second as its slowest stage. So who joins takes the slowest stage, and peers move
-from faster stages to the slowest one, as in SWARM (Ryabinin et al., 2023, algorithm 2). There one peer moves at a time;
-here all peers find the same plan in the same view, of as many moves as help, so that a stage that has lost many peers
-at once is filled at once.
+A run takes as many micro-batches per second as its slowest stage. Hence a joining peer takes the slowest stage, and
+peers move from faster stages to the slowest one, as in SWARM (Ryabinin et al., 2023, algorithm 2). There one peer moves
+at a time. Here all peers find the same plan in the same view, of as many moves as help. Hence a stage that has lost
+many peers at once is filled at once.
 
-A move helps if both stages are then faster, by a margin, than the one that gains was before. Hence no move lowers
-the minimum, moves end (each makes the sorted list of the stages' speeds larger, lexicographically), and a move back
-does not help unless something else has changed. Who has moved or joined stays for ``COOLDOWN_S`` at least. A peer says
-where it will go, looks again ``CONFIRM_S`` later, and goes only if its move helps even after those that peers with
-lower ids have announced.
+A move helps if both stages are then faster, by a margin, than the stage that gains was before. Hence no move lowers
+the minimum, and moves end: each makes the sorted list of the stages' speeds larger, lexicographically. A move back
+does not help unless something else has changed. A peer that has moved or joined stays for ``COOLDOWN_S`` at least. It
+announces where it will go, and looks again ``CONFIRM_S`` later. It goes only if its move helps even after the moves
+that peers with lower ids have announced.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-MARGIN = 0.01  # what the slowest stage must gain, relative: less is not worth loading another stage's state
-CHECK_S = (15.0, 30.0)  # a peer asks itself so often whether it should move, at random intervals between the two
-CONFIRM_S = 2.0  # after saying where it will go, a peer looks whether that still helps
-COOLDOWN_S = 60.0  # a peer stays so long at a stage, counted from when it began to work there
+MARGIN = 0.01  # relative gain of the slowest stage: a smaller one is not worth loading another stage's state
+CHECK_S = (15.0, 30.0)  # the least and the longest time between two checks whether to move, drawn at random
+CONFIRM_S = 2.0  # the time after which a peer checks whether its announced move still helps
+COOLDOWN_S = 60.0  # the least time for which a peer stays at a stage, once it works there
 
 
 @dataclass(frozen=True)
 class StagePeer:
-    """What a peer says of itself.
+    """The state of a peer, by its own report.
 
     Attributes:
-        speed: what its stage gains by it; micro-batches per second at a stage of cost 1.
-        is_working: it has loaded the stage's state; else it is on its way there.
-        next_stage: where it has said that it will go; None: it stays.
-        may_move: it is free to, and has been at its stage for ``COOLDOWN_S``.
+        speed: the speed that its stage gains by it: micro-batches per second at a stage of cost 1.
+        is_working: whether it has loaded the stage's state; else it is on its way there.
+        next_stage: the stage to which it has announced a move; None: it stays.
+        may_move: whether it is free to move, and has been at its stage for ``COOLDOWN_S``.
     """
 
     peer_id: str
@@ -45,18 +45,17 @@ class StagePeer:
 
 @dataclass(frozen=True)
 class StageView:
-    """The peers of a run, as somebody sees them.
+    """The peers of a run, as one process sees them.
 
     Attributes:
-        costs: of a micro-batch at each stage, relative to one another; the first and the last stage do more than their
-            blocks. As many as there are stages.
+        costs: the relative cost of a micro-batch at each stage; the first and the last one do more than their blocks.
     """
 
     costs: tuple[float, ...]
     peers: tuple[StagePeer, ...]
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a peer is at no stage of the run, or a cost or speed is not positive."""
+        """Check the view. Raises ValueError if a peer is at no stage of the run, or a cost or speed is not positive."""
         if not self.costs or min(self.costs) <= 0:
             raise ValueError(f"the costs of stages are {self.costs}: expected at least one, all above 0")
         for peer in self.peers:
@@ -67,13 +66,13 @@ class StageView:
 
     @classmethod
     def of(cls, num_stages: int, peers: Iterable[StagePeer]) -> StageView:
-        """With stages of equal cost."""
+        """Return a view with stages of equal cost."""
         return cls((1.0,) * num_stages, tuple(peers))
 
 
 @dataclass(frozen=True)
 class StageMove:
-    """A peer is to work at another stage."""
+    """A move of a peer from stage ``since`` to stage ``to``."""
 
     peer_id: str
     since: int
@@ -81,15 +80,15 @@ class StageMove:
 
 
 def stage_speeds(view: StageView) -> list[float]:
-    """Micro-batches per second of each stage, by the peers that work there now."""
+    """Return the micro-batches per second of each stage, by the peers that work there now."""
     return _speeds(view.costs, [(peer.stage, peer.speed) for peer in view.peers if peer.is_working])
 
 
 def choose_stage(view: StageView, peer_id: str) -> int:
-    """The stage that a peer takes when it joins: the slowest, of equals the first.
+    """Return the stage that a joining peer takes: the slowest one, or the first of several equally slow ones.
 
-    Of those that are on their way somewhere, it heeds the ones with lower peer ids: when all have read what the others
-    chose and have chosen again, they are spread. Who will leave a stage counts where it goes.
+    The peer also counts peers on their way to a stage if their ids are lower. Once all joining peers have read what the
+    others chose and have chosen again, they are spread. A peer that will leave a stage counts where it goes.
     """
     heeded = [peer for peer in view.peers if peer.is_working or peer.peer_id < peer_id]
     speeds = _speeds(view.costs, [(_destination(peer), peer.speed) for peer in heeded if peer.peer_id != peer_id])
@@ -97,13 +96,14 @@ def choose_stage(view: StageView, peer_id: str) -> int:
 
 
 def plan_moves(view: StageView, margin: float = MARGIN) -> tuple[StageMove, ...]:
-    """Moves after which no further one helps; each raises the slowest stage, or one of several that are equally slow.
+    """Return moves after which no further one helps. Each raises the slowest stage, or one of several equally slow
+    ones.
 
-    Everybody finds the same moves in the same view. Those that are on their way or have announced a move count where
+    All peers find the same moves in the same view. Peers that are on their way or have announced a move count where
     they go, and are not moved again.
     """
     speeds = _speeds(view.costs, [(_destination(peer), peer.speed) for peer in view.peers])
-    movable: list[list[tuple[float, str]]] = [[] for _ in view.costs]  # of each stage, slow peers first
+    movable: list[list[tuple[float, str]]] = [[] for _ in view.costs]  # by stage, slow peers first
     for peer in view.peers:
         if peer.may_move and peer.is_working and peer.next_stage is None:
             movable[peer.stage].append((peer.speed, peer.peer_id))
@@ -120,9 +120,9 @@ def plan_moves(view: StageView, margin: float = MARGIN) -> tuple[StageMove, ...]
 
 
 def own_move(view: StageView, peer_id: str, margin: float = MARGIN) -> int | None:
-    """The stage to which the peer is to go, and to say so now; None: it stays.
+    """Return the stage to which the peer is to go, and announce its move, now; None: it stays.
 
-    Where the plan sends it, unless others must come to its stage first.
+    This is where the plan sends it, unless other peers must come to its stage first.
     """
     return next(
         (
@@ -135,9 +135,9 @@ def own_move(view: StageView, peer_id: str, margin: float = MARGIN) -> int | Non
 
 
 def may_go(view: StageView, peer_id: str, margin: float = MARGIN) -> bool:
-    """Whether a peer that has said where it will go may leave its stage now.
+    """Return whether a peer that has announced a move may leave its stage now.
 
-    Moves that were announced are taken in the order of peer ids, as far as they still help.
+    Announced moves are taken in the order of peer ids, as far as they still help.
     """
     announced = sorted(
         (peer for peer in view.peers if peer.is_working and peer.next_stage is not None), key=lambda peer: peer.peer_id
@@ -163,7 +163,7 @@ def may_go(view: StageView, peer_id: str, margin: float = MARGIN) -> bool:
 
 
 def _can_be_spared(view: StageView, peer_id: str, announced: Sequence[str]) -> bool:
-    """Whether its stage stays as fast as the slowest is now, while it and those before it are on their way."""
+    """Return whether the stage stays as fast as the slowest is now, without the peer and those in ``announced``."""
     away = {peer_id, *announced}
     staying = replace(view, peers=tuple(peer for peer in view.peers if peer.peer_id not in away))
     (stage,) = [peer.stage for peer in view.peers if peer.peer_id == peer_id]
@@ -175,21 +175,22 @@ def _can_be_spared(view: StageView, peer_id: str, announced: Sequence[str]) -> b
 def _best_move(
     costs: Sequence[float], speeds: Sequence[float], movable: Sequence[list[tuple[float, str]]], margin: float
 ) -> tuple[int, int, int] | None:
-    """(from which stage, to which, which of its movable peers): the one to the slowest stage after which it and the
-    stage that gives are fastest; of equals, that from the fastest stage, then from the first, of the lowest peer id."""
+    """Return the best move as (giving stage, gaining stage, index of the giver's movable peer); None if none helps. The
+    slowest stage gains, and the smaller of both new speeds is the largest possible. Among equal moves, the fastest
+    giver comes first, then the first stage, then the lowest peer id."""
     to = min(range(len(costs)), key=lambda stage: (speeds[stage], stage))
     best: tuple[tuple[float, float], int, int] | None = None
     for since, peers in enumerate(movable):
         if since == to or not peers:
             continue
-        # Of peers from slow to fast, min(what the one keeps, what the other gets) rises and then falls.
+        # Along the peers from slow to fast, min(giver's new speed, gainer's new speed) rises and then falls.
         ideal = (speeds[since] - speeds[to]) / (1 / costs[since] + 1 / costs[to])
         around = bisect_left(peers, (ideal, ""))
         for place in (around - 1, around):
             if not 0 <= place < len(peers):
                 continue
             speed = peers[place][0]
-            index = bisect_left(peers, (speed, ""))  # the lowest peer id of those that are as fast
+            index = bisect_left(peers, (speed, ""))  # the lowest peer id among equally fast peers
             after = min(speeds[since] - speed / costs[since], speeds[to] + speed / costs[to])
             rank = (after, speeds[since])
             if after > speeds[to] * (1 + margin) and (best is None or rank > best[0]):

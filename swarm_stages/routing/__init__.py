@@ -1,1 +1,1 @@
-"""Decides purely whom a trainer asks, what is still to be computed in a step, and which trainer computes it."""
+"""The pure decisions of a trainer: which peer it asks, what a step still lacks, and which trainer computes it."""

@@ -1,9 +1,8 @@
-"""How much work waits at each peer, as one trainer guesses from its own requests: the others are taken to do the same.
-Pure.
+"""A trainer's guess of the work that waits at each peer, if all trainers do the same. Pure.
 
-With one trainer the guess is what a queue of known work takes. With many, each has few requests at a peer or none, and
-knows nothing of the others'; that a request of its own stands for one of each of them keeps all from asking the same
-fast peers. Requests of several trainers that come at once have their places in a queue by chance.
+A single trainer knows its own queue, and the guess is what that takes. One of many trainers has few requests at a peer
+or none, and does not know of the others. It counts each of its requests once for every trainer, which keeps all from
+asking the same fast peers. Requests of several trainers that come at once have random places in a queue.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Backlog:
-    """Work that was left at a time."""
+    """The work that was left at a time."""
 
     work: float
     at_s: float
 
 
 class Backlogs:
-    """Peers compute one request after another. Work is in micro-batches, speeds are in micro-batches per second."""
+    """The guessed work at all peers, in micro-batches; speeds are per second. A peer computes one at a time."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
-        """``draw``: uniform in [0, 1)."""
+        """Start without work. ``draw``: returns a number, uniform in [0, 1)."""
         self._draw = draw
         self._backlogs: dict[str, _Backlog] = {}
 
     def delay_s(self, peer: str, speed: float, work: float, unanswered: float, num_trainers: int, now: float) -> float:
-        """Until a request of this work would be answered. ``unanswered``: work of this trainer's requests that are not
-        answered yet: they wait, even if they should have been computed by now."""
-        before = (num_trainers - 1) * self._draw()  # requests of others like this one
+        """Return the seconds until a request of this work would be answered. ``unanswered``: the work of this trainer's
+        open requests, which wait even if they should have been computed by now."""
+        before = (num_trainers - 1) * self._draw()  # similar requests of other trainers
         return (max(self._left(peer, speed, now), unanswered) + (1 + before) * work) / speed
 
     def asked(self, peer: str, speed: float, work: float, num_trainers: int, now: float) -> None:

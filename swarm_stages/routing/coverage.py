@@ -1,8 +1,8 @@
-"""What a step still lacks: at which stages the gradient of which micro-batch is in nobody's sums. Pure.
+"""The gradients that a step still lacks: which micro-batches are in no peer's sums at which stages. Pure.
 
-A stage's peers say which micro-batches they have in bitmaps. What a trainer has committed is not in them at once, so it
-keeps *claims* of its own for a while: a micro-batch that is computed again although somebody has it costs that one all
-of its sums, since none may count twice.
+A stage's peers report in bitmaps which micro-batches they have. A commit is not in them at once, so that a trainer
+keeps *claims* of its own for a while. A micro-batch that is computed again although a peer has it costs one of the two
+peers all of its sums, since none may count twice.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from swarm_training.core.moment import Moment
 
 
 class PeerView(Protocol):
-    """What is known of a living peer of a stage.
+    """The known state of a living peer of a stage.
 
-    ``bits``: of the micro-batches in its sums; number m is bit m % 8, from the lowest, of byte m // 8. ``holds``: the
+    ``bits``: the micro-batches in its sums; number m is bit m % 8, from the lowest, of byte m // 8. ``holds``: the
     average of its moment is decided, and it waits for other stages.
     """
 
@@ -31,23 +31,23 @@ class PeerView(Protocol):
     def holds(self) -> bool: ...
 
 
-Stages = Sequence[Sequence[PeerView]]  # the living peers of each
+Stages = Sequence[Sequence[PeerView]]  # the living peers of each stage
 
 
 def members(bits: bytes) -> frozenset[int]:
-    """The micro-batches of a bitmap."""
+    """Return the micro-batches of a bitmap."""
     return frozenset(8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
 
 
 def moment_of(stages: Stages) -> Moment | None:
-    """At which the trainers are wanted: where the slowest stage is. None if a stage has no living peers."""
+    """Return the moment at which trainers are wanted: the slowest stage's; None if a stage has no living peers."""
     if not stages or not all(stages):
         return None
     return min(max(peer.moment for peer in stage) for stage in stages)
 
 
 def servers_of(stages: Stages, stage: int, moment: Moment) -> frozenset[str]:
-    """Peers of a stage that have the weights of this moment."""
+    """Return the ids of a stage's peers that have the weights of this moment."""
     return frozenset(peer.peer_id for peer in stages[stage] if peer.moment == moment)
 
 
@@ -58,11 +58,11 @@ class _Claim:
 
 
 class Claims:
-    """Commits of this trainer at one moment of the run that bitmaps do not show yet, also those whose answers were
-    lost: whether they were carried out, a later bitmap says."""
+    """A trainer's commits at one moment of the run that bitmaps do not show yet. Commits with lost answers are
+    included: a later bitmap shows whether they were carried out."""
 
     def __init__(self, settle_s: float) -> None:
-        """``settle_s``: after which a bitmap would show it."""
+        """Start without claims. ``settle_s``: the time after which a bitmap would show a commit."""
         self._settle_s = settle_s
         self._claims: dict[tuple[int, int], _Claim] = {}
 
@@ -70,14 +70,14 @@ class Claims:
         self._claims[stage, number] = _Claim(peer_id, now + self._settle_s)
 
     def drop(self, stage: int, number: int) -> None:
-        """It was not carried out."""
+        """Drop a commit that was not carried out."""
         self._claims.pop((stage, number), None)
 
     def of(self, stage: int) -> frozenset[int]:
         return frozenset(number for at, number in self._claims if at == stage)
 
     def settle(self, stages: Stages, moment: Moment, now: float) -> None:
-        """Drops those that a bitmap shows, whose time is over, or whose peer is gone, or past this moment."""
+        """Drop claims that a bitmap shows, that are too old, or that are of a peer that is gone or past this moment."""
         for stage, peers in enumerate(stages):
             bits = {peer.peer_id: members(peer.bits) for peer in peers if peer.moment == moment}
             for at, number in [key for key in self._claims if key[0] == stage]:
@@ -90,9 +90,9 @@ class Claims:
 def lacking(
     stages: Stages, moment: Moment, num_micro_batches: int, claimed: Mapping[int, Collection[int]]
 ) -> dict[int, frozenset[int]]:
-    """By micro-batch, the stages that lack its gradient at this moment; those that nobody lacks are left out.
+    """Return, by micro-batch, the stages that lack its gradient at this moment; complete micro-batches are left out.
 
-    A stage whose average is decided, or that has gone on, lacks nothing. ``claimed``: by stage, what counts as there.
+    A stage with a decided average, or that has gone on, lacks nothing. ``claimed``: by stage, what counts as there.
     """
     everything = frozenset(range(num_micro_batches))
     found: dict[int, set[int]] = {}

@@ -1,9 +1,10 @@
-"""Which peer of a stage is asked next. Decides from data alone.
+"""The choice of the peer of a stage that is asked next. It decides from data alone.
 
-By default, the peer is asked where the delay would be least by the speeds that peers announce, if all trainers do the
-same (``Backlogs``). Other policies are there to be compared: SWARM's Algorithm 1 (``WeightedRoundRobin``), which does
-not see that a peer has nothing to do; the peer that would be ready first by the times that this trainer has measured,
-which as one of many takes the requests of others for slow peers; the shortest queue of its own requests; and chance.
+The default policy asks the peer with the least delay by announced speeds, if all trainers do the same (``Backlogs``).
+The other policies are there to be compared. ``weighted_round_robin`` is SWARM's Algorithm 1, which does not see that a
+peer is idle. ``ready_time`` takes the peer that would be ready first by this trainer's own measurements; one of many
+trainers then mistakes the requests of others for slow peers. ``queue_only`` takes the shortest queue of this trainer's
+requests, and ``random`` takes any peer.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from swarm_stages.routing.weighted import WeightedRoundRobin
 
 POLICIES = ("shortest_delay", "weighted_round_robin", "ready_time", "queue_only", "random")
 SHORTEST_DELAY, WEIGHTED, READY_TIME, QUEUE_ONLY, RANDOM = POLICIES
-_SMOOTHING = 0.2  # of a new measurement in the moving average
-_UNKNOWN_S = 0.01  # nothing is known of anybody: soon it is
-_KEPT_FIRST = 1.0  # micro-batches: as long as nobody has nothing to do, it is less work for all
+_SMOOTHING = 0.2  # the weight of a new measurement in the moving average
+_UNKNOWN_S = 0.01  # as long as no peer has been measured, which is soon over
+_KEPT_FIRST = 1.0  # micro-batches of extra delay for a kept graph: while no peer is idle, it saves work for all
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long a peer is not asked.
+    """The times for which a peer is not asked.
 
     Attributes:
-        first_s: after a failure; twice as long after each that follows, up to ``most_s``.
-        busy_s: after it had no room.
+        first_s: the time after a failure; it doubles with each failure that follows, up to ``most_s``.
+        busy_s: the time after the peer had no room.
     """
 
     first_s: float = 0.5
@@ -42,21 +43,21 @@ class Backoff:
 
 @dataclass
 class _Peer:
-    """What this trainer knows of a peer from its own requests. Times are those of one clock, in seconds."""
+    """A trainer's knowledge of a peer from its own requests. Times are those of one clock, in seconds."""
 
     runtime_s: dict[str, float] = field(default_factory=dict)  # moving average, by kind of request
-    waiting: Counter[str] = field(default_factory=Counter)  # requests that are not answered, by kind
-    free_s: float = 0.0  # when it is expected to have answered them
+    waiting: Counter[str] = field(default_factory=Counter)  # unanswered requests, by kind
+    free_s: float = 0.0  # when the peer is expected to have answered them
     answered_s: float = 0.0
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive ones
     not_before_s: float = 0.0
 
 
 class Router:
-    """Requests are of kinds that take different times, such as forward and backward; a peer answers one at a time."""
+    """A trainer's choice of peers. Requests are of kinds, such as forward; a peer answers one request at a time."""
 
     def __init__(self, policy: str, draw: Callable[[], float], backoff: Backoff | None = None) -> None:
-        """``draw``: uniform in [0, 1), for random choices and ties.
+        """Start without knowledge. ``draw``: returns a number, uniform in [0, 1), for random choices and ties.
 
         Raises:
             ValueError: there is no such policy.
@@ -72,13 +73,13 @@ class Router:
         self._weighted, self._backlogs = WeightedRoundRobin(draw), Backlogs(draw)
 
     def hear(self, announced: Mapping[str, float], num_trainers: int) -> None:
-        """What peers say of how many micro-batches per second they can compute; 0: they do not know yet. And of how
-        many trainers this is one."""
+        """Take over the micro-batches per second that peers announce (0: unknown), and how many trainers there are."""
         self._announced, self._num_trainers = announced, num_trainers
 
     def choose(self, candidates: Collection[str], kind: str, now: float, kept_by: str | None = None) -> str | None:
-        """None if all of them are to be left alone for a while, see ``wait_s``. ``kept_by``: who has computed a part of
-        this already; by default, it is asked unless it has a micro-batch more to do than another."""
+        """Return the peer to ask; None if all are to be left alone for a while, see ``wait_s``. ``kept_by``: the peer
+        that has computed a part of this. The default policy asks it unless it has a micro-batch more to do than
+        another."""
         willing = sorted(peer for peer in candidates if self._peer(peer).not_before_s <= now)
         if not willing:
             return None
@@ -103,11 +104,11 @@ class Router:
         return self._backlogs.delay_s(peer_id, speed, share, waiting, self._num_trainers, now)
 
     def ready_s(self, peer_id: str, candidates: Collection[str], kind: str, now: float) -> float:
-        """When this peer is expected to have answered one more request. Of those never seen the best is hoped."""
+        """Return when this peer is expected to have answered one more request; ``runtime_s`` estimates its time."""
         return max(now, self._peer(peer_id).free_s) + self.runtime_s(peer_id, candidates, kind)
 
     def runtime_s(self, peer_id: str, candidates: Collection[str], kind: str) -> float:
-        """What a request takes there, without waiting; the least of others if it has not been measured."""
+        """Return the seconds of a request there, without waiting; the least of the candidates if it is not measured."""
         own = self._peer(peer_id).runtime_s.get(kind)
         if own is not None:
             return own
@@ -115,19 +116,19 @@ class Router:
         return min((each for each in known if each is not None), default=_UNKNOWN_S)
 
     def is_known(self, candidates: Collection[str], kind: str) -> bool:
-        """Whether one of them has answered such a request."""
+        """Return whether a candidate has answered a request of this kind."""
         return any(kind in self._peer(peer).runtime_s for peer in candidates)
 
     def wait_s(self, candidates: Collection[str], now: float) -> float:
-        """Until one of them may be asked again."""
+        """Return the seconds until a candidate may be asked again."""
         return max(0.0, min((self._peer(peer).not_before_s for peer in candidates), default=now) - now)
 
     def num_waiting(self, peer_id: str) -> int:
-        """Requests to it that are not answered."""
+        """Return the number of unanswered requests to a peer."""
         return self._peer(peer_id).waiting.total()
 
     def asked(self, peer_id: str, candidates: Collection[str], kind: str, now: float) -> None:
-        """A request was sent; one of ``answered``, ``busy``, ``failed`` and ``withdrawn`` must follow."""
+        """Record that a request was sent; one of ``answered``, ``busy``, ``failed`` and ``withdrawn`` must follow."""
         peer = self._peer(peer_id)
         peer.free_s = self.ready_s(peer_id, candidates, kind, now)
         peer.waiting[kind] += 1
@@ -137,31 +138,31 @@ class Router:
 
     def answered(self, peer_id: str, kind: str, asked_s: float, now: float) -> None:
         peer = self._peer(peer_id)
-        took_s = now - max(asked_s, peer.answered_s)  # before that it was busy with the request before
+        took_s = now - max(asked_s, peer.answered_s)  # the peer was busy with the previous request until then
         usual_s = peer.runtime_s.get(kind, took_s)
         peer.runtime_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s)
         peer.answered_s, peer.failures = now, 0
         self._ended(peer, kind, now)
 
     def busy(self, peer_id: str, kind: str, now: float) -> None:
-        """It had no room: others send it work as well."""
+        """Record that a peer had no room, since other trainers send it work as well."""
         peer = self._peer(peer_id)
         peer.not_before_s = now + self._backoff.busy_s
         self._ended(peer, kind, now)
 
     def failed(self, peer_id: str, kind: str, now: float) -> None:
-        """It did not answer, or wrongly."""
+        """Record that a peer did not answer, or answered wrongly."""
         peer = self._peer(peer_id)
         peer.failures += 1
         peer.not_before_s = now + self._backoff.after(peer.failures)
         self._ended(peer, kind, now)
 
     def withdrawn(self, peer_id: str, kind: str, now: float) -> None:
-        """The answer is no longer waited for, and says nothing of the peer."""
+        """Record that an answer is no longer waited for, which says nothing about the peer."""
         self._ended(self._peer(peer_id), kind, now)
 
     def keep(self, peer_ids: Collection[str]) -> None:
-        """Forgets all others, unless they still have requests to answer."""
+        """Forget all other peers, unless they still have requests to answer."""
         gone = [peer for peer, known in self._peers.items() if peer not in peer_ids and not known.waiting.total()]
         for peer in gone:
             del self._peers[peer]
@@ -172,7 +173,7 @@ class Router:
         return self._peers.setdefault(peer_id, _Peer())
 
     def _ended(self, peer: _Peer, kind: str, now: float) -> None:
-        """What is left is expected anew, from now on: errors of the past do not add up."""
+        """End a request. The rest is estimated from now on, so that errors of the past do not add up."""
         peer.waiting[kind] -= 1
         assert peer.waiting[kind] >= 0
         left_s = (number * peer.runtime_s.get(each, _UNKNOWN_S) for each, number in peer.waiting.items())

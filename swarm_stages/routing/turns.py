@@ -1,8 +1,8 @@
-"""Which trainer computes which micro-batch, and how many at a time. Pure.
+"""The division of micro-batches among trainers, and how many each trainer has under way. Pure.
 
-All trainers of a run share the micro-batches of a step by their rank among those that live. Two that compute the same
-one do no harm to what is trained, but cost a peer its sums; so those of another are left to it until nothing has
-happened for a while.
+All trainers of a run share the micro-batches of a step by their rank among those that live. Two trainers that compute
+the same micro-batch do not harm the model, but cost a peer its sums. Hence a trainer leaves the micro-batches of
+another trainer alone until nothing has happened for a while.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import ceil
 
 @dataclass(frozen=True)
 class Turn:
-    """Of ``count`` trainers this is the one of ``rank`` 0..count − 1."""
+    """A trainer's rank, 0..count − 1, among ``count`` trainers."""
 
     rank: int = 0
     count: int = 1
@@ -26,9 +26,9 @@ class Turn:
 def turn_of(own_id: str, trainers: Mapping[str, int], step: int) -> Turn | None:
     """Return the turn of this trainer at a step, or None while it takes no part.
 
-    If all trainers at this step have gone, the newcomers whose first step is the earliest take part at once.
+    If all trainers at this step have gone, the newcomers with the earliest first step take part at once.
 
-    ``trainers``: from which step on each takes part, by peer id.
+    ``trainers``: the step from which on each trainer takes part, by peer id.
     """
     earliest = max(step, min(trainers.values(), default=step))
     present = sorted(peer_id for peer_id, first_step in trainers.items() if first_step <= earliest)
@@ -36,7 +36,7 @@ def turn_of(own_id: str, trainers: Mapping[str, int], step: int) -> Turn | None:
 
 
 def next_ones(lacking: Iterable[int], under_way: Collection[int], turn: Turn | None, is_stalled: bool) -> list[int]:
-    """The micro-batches to begin, first things first; ``is_stalled``: those of other trainers too, after one's own."""
+    """Return the micro-batches to begin, in order. ``is_stalled``: include those of other trainers, after one's own."""
     waiting = sorted(set(lacking) - set(under_way))
     own = [number for number in waiting if turn is not None and turn.has(number)]
     if not is_stalled:
@@ -48,5 +48,5 @@ def next_ones(lacking: Iterable[int], under_way: Collection[int], turn: Turn | N
 
 
 def window(num_peers: int, num_trainers: int, per_peer: float, most: int) -> int:
-    """How many micro-batches a trainer has under way: each of the swarm's peers has one to compute and others wait."""
+    """Return how many micro-batches a trainer has under way, so that each peer has one to compute while others wait."""
     return max(1, min(most, ceil(per_peer * num_peers / num_trainers)))

@@ -1,8 +1,8 @@
 """Interleaved weighted round robin: each peer has a trainer's requests in proportion to its speed. Pure.
 
-SWARM's Algorithm 1 (Ryabinin et al., 2023): the next request goes to the peer with the least total of processing times,
-its own included. Totals are those of one trainer, and forget nothing: so shares are right however few requests each of
-many trainers has, without knowing of the others'.
+SWARM's Algorithm 1 (Ryabinin et al., 2023) sends the next request to the peer with the least total of processing times,
+its own included. Totals are those of one trainer, and forget nothing. Hence shares are right however few requests each
+of many trainers has, although it does not know of the others' requests.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Callable, Collection, Mapping
 
 
 class WeightedRoundRobin:
-    """Of the peers of all stages: those that compete for a request are its candidates."""
+    """A trainer's round robin over the peers of all stages; a request's candidates compete for it."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
-        """``draw``: uniform in [0, 1): trainers begin at different peers."""
+        """Start without totals. ``draw``: returns a number in [0, 1), so that trainers begin at different peers."""
         self._draw = draw
         self._totals_s: dict[str, float] = {}
 
     def choose(self, willing: Collection[str], speeds: Mapping[str, float], share: float) -> str:
-        """One of the willing. ``speeds``: of all candidates, above 0; ``share``: of a micro-batch that is asked for.
+        """Return one of the willing peers. ``speeds``: of all candidates, above 0. ``share``: the part of a
+        micro-batch.
 
-        Who is new, or was not willing for a while, takes part from now on: what it has missed is not made up for.
+        A peer that is new, or was not willing for a while, takes part from now on, and does not catch up.
         """
         newest_s = max((self._totals_s[peer] for peer in speeds if peer in self._totals_s), default=0.0)
         for peer in willing:

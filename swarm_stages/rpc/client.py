@@ -1,4 +1,4 @@
-"""A trainer's calls of stage peers over gRPC, each known by the TLS certificate that its signed record promises."""
+"""A trainer's calls of stage peers over gRPC. The TLS certificate in a peer's signed record identifies the peer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class WireForms:
-    """How activations and gradients travel, in both directions. Raises ValueError if there is no such form."""
+    """The forms in which activations and gradients travel, in both directions. Raises ValueError for unknown ones."""
 
     activations: str = "fp32"
     gradients: str = "fp32"
@@ -50,10 +50,11 @@ class WireForms:
 
 @dataclass(frozen=True)
 class BackwardReply:
-    """
+    """The reply to a backward call.
+
     Attributes:
-        grad: of the stage's inputs; None from the first stage, and if it was not asked for.
-        loss_sum, num_tokens: of the last stage.
+        grad: [rows, positions, hidden], of the stage's inputs; None from the first stage, and if it was not asked for.
+        loss_sum, num_tokens: the summed loss and the number of its tokens, from the last stage; else 0.
     """
 
     grad: Tensor | None
@@ -62,16 +63,18 @@ class BackwardReply:
 
 
 class StagesClient:
-    """Calls raise PeerError (PeerUnavailable, PeerBusy, PeerMoved, BadReply), RequestRejected or AccessDenied."""
+    """A trainer's client of stage peers.
+
+    Calls raise PeerError (PeerUnavailable, PeerBusy, PeerMoved, BadReply), RequestRejected or AccessDenied."""
 
     def __init__(self, network: GrpcNetwork, run: str, forms: WireForms) -> None:
-        """``run``: without the number of a stage."""
+        """Set up the client. ``run``: the name of the run without the number of a stage."""
         self._network = network
         self._run = run
         self._activations, self._gradients = form_named(forms.activations), form_named(forms.gradients)
 
     async def forward(self, peer: Progress, which: MicroBatch, inputs: Tensor, timeout_s: float) -> Tensor:
-        """What the stage makes of its inputs: [rows, positions, hidden]. Not of the last stage, which has the loss.
+        """Return the output of a stage, [rows, positions, hidden]. The last stage is not asked: it has the loss.
 
         inputs: token ids [rows, positions] int64 of the first stage, else hidden states [rows, positions, hidden].
         """
@@ -94,9 +97,9 @@ class StagesClient:
         accumulates: bool,
         wants_grad: bool,
     ) -> BackwardReply:
-        """Has the stage's gradients computed; those of its weights stay pending at the peer if it ``accumulates``.
+        """Have the stage's gradients computed; those of its weights stay pending at the peer if it ``accumulates``.
 
-        labels: [rows, positions] int64 of the last stage; of others grad: [rows, positions, hidden], of its output.
+        labels: [rows, positions] int64, for the last stage. grad: [rows, positions, hidden], of another stage's output.
         """
         work = self.backward_work(which, accumulates=accumulates, wants_grad=wants_grad, loss_scale=loss_scale)
         given = [self._inputs(inputs)]
@@ -112,15 +115,15 @@ class StagesClient:
         return BackwardReply(found if wants_grad else None, first.loss_sum, first.num_tokens)
 
     async def commit(self, peer: Progress, which: MicroBatch, timeout_s: float) -> bool:
-        """Whether the gradient that this trainer's backward has left there counts now; if not, it is lost."""
+        """Return whether the gradient of this trainer's backward counts there now; if not, it is lost."""
         return await self._commit(peer, pb.CommitRequest(micro_batch=self.named(which)), timeout_s)
 
     async def note_not_finite(
         self, peer: Progress, which: MicroBatch, ids: Tensor, labels: Tensor, timeout_s: float
     ) -> bool:
-        """Tell a peer of the last stage that some answer is not finite, whoever computes it.
+        """Report to a peer of the last stage that some answer is not finite, whichever peer computes it.
 
-        The peer finds out itself, and refuses if it finds otherwise. Returns False if the run has no checkpoint to go
+        The peer finds out itself, and refuses if it finds otherwise. Return False if the run has no checkpoint to go
         back to. ids, labels: [rows, positions] int64.
         """
         request = pb.CommitRequest(
@@ -135,13 +138,13 @@ class StagesClient:
             return reply.is_committed
 
     def forward_work(self, which: MicroBatch) -> pb.Work:
-        """What ``forward`` asks for."""
+        """Return the work that ``forward`` asks for."""
         return self._work(which, self._activations)
 
     def backward_work(
         self, which: MicroBatch, *, accumulates: bool, wants_grad: bool, loss_scale: float = 1.0
     ) -> pb.Work:
-        """What ``backward`` asks for."""
+        """Return the work that ``backward`` asks for."""
         work = self._work(which, self._gradients)
         work.accumulates, work.wants_grad, work.loss_scale = accumulates, wants_grad, loss_scale
         return work
@@ -155,7 +158,7 @@ class StagesClient:
         )
 
     def named(self, which: MicroBatch) -> pb.MicroBatch:
-        """As peers are told of it."""
+        """Return the message that names the micro-batch to peers."""
         return pb.MicroBatch(
             wire_version=WIRE_VERSION,
             run=self._run,
@@ -171,7 +174,7 @@ class StagesClient:
     async def _call(
         self, peer: Progress, method: str, work: pb.Work, given: list[Named], shape: torch.Size, timeout_s: float
     ) -> tuple[pb.ComputeReply, Tensor | None]:
-        """The first message of the answer, and its tensor if it has one; ``shape``: rows and positions expected."""
+        """Return the answer's first message, and its tensor, if any. ``shape``: the expected rows and positions."""
 
         def begin(_: str, wire: wire_pb.Tensor) -> Assembler:
             check_header(work.reply_form, wire)
@@ -218,7 +221,7 @@ def _in_one_piece(tensor: Tensor) -> wire_pb.Tensor:
 
 @asynccontextmanager
 async def answering(peer: Progress, timeout_s: float) -> AsyncIterator[None]:
-    """Errors name the peer. Raises PeerUnavailable if there is no answer in time."""
+    """Name the peer in errors. Raises PeerUnavailable if there is no answer in time."""
     try:
         async with asyncio.timeout(timeout_s):
             async with translated():

@@ -1,4 +1,4 @@
-"""How floating-point tensors travel between trainers and stage peers: exactly, or in fewer bytes."""
+"""The forms in which floating-point tensors travel between trainers and stage peers: exactly, or in fewer bytes."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _HEADERS: dict[pb.Form, tuple[wire_pb.DType, wire_pb.Codec]] = {
 
 
 def form_named(name: str) -> pb.Form:
-    """Raises ValueError if there is none."""
+    """Return the form of this name. Raises ValueError if there is none."""
     if name not in FORMS:
         raise ValueError(f"a wire form is {name!r}: expected one of {', '.join(FORMS)}")
     return FORMS[name]
 
 
 def encode_as(form: pb.Form, tensor: Tensor) -> tuple[wire_pb.Tensor, list[bytes]]:
-    """The wire tensor with its first part inside, and the parts that follow it.
+    """Return the wire tensor with its first part inside, and the parts that follow it.
 
-    FP64 is exact, and so is FP32 for what was computed in fp32 or bf16.
+    FP64 is exact, and FP32 is exact for tensors that were computed in fp32 or bf16.
     """
     if form == pb.FP64:
         return encode(tensor.detach().double().contiguous().view(torch.int64))
@@ -44,13 +44,13 @@ def encode_as(form: pb.Form, tensor: Tensor) -> tuple[wire_pb.Tensor, list[bytes
 
 
 def check_form(form: pb.Form) -> None:
-    """Raises RequestRejected if it is none."""
+    """Check a form. Raises RequestRejected if it is unknown."""
     if form not in _HEADERS:
         raise RequestRejected(f"wire form {form} is unknown: expected one of {sorted(_HEADERS)}")
 
 
 def check_header(form: pb.Form, wire: wire_pb.Tensor) -> None:
-    """Raises RequestRejected if this is no tensor of that form."""
+    """Check a tensor's header. Raises RequestRejected if the tensor is not in that form."""
     if (wire.dtype, wire.codec) != _HEADERS[form]:
         raise RequestRejected(
             f"a tensor came with dtype {wire.dtype} and codec {wire.codec}: wire form {form} expects {_HEADERS[form]}"
@@ -58,6 +58,6 @@ def check_header(form: pb.Form, wire: wire_pb.Tensor) -> None:
 
 
 def decoded(form: pb.Form, assembler: Assembler) -> Tensor:
-    """The tensor that has arrived: float64, bfloat16 or float32."""
+    """Return the tensor that has arrived, in the shape of its header: float64, bfloat16 or float32."""
     tensor = assembler.tensor()
     return tensor.view(torch.float64) if form == pb.FP64 else tensor

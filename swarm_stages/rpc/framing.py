@@ -1,4 +1,4 @@
-"""Tensors of a call as messages below the limit of gRPC, and back."""
+"""The framing of a call's tensors as messages below the limit of gRPC, and the way back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swarm_stages.pb import stages_pb2 as pb
 
 M = TypeVar("M", pb.ComputeRequest, pb.ComputeReply)
 Named = tuple[str, tuple[wire_pb.Tensor, list[bytes]]]  # the field, the tensor and the parts that follow it
-_MESSAGE_BYTES = PART_BYTES + PART_BYTES // 2  # of tensors in one message; one more part would not be within the limit
+_MESSAGE_BYTES = PART_BYTES + PART_BYTES // 2  # tensor bytes in one message; one more part would be over the limit
 
 
 def pack(first: M, named: Iterable[Named]) -> Iterator[M]:
-    """The messages of a call; what fits joins ``first``."""
+    """Yield the messages of a call; what fits joins ``first``."""
     message, size_bytes = first, 0
     for field, (wire, parts) in named:
         if size_bytes + len(wire.data) > _MESSAGE_BYTES:
@@ -32,17 +32,17 @@ def pack(first: M, named: Iterable[Named]) -> Iterator[M]:
 
 
 class Arriving:
-    """Puts the tensors of one call together."""
+    """The collector of one call's tensors."""
 
     def __init__(self, fields: tuple[str, ...], begin: Callable[[str, wire_pb.Tensor], Assembler]) -> None:
-        """``begin``: checks a tensor's header and starts to collect it."""
+        """Start with no tensors. ``begin``: checks a tensor's header and starts to collect the tensor."""
         self._fields = fields
         self._begin = begin
         self._last: Assembler | None = None
         self.found: dict[str, Assembler] = {}
 
     def take(self, message: M) -> None:
-        """Raises RequestRejected if it does not follow the one before; and what ``begin`` raises."""
+        """Take a message. Raises RequestRejected if it does not follow the one before, and what ``begin`` raises."""
         if message.part:
             if self._last is None:
                 raise RequestRejected("a part of a tensor came without its beginning")
@@ -55,7 +55,7 @@ class Arriving:
                 self._last = self.found[field] = self._begin(field, getattr(message, field))
 
     def finish(self) -> None:
-        """Raises RequestRejected if parts are missing."""
+        """End the call. Raises RequestRejected if parts are missing."""
         self._require_complete()
 
     def _require_complete(self) -> None:

@@ -1,4 +1,4 @@
-"""What the service needs of the stage peer it stands in front of."""
+"""The interfaces that the service needs of its stage peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Output(Protocol):
-    """See ``StageOutput`` of the engine."""
+    """The interface of ``StageOutput`` in the engine."""
 
     @property
     def hidden(self) -> Tensor | None: ...
@@ -28,14 +28,14 @@ class Output(Protocol):
 
 
 class Gradients(CountedGradients, Protocol):
-    """See ``StageGradients`` of the engine."""
+    """The interface of ``StageGradients`` in the engine."""
 
     @property
     def inputs(self) -> Tensor | None: ...
 
 
 class ComputingStage(Protocol):
-    """See ``Stage`` of the engine."""
+    """The interface of ``Stage`` in the engine."""
 
     @property
     def index(self) -> int: ...
@@ -64,29 +64,29 @@ class StageHost(Protocol):
     def num_micro_batches(self) -> int: ...
 
     async def compute(self, work: Callable[[], T], share: float) -> T:
-        """Carries out in the compute thread, one after the other; ``share``: of what is computed of a micro-batch."""
+        """Do work in the compute thread, one after another. ``share``: the share of a micro-batch's computation."""
 
     def require_room(self, m: int, trainer: str) -> None:
-        """Raises PeerBusy if ``add`` would, before the gradients are computed."""
+        """Check for room before the gradients are computed. Raises PeerBusy if ``add`` would."""
 
     def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
-        """In the compute thread: keeps a micro-batch's gradients until the trainer commits them.
+        """Keep a micro-batch's gradients until the trainer commits them. Call it in the compute thread.
 
         Raises PeerBusy if there is no room, PeerMoved if the peer is at another step.
         """
 
     async def commit(self, step: int, m: int, trainer: str) -> bool:
-        """Adds them to the sums, once; whether the micro-batch counts at this stage now. Raises PeerMoved, PeerBusy."""
+        """Add pending gradients once; return whether the micro-batch counts now. Raises PeerMoved, PeerBusy."""
 
     def note_not_finite(self, step: int) -> bool:
         """See ``StagePeer``. Raises PeerMoved."""
 
     def forget(self, trainer: str) -> None:
-        """What it has not committed is dropped."""
+        """Drop what the trainer has not committed."""
 
 
 class Life(Protocol):
-    """See ``StagePeer``."""
+    """The interface of ``StagePeer``."""
 
     @property
     def moment(self) -> Moment: ...
@@ -103,7 +103,7 @@ class Life(Protocol):
 
 
 class Sums(Protocol):
-    """See ``Accumulator`` of the engine."""
+    """The interface of ``Accumulator`` in the engine."""
 
     @property
     def num_micro_batches(self) -> int: ...
@@ -123,7 +123,7 @@ class HostedStage:
 
     @property
     def moment(self) -> Moment:
-        """Raises PeerMoved before the peer has joined: what it computes may be anything."""
+        """Return the weights' moment. Raises PeerMoved before the peer has joined: its results may be anything."""
         if not self.peer.record().state_digest:
             raise PeerMoved("this peer has not joined its stage yet")
         return self.peer.moment

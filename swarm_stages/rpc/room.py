@@ -1,4 +1,4 @@
-"""How much of trainers' requests a stage peer takes at a time: what is beyond that goes to another peer at once."""
+"""The room for trainers' requests at a stage peer: what is beyond that goes to another peer at once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from swarm_protocol.wire.constants import MIB
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one stage peer.
+    """The limits of one stage peer.
 
     Attributes:
-        max_requests: that arrive, wait or are computed.
-        max_bytes: of their tensors, as they travel.
-        max_tokens: of one micro-batch, rows × positions.
-        read_s: in which a request must have arrived.
-        silence_s: after which a trainer is taken for gone, and what it has not committed is dropped.
+        max_requests: the most requests that arrive, wait or are computed.
+        max_bytes: the most bytes of their tensors, as they travel.
+        max_tokens: the most tokens of one micro-batch, rows × positions.
+        read_s: the time in which a request must have arrived.
+        silence_s: the time after which a silent trainer counts as gone, and what it has not committed is dropped.
     """
 
     max_requests: int = 16
@@ -36,7 +36,7 @@ class Limits:
 
 
 class Reservation:
-    """The bytes of one request."""
+    """The bytes that are reserved for one request."""
 
     def __init__(self, room: Room, trainer: str) -> None:
         self._room = room
@@ -44,13 +44,13 @@ class Reservation:
         self.size_bytes = 0
 
     def take(self, size_bytes: int) -> None:
-        """Raises PeerBusy if there is no room for so many bytes more, as they are announced."""
+        """Reserve so many bytes more, as they are announced. Raises PeerBusy if there is no room for them."""
         self._room._take(self._trainer, size_bytes)
         self.size_bytes += size_bytes
 
 
 class Room:
-    """No trainer has more than half of it, so that a broken one does not keep the others out."""
+    """The room for requests. No trainer has more than half of it, so that a broken one does not keep the others out."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -67,7 +67,7 @@ class Room:
 
     @contextmanager
     def request(self, trainer: str) -> Iterator[Reservation]:
-        """Raises PeerBusy if there are too many."""
+        """Yield the reservation of one more request. Raises PeerBusy if there are too many requests."""
         most = self._limits.max_requests
         if self.num_requests >= most or self._requests[trainer] >= max(1, most // 2):
             raise PeerBusy(

@@ -1,7 +1,7 @@
 """The gRPC service of a stage peer for trainers: Forward, Backward and Commit of micro-batches.
 
-A trainer that has no answer asks another peer and never commits here, so what is lost with an answer counts for
-nothing; a commit counts once however often it comes.
+A trainer without an answer asks another peer and never commits here, so that a lost answer counts for nothing. A commit
+counts once however often it comes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from swarm_training.core.moment import Moment
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 IsFinite = Callable[[Moment, int, Tensor, Tensor], Awaitable[bool]]
-_WRITE_S = 1.0  # to end a write whose call was cancelled
+_WRITE_S = 1.0  # the time to end a write after its call was cancelled
 
 
 class AnswerNotes(Protocol):
-    """See ``Answers`` of the audits."""
+    """The interface of ``Answers`` in the audits."""
 
     def note(
         self,
@@ -48,8 +48,10 @@ class AnswerNotes(Protocol):
 
 
 class StagesService(StagesServicer):
-    """Attributes:
-    room: what of it is in use.
+    """The service of a stage peer for trainers.
+
+    Attributes:
+        room: the room for requests.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class StagesService(StagesServicer):
         banned: Callable[[], Collection[str]] = frozenset,
         is_finite: IsFinite | None = None,
     ) -> None:
-        """``run``: without the number of the stage. ``access``: that of a private run; None: everybody may train.
-        ``answers``: takes note of what is answered; None: nobody will ask. ``banned``: ids of trainers that are
-        refused. ``is_finite``: see ``Recomputing``; None: nobody is believed who says that something is not finite."""
+        """Set up the service. ``run``: the run's name without the number of the stage. ``access``: that of a private
+        run; None: all may train. ``answers``: records answers for audits; None: no audits. ``banned``: returns the ids
+        of trainers to refuse. ``is_finite``: see ``Recomputing``; None: no report of non-finite answers is believed."""
         self._run = run
         self._host = host
         self._limits = limits or Limits()
@@ -78,7 +80,7 @@ class StagesService(StagesServicer):
         self._silences: dict[str, asyncio.TimerHandle] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Of a server that has not started."""
+        """Add the service to a server that has not started."""
         add_StagesServicer_to_server(self, server)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -107,7 +109,7 @@ class StagesService(StagesServicer):
         return pb.CommitReply(is_committed=is_committed)
 
     async def _note_not_finite(self, trainer: str, request: pb.CommitRequest) -> bool:
-        """Believe what was found out here: anybody can say it, and all stages go back then.
+        """Check the report here before all stages go back, because anybody can send one.
 
         Raises RequestRejected if all answers for the micro-batch are finite, TimeoutError if that takes long.
         """
@@ -141,7 +143,7 @@ class StagesService(StagesServicer):
         self._heard(context)
 
     async def _read(self, requests: AsyncIterator[pb.ComputeRequest], reader: RequestReader) -> None:
-        """Raises TimeoutError if the request comes too slowly, and what the reader raises."""
+        """Read the request. Raises TimeoutError if it comes too slowly, and what the reader raises."""
         async with asyncio.timeout(self._limits.read_s):
             await self._take_all(requests, reader)
 
@@ -179,11 +181,11 @@ class StagesService(StagesServicer):
                 self._host.add(which.step, which.number, trainer, found)
             return _replies(work, found.inputs if work.wants_grad else None, found.loss_sum, found.num_tokens)
 
-        is_all = self._host.stage.is_last  # which has the loss, and is asked for no forward pass alone
+        is_all = self._host.stage.is_last  # the last stage has the loss, and is asked for no forward pass alone
         return await self._host.compute(run, 1.0 if is_all else SHARES[BACKWARD])
 
     def _heard(self, context: _Context) -> str:
-        """The trainer who calls. Raises AccessDenied if it may not."""
+        """Return the trainer that calls. Raises AccessDenied if it may not."""
         trainer = admitted(context, self._access)
         if trainer in self._banned():
             raise AccessDenied(f"a moderator has banned {trainer} from the run")
@@ -206,7 +208,7 @@ def _replies(
 
 
 async def _write(context: _Context, replies: Iterable[pb.ComputeReply]) -> None:
-    """grpc.aio does not bear that a handler is cancelled while it writes: it ends the write first."""
+    """Write the replies. A cancelled handler first ends its write, since grpc.aio does not bear such a cancellation."""
     for reply in replies:
         writing = asyncio.ensure_future(context.write(reply))
         try:
@@ -214,7 +216,7 @@ async def _write(context: _Context, replies: Iterable[pb.ComputeReply]) -> None:
         except asyncio.CancelledError:
             await asyncio.wait([writing], timeout=_WRITE_S)
             if writing.done() and not writing.cancelled():
-                writing.exception()  # nobody is interested any more
+                writing.exception()  # the error is read, so that asyncio does not log it
             raise
         except grpc.aio.BaseError as error:
             raise PeerUnavailable(f"the trainer is gone: {error}") from None

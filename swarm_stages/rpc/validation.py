@@ -1,4 +1,4 @@
-"""What a trainer's request must satisfy before a stage peer takes memory or time for it."""
+"""The checks of a trainer's request before a stage peer takes memory or time for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def moment_of(message: pb.MicroBatch) -> Moment:
 
 
 def check_micro_batch(message: pb.MicroBatch, run: str, host: StageHost) -> None:
-    """
+    """Check that this peer can compute the micro-batch.
+
     Raises:
         PeerMoved: the trainer speaks another version, or means another run, stage or step than this peer is at.
         RequestRejected: there is no such micro-batch.
@@ -47,7 +48,7 @@ def check_micro_batch(message: pb.MicroBatch, run: str, host: StageHost) -> None
 
 
 def require_moment(message: pb.MicroBatch, host: StageHost) -> None:
-    """Raises PeerMoved if the peer is at another step than the request."""
+    """Check a request's moment. Raises PeerMoved if the peer is at another step."""
     if moment_of(message) != host.moment:
         raise PeerMoved(
             f"micro-batch {message.number} is of step {message.step} after {message.rollbacks} rollbacks: this peer is "
@@ -59,7 +60,7 @@ def tokens_of(wire: wire_pb.Tensor, reservation: Reservation, max_tokens: int) -
     """Return token ids that came in one piece, [rows, positions] int64.
 
     Raises:
-        RequestRejected: they are none, or too many.
+        RequestRejected: the tensor has no token ids, or too many.
         PeerBusy: there is no room for them.
     """
     shape = list(wire.shape[:3])
@@ -74,7 +75,7 @@ def tokens_of(wire: wire_pb.Tensor, reservation: Reservation, max_tokens: int) -
 
 
 def _require_size(rows: int, positions: int, max_tokens: int) -> None:
-    """Raises RequestRejected."""
+    """Check the size of a micro-batch. Raises RequestRejected if it is too large."""
     if rows > MAX_BATCH_SIZE or rows * positions > max_tokens:
         raise RequestRejected(
             f"a micro-batch has {rows} × {positions} positions: expected at most {MAX_BATCH_SIZE} rows, and "
@@ -84,7 +85,7 @@ def _require_size(rows: int, positions: int, max_tokens: int) -> None:
 
 @dataclass
 class RequestReader:
-    """Puts one request together, checking headers as they come; in order: inputs, labels, grad."""
+    """The reader of one request, which checks headers as they come; in order: inputs, labels, grad."""
 
     stage: ComputingStage
     is_backward: bool
@@ -98,7 +99,7 @@ class RequestReader:
         self._arriving = Arriving(FIELDS, self._begin)
 
     def start(self, work: pb.Work) -> None:
-        """Raises RequestRejected if what is asked for is out of range."""
+        """Begin a request. Raises RequestRejected if what is asked for is out of range."""
         for form in (work.inputs_form, work.grad_form, work.reply_form):
             check_form(form)
         if self.is_backward and self.stage.is_last and not 0 < work.loss_scale < inf:
@@ -106,11 +107,11 @@ class RequestReader:
         self.work = work
 
     def take(self, message: pb.ComputeRequest) -> None:
-        """Raises RequestRejected if the message is wrong, PeerBusy if there is no room for what it announces."""
+        """Take a message. Raises RequestRejected if it is wrong, PeerBusy if there is no room for what it announces."""
         self._arriving.take(message)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By field, all that this call takes, and finite.
+        """Return all finite tensors of this call, by field: [rows, positions, width], or token ids [rows, positions].
 
         Raises:
             RequestRejected: one is missing, incomplete or not finite.

@@ -1,1 +1,1 @@
-"""Takes micro-batches through all stages until every stage has all of them."""
+"""The trainer: it takes micro-batches through all stages until every stage has all of them."""

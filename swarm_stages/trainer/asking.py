@@ -1,4 +1,4 @@
-"""Asks the peers of a stage one after the other until one answers."""
+"""The requests to the peers of a stage: one peer after another is asked until one answers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from swarm_training.core.record import Progress
 T = TypeVar("T")
 Call = Callable[[Progress, float], Awaitable[T]]
 _LISTEN_S = 0.5
-_ENOUGH = 2  # peers that refuse a request: it is not their fault
+_ENOUGH = 2  # refusals from which on the request is at fault, and not the peers
 _logger = logging.getLogger(__name__)
 
 
 class ReachablePeer(PeerView, Protocol):
     """A peer of a stage, and where it is; the address is empty if it cannot be called.
 
-    ``samples_per_s``: micro-batches that it could compute, as it says; 0: it does not know yet. ``skipped_batches``: at
-    step t of its moment, the batch is t plus this."""
+    ``samples_per_s``: the micro-batches per second that it says it could compute; 0: not known yet.
+    ``skipped_batches``: at step t of its moment, the batch is t plus this."""
 
     @property
     def address(self) -> str: ...
@@ -50,16 +50,19 @@ Look = Callable[[], Sequence[Sequence[ReachablePeer]]]
 
 
 class StepOver(Exception):
-    """No peer of a stage is at this moment of the run any more."""
+    """The error that no peer of a stage is at this moment of the run any more."""
 
 
 class Asking:
-    """Attributes:
-    num_retries: requests that had to be made again.
+    """A trainer's requests to stage peers.
+
+    Attributes:
+        num_retries: the number of requests that had to be made again.
     """
 
     def __init__(self, look: Look, router: Router, config: TrainerConfig, run: str) -> None:
-        """``look``: the living peers of each stage, as they are known now. ``run``: without the number of a stage."""
+        """Set up requests. ``look``: returns the living peers of each stage, as they are known now. ``run``: the name
+        of the run without the number of a stage."""
         self._look = look
         self._router = router
         self._config = config
@@ -69,13 +72,13 @@ class Asking:
     async def ask(
         self, stage: int, moment: Moment, kind: str, call: Call[T], kept_by: str | None = None
     ) -> tuple[T, Progress]:
-        """The answer, and who gave it. ``call``: given a peer, and how many seconds its answer may take. ``kept_by``:
-        the peer that may have a part of it already.
+        """Return the answer, and the peer that gave it. ``call``: sends the request, given a peer and how many seconds
+        its answer may take. ``kept_by``: the peer that may have a part of it already.
 
         Raises:
-            StepOver: nobody is at this moment any more.
+            StepOver: no peer is at this moment any more.
             RequestRejected, AccessDenied: the request is wrong, or this trainer may not ask.
-            TrainingDiverged: the answer is not finite, whoever computes it.
+            TrainingDiverged: the answer is not finite, whichever peer computes it.
         """
         refusals: dict[str, SwarmError] = {}
         clock = asyncio.get_running_loop().time
@@ -97,9 +100,9 @@ class Asking:
             self.num_retries += 1
 
     async def tell(self, stage: int, moment: Moment, call: Call[bool]) -> bool:
-        """Ask all peers of a stage at once. Returns False if one of them says no, and none yes.
+        """Ask all peers of a stage at once. Return False if one of them says no, and none yes.
 
-        If none says anything, nothing is known yet: then it is True, and whoever tells may do so again.
+        If no peer answers, nothing is known yet: then return True, and the caller may ask again.
         """
         peers = [peer for peer in self._look()[stage] if peer.moment == moment and peer.address]
         calls = (call(self._callee(peer), self._config.first_deadline_s) for peer in peers)
@@ -122,7 +125,7 @@ class Asking:
         callee = self._callee(peer)
         try:
             answer = await self._unless_silent(stage, peer_id, call(callee, deadline_s))
-        except (PeerBusy, PeerMoved):  # of the latter the next look says where it is
+        except (PeerBusy, PeerMoved):  # the next look says where a moved peer is
             router.busy(peer_id, kind, clock())
             raise
         except SwarmError:
@@ -135,7 +138,7 @@ class Asking:
         return answer, callee
 
     async def _unless_silent(self, stage: int, peer_id: str, answering: Awaitable[T]) -> T:
-        """The answer. Raises PeerUnavailable if meanwhile nothing is heard of the peer any more."""
+        """Return the answer. Raises PeerUnavailable if meanwhile nothing is heard of the peer any more."""
         task = asyncio.ensure_future(answering)
         try:
             while not task.done():
@@ -154,7 +157,7 @@ class Asking:
 
 
 def _require_no_agreement(refusals: Mapping[str, SwarmError], peers: Collection[str]) -> None:
-    """Raises what peers say of the request, if they are enough, or all that there are."""
+    """Raise a refusal of the request if enough peers have refused it, or all that there are."""
     if not refusals or (len(refusals) < _ENOUGH and not refusals.keys() >= set(peers)):
         return
     error = next(iter(refusals.values()))

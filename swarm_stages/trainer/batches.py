@@ -1,4 +1,4 @@
-"""What is in a micro-batch: a function of the run, the step and its number alone, so that any trainer can replay it."""
+"""The content of micro-batches: it follows from run, step and number alone, so that any trainer can replay it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm_training.data.order import Order, batch_of_step, derived_seed
 
 @dataclass(frozen=True)
 class Content:
-    """Token ids and labels, [rows, positions] int64."""
+    """The content of a micro-batch: token ids and labels, [rows, positions] int64."""
 
     ids: Tensor
     labels: Tensor
@@ -27,23 +27,23 @@ class MicroBatches(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """The predicted tokens of a micro-batch, on average: sums of gradients divided by it and by ``count`` are the
-        gradient of the mean over the batch's tokens."""
+        """Return the number of predicted tokens in a micro-batch, on average. Sums of gradients, divided by it and by
+        ``count``, are the gradient of the mean over the batch's tokens."""
 
     def at(self, step: int, number: int) -> Content:
-        """May be called from any thread."""
+        """Return a micro-batch of a step. Any thread may call this method."""
 
 
 def loss_scale_of(rows: int, block_length: int) -> float:
-    """Return the number of predicted tokens: the first of a row is not."""
+    """Return the number of predicted tokens: all but the first one of each row."""
     return float(rows * (block_length - 1))
 
 
 class BlockMicroBatches:
-    """Rows of a table of token blocks, in the order of the run: none comes twice in an epoch."""
+    """The micro-batches of a table of token blocks, in the order of the run: no row comes twice in an epoch."""
 
     def __init__(self, blocks: TokenBlocks, run: str, count: int, rows: int) -> None:
-        """``rows``: of a micro-batch. Raises ValueError if a number is out of range."""
+        """Set up batches. ``rows``: the rows of a micro-batch. Raises ValueError if a number is out of range."""
         if count < 1 or rows < 1:
             raise ValueError(f"{count} micro-batches of {rows} rows: expected at least one of each")
         self.count = count

@@ -12,22 +12,22 @@ from swarm_stages.rpc.client import WireForms
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """How a trainer takes micro-batches through the stages. Raises ValueError if a setting is out of its range.
+    """The settings of a trainer's way through the stages. Raises ValueError if a setting is out of its range.
 
     Attributes:
-        routing: how it chooses a stage's peer, see ``Router``.
-        forms: how tensors travel.
-        per_peer: micro-batches under way for each peer of the swarm, all trainers together.
-        max_under_way: of this trainer, however many peers there are.
-        first_deadline_s: for an answer while nobody knows how long it takes.
-        least_deadline_s: for any answer.
-        slack: later it may be by this factor of what is expected, including what it waits for.
-        settle_s: in which a peer's record shows a commit.
-        steal_s: in which nothing happens before micro-batches of other trainers are taken on.
-        kept_bytes: of inputs and gradients of this step's micro-batches, so that a stage alone can be replayed.
-        poll_s: between two looks at what the peers report.
-        audit_share: of answers, which other peers of the stage compute too; the peers must know of it.
-        precision: in which peers compute, by which answers of two of them may differ.
+        routing: the policy that chooses a stage's peer, see ``Router``.
+        forms: the forms in which tensors travel.
+        per_peer: the micro-batches under way for each peer of the swarm, of all trainers together.
+        max_under_way: the most micro-batches under way of this trainer, however many peers there are.
+        first_deadline_s: the time limit for an answer if it is unknown how long answers take.
+        least_deadline_s: the least time limit for any answer.
+        slack: the time limit for an answer, as a factor of its expected time, including what it waits for.
+        settle_s: the time in which a peer's record shows a commit.
+        steal_s: the time without progress before this trainer takes on micro-batches of other trainers.
+        kept_bytes: the most bytes of this step's inputs and gradients that are kept to replay a single stage.
+        poll_s: the time between two looks at what the peers report.
+        audit_share: the share of answers that other peers of the stage compute too; the peers must know of it.
+        precision: the precision in which peers compute, by which answers of two of them may differ.
     """
 
     routing: str = SHORTEST_DELAY

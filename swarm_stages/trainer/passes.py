@@ -1,4 +1,4 @@
-"""Takes one micro-batch forward and backward through the stages, and commits it where it is lacking."""
+"""The passes of one micro-batch forward and backward through the stages, and its commits where it is lacking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Passes:
-    """Of one step."""
+    """The passes of micro-batches in one step."""
 
     moment: Moment
     num_stages: int
@@ -39,7 +39,7 @@ class Passes:
     auditor: Auditor | None = None
 
     async def run(self, number: int, trace: Trace, lacking: frozenset[int]) -> None:
-        """Computes what these stages lack; what becomes known on the way is put into the trace, also if it fails.
+        """Compute what these stages lack; put what becomes known on the way into the trace, also after a failure.
 
         When it returns, ``claims`` has what was committed, or may have been. Raises as ``Asking.ask``.
         """
@@ -63,16 +63,16 @@ class Passes:
             raise
 
     async def compute_backward(self, stages: Iterable[int], number: int, trace: Trace) -> None:
-        """Compute these stages, the last of them first, and have nothing counted. The trace has the gradient of what
-        comes out of the last of them. Raises as ``Asking.ask``."""
+        """Compute these stages, the last of them first, and have nothing counted. The trace has the gradient of the
+        last one's output. Raises as ``Asking.ask``."""
         for stage in sorted(stages, reverse=True):
             reply, _ = await self._backward(stage, number, trace, accumulates=False)
             if reply.grad is not None:
                 trace.grads[stage - 1] = reply.grad
 
     async def note_not_finite(self, number: int, trace: Trace) -> bool:
-        """Tell the last stage, which has the losses, finds out itself, and decides whether the run goes back to a
-        checkpoint. Returns False if there is none."""
+        """Report the micro-batch to the last stage, which has the losses. The last stage checks the report, and decides
+        about a rollback to a checkpoint. Return False if there is none."""
         stage = self.num_stages - 1
         which = MicroBatch(stage, self.moment, number)
 
@@ -83,7 +83,7 @@ class Passes:
         return await self.asking.tell(stage, self.moment, call)
 
     async def inputs(self, stage: int, number: int, trace: Trace) -> Tensor:
-        """What goes into a stage, from the nearest stage before of which it is known."""
+        """Return the inputs of a stage, computed from the nearest stage before it with known inputs."""
         if stage == 0:
             return trace.content.ids
         if stage not in trace.inputs:
@@ -139,8 +139,8 @@ class Passes:
         return await self.asking.ask(asked.which.stage, self.moment, kind, call, kept_by)
 
     async def _commit(self, peer: Progress, which: MicroBatch) -> None:
-        """Whatever happens to the answer, from now on the commit may have been carried out: it is claimed, unless the
-        peer says that it was not. Who claims wrongly loses time, until the peer's record shows it."""
+        """Commit a gradient and claim it, unless the peer says that it does not count. The claim stays after a lost
+        answer, since the commit may have been carried out. A wrong claim costs time until a record shows it."""
         clock = asyncio.get_running_loop().time
         for _ in range(_COMMIT_TRIES):
             self.claims.add(which.stage, which.number, peer.peer_id, clock())
@@ -151,7 +151,7 @@ class Passes:
             except PeerMoved:
                 self.claims.drop(which.stage, which.number)
                 return
-            except PeerBusy:  # its stage is averaging, which may come to nothing
+            except PeerBusy:  # the stage of the peer is averaging, which may come to nothing
                 self.claims.drop(which.stage, which.number)
             except SwarmError as error:
                 _logger.debug("stage %d: the commit of %d is in doubt: %s", which.stage, which.number, error)

@@ -1,4 +1,4 @@
-"""A trainer's presence on the network: it is called by nobody, watches all stages, and is on the roster of trainers."""
+"""The network presence of a trainer: no peer calls it; it watches all stages, and is on the roster of trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.net.channels import GrpcNetwork
 
 _LOOK_S = 0.1
-_NEWS_S = 1.0  # records on the DHT are some seconds old: what the peers themselves say is there by then
+_NEWS_S = 1.0  # records on the DHT are some seconds old: by then, the peers' own news is there
 
 
 class Trainers(Protocol):
@@ -42,11 +42,11 @@ async def train(
     end: int | None = None,
     join_timeout_s: float = 60.0,
 ) -> None:
-    """Trains until the run has taken ``end`` steps, or until it is cancelled.
+    """Train until the run has taken ``end`` steps, or until cancelled.
 
     Raises:
         NoSwarm: no initial peer answered.
-        PeerUnavailable: some stage has nobody for ``join_timeout_s``.
+        PeerUnavailable: some stage has no peer for ``join_timeout_s``.
         ValueError: there are no initial peers, or the run has another number of micro-batches.
         RequestRejected, AccessDenied, TrainingDiverged: as ``Trainer.train``.
     """
@@ -71,7 +71,7 @@ async def train_beside(
     end: int | None = None,
     join_timeout_s: float = 60.0,
 ) -> None:
-    """As ``train``, given a watch that runs."""
+    """Train as ``train`` does, given a watch that runs."""
     await roster.enter(await _first_step(watch, data, join_timeout_s))
     own_id = member.identity.peer_id
     trainer = Trainer(run, own_id, lambda: watch.view().stages, roster.trainers, network, data, config, on_step)
@@ -81,7 +81,7 @@ async def train_beside(
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not training.done():
-            await staying  # raises: a trainer that nobody hears, or that hears nobody, must not go on
+            await staying  # raises: a trainer that is not heard, or does not hear others, must not go on
         await training
     finally:
         training.cancel()
@@ -91,7 +91,7 @@ async def train_beside(
 
 
 async def _first_step(watch: Watch, data: MicroBatches, timeout_s: float) -> int:
-    """Where the run is, once every stage has somebody."""
+    """Return the run's step, once every stage has a peer."""
     try:
         async with asyncio.timeout(timeout_s):
             while watch.view().moment is None:

@@ -1,4 +1,4 @@
-"""How a peer of the last stage finds out itself whether all that is computed of a micro-batch is finite."""
+"""The check by which a peer of the last stage finds out whether all that is computed of a micro-batch is finite."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from swarm_training.net.channels import GrpcNetwork
 
 
 class Recomputing:
-    """Takes a micro-batch through the stages like a trainer, and counts nothing; its own stage it computes itself.
+    """A recomputation of micro-batches as by a trainer, which counts nothing. The own stage is computed here.
 
-    So whoever says that a run has diverged must give token ids with which it has: hidden states or gradients of a
-    stranger could make any model overflow.
+    Hence a trainer that reports divergence must give token ids that cause it: hidden states or gradients of a stranger
+    could make any model overflow.
     """
 
     def __init__(
         self, run: str, host: StageHost, look: Look, network: GrpcNetwork, config: TrainerConfig, loss_scale: float
     ) -> None:
-        """``look``: the living peers of each stage; ``config``, ``loss_scale``: those of the run's trainers."""
+        """Set up. ``look``: returns each stage's living peers. ``config``, ``loss_scale``: those of the trainers."""
         self._host, self._look, self._config, self._loss_scale = host, look, config, loss_scale
         self._asking = Asking(look, Router(config.routing, random.random, config.backoff), config, run)
         self._client = StagesClient(network, run, config.forms)
@@ -42,7 +42,7 @@ class Recomputing:
 
         Raises:
             PeerMoved: a stage has no peer at this moment, or this peer has gone on.
-            RequestRejected: the token ids are none of the model.
+            RequestRejected: the token ids do not fit the model.
         """
         stages, trace = len(self._look()), Trace(Content(ids, labels))
         claims = Claims(self._config.settle_s)

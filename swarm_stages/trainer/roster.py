@@ -1,4 +1,4 @@
-"""The trainers of a run, who share the micro-batches of each step: short-lived records on the DHT."""
+"""The roster of a run's trainers, which share the micro-batches of each step: short-lived records on the DHT."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_stages.pb import stages_pb2 as pb
 
-LIFETIME_S = 10.0  # so long a step waits for a trainer that was killed
+LIFETIME_S = 10.0  # the time for which a step waits for a trainer that was killed
 _RENEW_S = 3.0
 _TIMEOUT_S = 5.0
-_SOON_STEPS = 2  # until the others have read of a newcomer
+_SOON_STEPS = 2  # the steps until other trainers have read of a newcomer
 
 
 class Roster:
-    """All on one event loop."""
+    """The roster of a run's trainers. All its methods are for one event loop."""
 
     def __init__(self, node: DHTNode, run: str, identity: Identity) -> None:
         self._node = node
@@ -32,25 +32,25 @@ class Roster:
         self._expiration = 0.0
 
     def trainers(self) -> Mapping[str, int]:
-        """From which step on each takes part, by peer id."""
+        """Return the step from which on each trainer takes part, by peer id."""
         own = {} if self._own_first is None else {self._own_id: self._own_first}
         return {**self._first_steps, **own}
 
     async def enter(self, step: int) -> None:
-        """Takes part from this step on if there is nobody else, else soon after."""
+        """Take part from this step on if there is no other trainer, else soon after."""
         await self._read()
         self._own_first = step + _SOON_STEPS if self._first_steps else step
         await self._publish(LIFETIME_S)
 
     async def run(self) -> None:
-        """Keeps the own record alive, and reads those of others, until it is cancelled."""
+        """Keep the own record alive, and read those of others, until cancelled."""
         while True:
             await asyncio.sleep(_RENEW_S)
             await self._publish(LIFETIME_S)
             await self._read()
 
     async def leave(self) -> None:
-        """The others share what was this one's."""
+        """Leave the roster. The other trainers share the micro-batches of this one."""
         if self._own_first is not None:
             self._own_first = None
             await self._publish(0.5)
@@ -71,7 +71,7 @@ class Roster:
             return
         self._first_steps = {}
         for subkey, item in found.value.items() if found is not None and isinstance(found.value, dict) else ():
-            with suppress(DecodeError, TypeError, ValueError):  # from a stranger
+            with suppress(DecodeError, TypeError, ValueError):  # a stranger's record may be anything
                 record, peer_id = pb.TrainerRecord.FromString(item.value), owner_of(subkey)
                 if peer_id != self._own_id and not record.has_left:
                     self._first_steps[peer_id] = record.first_step

@@ -1,7 +1,7 @@
-"""What went through the stages for a micro-batch: with it, one stage alone can be replayed.
+"""The trace of a micro-batch through the stages, with which one stage alone can be replayed.
 
-Weights do not change within a step, so the inputs of a stage and the gradient of its output are right until its end,
-whoever computed them.
+Weights do not change within a step. Hence the inputs of a stage and the gradient of its output are right until its end,
+whichever peers computed them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarm_stages.trainer.batches import Content
 
 @dataclass
 class Loss:
-    """Of a micro-batch: the sum over so many tokens; none as long as the last stage has not computed it."""
+    """The loss of a micro-batch, summed over ``num_tokens`` tokens; both are 0 until the last stage has computed it."""
 
     loss_sum: float = 0.0
     num_tokens: int = 0
@@ -23,12 +23,12 @@ class Loss:
 
 @dataclass
 class Trace:
-    """Of one micro-batch in one step.
+    """The trace of one micro-batch in one step.
 
     Attributes:
-        inputs: by stage: what goes into it.
-        grads: by stage: the gradient of what comes out of it.
-        kept_by: by stage: the peer that has computed it forward, and has kept the graph of it if there was room.
+        inputs: by stage, its inputs: [rows, positions, width].
+        grads: by stage, the gradient of its output: [rows, positions, width].
+        kept_by: by stage, the peer that has computed it forward, and has kept the graph of it if there was room.
     """
 
     content: Content
@@ -43,7 +43,7 @@ class Trace:
 
 
 class Traces:
-    """Of one step; the tensors of those used first are dropped when they take too much room."""
+    """The traces of one step; the tensors of those used first are dropped when they take too much room."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -63,12 +63,12 @@ class Traces:
 
 
 def backwards_needed(lacking: frozenset[int], known_grads: frozenset[int], num_stages: int) -> list[int]:
-    """The stages whose backward is to be computed, in this order: those that lack the micro-batch, and later ones as
-    far as the gradients of their inputs are not known. ``known_grads``: stages the gradient of whose output is known.
+    """Return the stages to compute backward, in this order: those that lack the micro-batch, and later stages with
+    unknown gradients of their inputs. ``known_grads``: the stages with a known gradient of their output.
     """
     needed: list[int] = []
     for stage in range(num_stages):
-        has_grad_from = stage - 1  # its backward gives the gradient of what comes out of the stage before
+        has_grad_from = stage - 1  # the backward gives the gradient of the previous stage's output
         if stage in lacking or (has_grad_from in needed and has_grad_from not in known_grads):
             needed.append(stage)
     return needed[::-1]

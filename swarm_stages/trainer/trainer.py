@@ -1,4 +1,4 @@
-"""A trainer: takes the micro-batches of one step after the other through the stages, and owns nothing but data."""
+"""The trainer, which takes the micro-batches of each step through the stages, and owns nothing but data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """What this trainer has done for one step.
+    """The report of what this trainer has done for one step.
 
     Attributes:
-        loss: mean over the tokens of the micro-batches that it took through the last stage; None: there were none.
-        num_micro_batches: so many of them.
-        num_replays: passes of a micro-batch after a complete one: somebody's sums were lost.
-        num_retries: requests that had to be made again.
+        loss: the mean over the tokens of its micro-batches that went through the last stage; None: there were none.
+        num_micro_batches: the number of these micro-batches.
+        num_replays: the passes of a micro-batch after a complete one, because some peer's sums were lost.
+        num_retries: the number of requests that had to be made again.
     """
 
     moment: Moment
@@ -48,33 +48,33 @@ class StepReport:
 
 
 class _Step:
-    """What is known of the step that the run is at."""
+    """The known state of the step that the run is at."""
 
     def __init__(self, moment: Moment, skipped_batches: int, config: TrainerConfig, began_s: float) -> None:
         self.moment = moment
-        self.batch = moment.step + skipped_batches  # of the data
+        self.batch = moment.step + skipped_batches  # the number of the batch in the data
         self.claims = Claims(config.settle_s)
         self.traces = Traces(config.kept_bytes)
-        self.losses: dict[int, Loss] = {}  # of what this trainer has begun
+        self.losses: dict[int, Loss] = {}  # the losses of what this trainer has begun
         self.under_way: dict[int, asyncio.Task[None]] = {}
         self.began_s = self.progress_s = began_s
         self.num_lacking = -1
         self.completed: set[int] = set()
         self.num_replays = 0
-        self.not_before_s = began_s  # nobody was at this moment any more: it is time for a look, not for more passes
+        self.not_before_s = began_s  # later if no peer is at this moment any more: a look is due, not another pass
 
     def complete(self, number: int) -> None:
         self.num_replays += number in self.completed
         self.completed.add(number)
 
     def note(self, num_lacking: int, now: float) -> None:
-        """Progress is whatever makes it less."""
+        """Record how many gradients are lacking; a change of the number is progress."""
         if num_lacking != self.num_lacking:
             self.num_lacking, self.progress_s = num_lacking, now
 
 
 class Trainer:
-    """All on one event loop. A micro-batch that somebody lost is replayed at the stage that lacks it alone."""
+    """A trainer on one event loop. A micro-batch that a peer lost is replayed at the stage that lacks it alone."""
 
     def __init__(
         self,
@@ -88,10 +88,11 @@ class Trainer:
         on_step: Callable[[StepReport], object] = lambda report: None,
         rng: random.Random | None = None,
     ) -> None:
-        """
+        """Set up the trainer.
+
         Args:
-            look: the living peers of each stage, as they are known now.
-            trainers: from which step on each trainer takes part, this one too, by peer id.
+            look: returns the living peers of each stage, as they are known now.
+            trainers: returns the step from which on each trainer takes part, this one too, by peer id.
             on_step: called when the run has gone on from a step.
         """
         self._run, self._own_id = run, own_id
@@ -107,7 +108,7 @@ class Trainer:
         self._retries_before = 0
 
     def look_soon(self) -> None:
-        """There are news of the peers."""
+        """Look at the peers soon, because there is news of them."""
         self._happened.set()
 
     def _asker(self, look: Look) -> Asking:
@@ -121,11 +122,11 @@ class Trainer:
 
     @property
     def moment(self) -> Moment | None:
-        """Of the step that it works on; None before the first."""
+        """Return the moment of the step that it works on; None before the first."""
         return None if self._step is None else self._step.moment
 
     async def train(self, end: int | None = None) -> None:
-        """Until the run has taken ``end`` steps; None: until it is cancelled.
+        """Train until the run has taken ``end`` steps; None: until cancelled.
 
         Raises:
             RequestRejected: the peers refuse the data. AccessDenied: they refuse this trainer.
@@ -145,14 +146,14 @@ class Trainer:
     def _follow_the_run(self) -> None:
         self._stages = self._look()
         moment, now = moment_of(self._stages), asyncio.get_running_loop().time()
-        if moment is None:  # a stage has nobody at present
+        if moment is None:  # a stage has no peers at present
             return
         if self._step is None or moment != self._step.moment:
             self._end_step(now)
             self._step = _Step(moment, self._skipped_batches(moment), self._config, now)
 
     def _skipped_batches(self, moment: Moment) -> int:
-        """As those say who are at this moment, who have all gone back as often."""
+        """Return the number that peers at this moment report, all of which have gone back as often."""
         here = (peer for stage in self._stages for peer in stage if peer.moment == moment)
         return max(peer.skipped_batches for peer in here)
 
@@ -198,7 +199,7 @@ class Trainer:
             step.traces.keep(number, trace)
 
     async def _until_something_happens(self) -> None:
-        """A pass has ended, or it is time to look at what the peers say. Raises what a pass has raised."""
+        """Wait until a pass has ended, or it is time to look at the peers. Raises what a pass has raised."""
         try:
             async with asyncio.timeout(self._config.poll_s):
                 await self._happened.wait()
@@ -213,7 +214,7 @@ class Trainer:
         step = self._step
         if step is None:
             return
-        for task in step.under_way.values():  # nobody needs what they compute
+        for task in step.under_way.values():  # their results are not needed any more
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             task.cancel()
         losses = [loss for loss in step.losses.values() if loss.num_tokens]

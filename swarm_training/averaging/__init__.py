@@ -1,1 +1,1 @@
-"""One averaging: who adds up what, what arrives late or never, and what is done again."""
+"""One averaging: which member adds up which chunk, and how stragglers and failed members are handled."""

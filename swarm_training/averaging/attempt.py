@@ -1,4 +1,4 @@
-"""What an owner adds up in one attempt: its chunks, and who is still waited for."""
+"""The sums of an owner in one attempt: its chunks, and the members that it still waits for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from swarm_training.averaging.sums import ChunkClip, ChunkSum, ExactSum
 
-Encode = Callable[[int, Tensor], bytes]  # a chunk's number and mean to the bytes that everybody gets
+Encode = Callable[[int, Tensor], bytes]  # a chunk's number and mean to the bytes for all members
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Outcomes:
-    """The encoded means of some chunks, for those who wait for them.
+    """The encoded means of some chunks, for the tasks that wait for them.
 
-    A mean is made for the first who takes it, one chunk after another: when a straggler is left out, all may be known
-    at once, and streams must stay alive while they are made.
+    A mean is encoded when the first task takes it, one chunk after another. When a straggler is left out, all sums may
+    be done at once, and streams must stay alive while the means are encoded.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -30,7 +30,7 @@ class Outcomes:
         return self._ready[number].is_set()
 
     def settle(self, number: int, mean: Callable[[], bytes | None]) -> None:
-        """``mean``: makes it, or None if there will be none; called once. Ignored if the chunk is settled already."""
+        """Settle a chunk, unless it is settled already. ``mean`` is called once, and returns the mean or None."""
         if number not in self:
             self._making[number] = mean
             self._ready[number].set()
@@ -45,16 +45,16 @@ class Outcomes:
 
 
 def nothing() -> None:
-    """In place of a mean."""
+    """Return None in place of a mean."""
 
 
 class Attempt:
-    """Members give their parts to the owners themselves; see ``GridAttempt`` for the other way.
+    """One member's part in an attempt in which all send their parts directly to the owners; compare ``GridAttempt``.
 
     Attributes:
         own: numbers of the chunks that this member adds up.
-        targets: by owner, the chunks that it gets this member's parts of.
-        deadlines: what is done about stragglers, and after how many deadlines of the group.
+        targets: by owner, the chunks whose parts this member sends there.
+        deadlines: pairs of a number of group deadlines, and the action on stragglers that follows after them.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Attempt:
         clipping: InThread | None = None,
         num_micro_batches: int = 0,
     ) -> None:
-        """``owners``: by chunk; ``weights``: of the members that are waited for. ``encode``: called once a chunk.
-        ``clipping``: calls a function that takes long; CenteredClip takes the mean's place then.
-        ``num_micro_batches``: of the whole batch, if it is counted exactly: see ``ExactSum``."""
+        """Prepare the sums. ``owners``: the owner of each chunk; ``weights``: of the members to wait for. ``encode`` is
+        called once per chunk. ``clipping``: calls a slow function; if given, CenteredClip replaces the mean.
+        ``num_micro_batches``: the micro-batches in the whole batch, if it is counted exactly: see ``ExactSum``."""
         self.own = tuple(number for number, owner in owners.items() if owner == me)
         self.targets: dict[int, list[int]] = {}
         for number, owner in owners.items():
@@ -79,13 +79,13 @@ class Attempt:
         self._clipping = clipping
         self._one_at_a_time = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._sums = {number: self._sum_of(weights, num_micro_batches) for number in self.own}  # that are not settled
+        self._sums = {number: self._sum_of(weights, num_micro_batches) for number in self.own}  # not settled yet
         self._outcomes = Outcomes(self.own)
         for number in self.own:
             self._settle(number)
 
     def serves(self, member: int) -> Sequence[int]:
-        """The chunks that the member gives parts of, and gets the means of."""
+        """Return the chunks whose parts the member sends, and whose means it receives."""
         return self.own
 
     def put(self, number: int, member: int, part: Tensor) -> None:
@@ -94,18 +94,18 @@ class Attempt:
             self._settle(number)
 
     def leave_out(self, member: int) -> None:
-        """Nothing comes from it any more."""
+        """Stop waiting for the parts of this member."""
         for number, chunk_sum in list(self._sums.items()):
             chunk_sum.leave_out(member)
             self._settle(number)
 
     def end(self) -> None:
-        """Whoever is late is left out."""
+        """Leave out all members that are late."""
         for member in frozenset().union(*(chunk_sum.missing for chunk_sum in self._sums.values())):
             self.leave_out(member)
 
     async def mean_of(self, number: int) -> bytes | None:
-        """The encoded mean, once it is known; None if nothing has arrived."""
+        """Wait for the encoded mean of a chunk, and return it; None if no part has arrived."""
         return await self._outcomes.of(number)
 
     def _sum_of(self, weights: Mapping[int, float], num_micro_batches: int) -> ChunkSum | ExactSum | ChunkClip:
@@ -114,7 +114,7 @@ class Attempt:
         return ChunkSum(weights) if self._clipping is None else ChunkClip(weights)
 
     def _settle(self, number: int) -> None:
-        """Of a sum that is done, the encoded mean alone is kept."""
+        """Replace a finished sum by its encoded mean."""
         chunk_sum = self._sums[number]
         if not chunk_sum.is_done:
             return

@@ -1,4 +1,4 @@
-"""How a vector is cut into spans of owners, and those into chunks."""
+"""The layout of a vector: a span for each owner, which is cut into chunks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements ``start:stop`` of a vector, added up by the member with the number ``owner``."""
+    """The elements ``start:stop`` of a vector, which the member with the number ``owner`` adds up."""
 
     start: int
     stop: int
@@ -16,10 +16,10 @@ class Chunk:
 
 
 def cut(length: int, shares: Sequence[float], chunk_elements: int) -> tuple[Chunk, ...]:
-    """Member j owns a span in proportion to its share, in chunks of at most ``chunk_elements``.
+    """Return chunks of at most ``chunk_elements``; member j owns a span in proportion to its share.
 
     Raises:
-        ValueError: nobody has a share.
+        ValueError: no member has a share.
     """
     total = sum(shares)
     if not total > 0:

@@ -1,7 +1,7 @@
-"""A large group on a grid, where each member exchanges with its row and its column alone.
+"""The grid of a large group, on which each member exchanges data with its row and its column alone.
 
-After Moshpit All-Reduce (Ryabinin et al., 2021), whose second round is taken at once: rows are averaged first, then,
-in each column, the means of the rows. Decides from data alone.
+The scheme is Moshpit All-Reduce (Ryabinin et al., 2021) with the second round at once: rows are averaged first, then
+the means of the rows in each column. The module decides from data alone.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ LEAST_OWNERS = 17  # smaller groups exchange directly
 
 
 def needs_grid(shares: Iterable[float]) -> bool:
-    """Whether a group of these shares is large enough: only who has a share can add up for others."""
+    """Return whether a group is large enough for a grid. Only members with a share add up for others."""
     return sum(share > 0 for share in shares) >= LEAST_OWNERS
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Attributes:
-    rows: the members of each, in the order of the group.
-    row_of: by member.
+    """A group's rows and columns.
+
+    Attributes:
+        rows: the members of each row, in the order of the group.
+        row_of: the row of each member.
     """
 
     rows: tuple[tuple[int, ...], ...]
     row_of: tuple[int, ...]
-    _adders: tuple[tuple[int, ...], ...]  # by row, those with a share, in the order of their columns
-    _column_of: tuple[int, ...]  # by member; -1: none
+    _adders: tuple[tuple[int, ...], ...]  # by row, members with a share, in the order of their columns
+    _column_of: tuple[int, ...]  # by member; -1: it has none
 
     @classmethod
     def of(cls, shares: Sequence[float]) -> Grid:
-        """ceil(sqrt(N)) rows. Those with a share are dealt into columns of as many, by share: in its row a member adds
-        up what its whole column owns, which is in proportion to its own share if those of the column are similar. Those
-        without one go to the smallest rows. Ties follow the order of the group, which is another one in each step, and
-        so do the places in a column.
+        """Return a grid of ceil(sqrt(N)) rows, or fewer if fewer members have a share. Members with a share fill the
+        columns by descending share: a member adds up for its row what its column owns, so similar shares are fair.
+        Members without a share go to the smallest rows. Ties, and places in a column, follow the order of the group,
+        which changes with each step.
 
-        shares: of the N members, at least 0, and some above it.
+        shares: the shares of the N members, none below 0 and some above 0.
         """
         able = sorted((member for member, share in enumerate(shares) if share > 0), key=lambda each: -shares[each])
         num_rows = min(1 + isqrt(len(shares) - 1), len(able))
@@ -55,9 +57,9 @@ class Grid:
         return cls(_frozen(map(sorted, rows)), tuple(row_of), _frozen(adders), tuple(column_of))
 
     def row_owner(self, row: int, owner: int) -> int:
-        """Who adds up, for the members of the row, what belongs to the owner in the end: its own row has the owner
-        itself, others who stands in its column. Where a row has nobody there, the column is the last one, and the
-        owners of that column are dealt to the members of the row."""
+        """Return the member that adds up the owner's chunks for a row: the owner itself in its own row, elsewhere the
+        member in the owner's column. If a row has no such member, the column is the last one, and its owners are dealt
+        to the members of the row."""
         adders, column = self._adders[row], self._column_of[owner]
         return adders[column] if column < len(adders) else adders[(self.row_of[owner] + row) % len(adders)]
 

@@ -1,4 +1,4 @@
-"""What one member of a grid adds up: parts of its row, then the means of all rows; and what it hands on."""
+"""One member's work on a grid: it adds up the parts of its row, then the means of all rows, and sends them on."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from swarm_training.averaging.chunks import Chunk
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.sums import ChunkSum
 
-_ROW_DEADLINE = 0.5  # deadlines; the mean of a row that has a straggler must still arrive at the owner in time
+_ROW_DEADLINE = 0.5  # deadlines: the mean of a row with a straggler must still reach the owner in time
 
 
 class GridAttempt:
-    """The first attempt of a group on a grid.
+    """One member's part in the first attempt of a group on a grid.
 
-    A member gives its parts to those who add up for its row. These give the means of the row to the owners of the
-    chunks, who add the rows up, and hand what the owners have encoded back to their row.
+    A member sends its parts to the row owners, the members that add up for its row. The row owners send the means of
+    the row to the owners of the chunks, which add up the rows. The row owners then pass the encoded means to their row.
 
-    A straggler is left out of its row. A chunk is lost if an owner does not hear of a whole row in time: rather than
-    leave all its members out, it has no mean then, and is added up again without a grid.
+    A straggler is left out of its row. A chunk is lost if the mean of a whole row does not reach its owner in time. A
+    lost chunk has no mean, and is added up again without a grid, so that the row's members are not all left out.
 
     Attributes:
         own: numbers of the chunks that this member adds up for its row, in the order in which they travel.
-        targets: the members of its row and of its column to which it gives parts, or row means, of which chunks.
-        deadlines: what is done about stragglers, and after how many deadlines of the group.
-        late: members that the mean of a row was waited for in vain.
+        targets: by member of its row or column, the chunks whose parts or row means this member sends there.
+        deadlines: pairs of a number of group deadlines, and the action on stragglers that follows after them.
+        late: members from which the mean of a row was awaited in vain.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class GridAttempt:
         gone: Iterable[int],
         encode: Encode,
     ) -> None:
-        """``weights``: of all members whose weight is not 0. ``gone``: those that are not waited for. ``encode``: for
-        the owner of a chunk."""
+        """Prepare the sums. ``weights``: by member, weights that are not 0. ``gone``: members not to wait for.
+        ``encode``: encodes the mean of a chunk that this member owns."""
         self._grid = grid
         self._me = me
         self._row = row = grid.row_of[me]
@@ -70,25 +70,25 @@ class GridAttempt:
             self.close(member)
 
     def is_across(self, member: int) -> bool:
-        """Whether row means go to and fro between it and this member, and not parts."""
+        """Return whether the member is in another row, so that it exchanges row means with this one, not parts."""
         return self._grid.row_of[member] != self._row
 
     def serves(self, member: int) -> Sequence[int]:
-        """The chunks that the member gives parts, or row means, of and gets the means of."""
+        """Return the chunks whose parts or row means the member sends, and whose means it receives."""
         if not self.is_across(member):
             return self.own
         return tuple(self._finals) if self._adds_for_me(member) else ()
 
     def put(self, number: int, member: int, part: Tensor) -> None:
-        """The part of a member of the same row."""
+        """Take the part of a member of the same row."""
         self._sums[number].put(member, part)
         self._advance(number)
 
     def put_row(self, number: int, member: int, mean: Tensor | None, weight: float) -> None:
-        """The mean of another row, from who has added it up; None if nothing has arrived there.
+        """Take the mean of another row from its row owner; None if no part has arrived there.
 
         Raises:
-            ValueError: the row has not such a weight.
+            ValueError: the weight is impossible for that row.
         """
         row = self._grid.row_of[member]
         if mean is None:
@@ -100,20 +100,20 @@ class GridAttempt:
         self._settle(number)
 
     async def row_mean(self, number: int) -> tuple[Tensor | None, float]:
-        """That of this member's row, once it is known, and its weight; None and 0 if nothing has arrived."""
+        """Wait for the mean of this member's row, and return it and its weight; None and 0 if no part arrived."""
         await self._ready[number].wait()
         return self._sums[number].mean, self._sums[number].weight
 
     async def mean_of(self, number: int) -> bytes | None:
-        """The encoded mean, once it is known; None if it is lost."""
+        """Wait for the encoded mean of a chunk, and return it; None if the chunk is lost."""
         return await self._outcomes.of(number)
 
     def take(self, number: int, mean: bytes) -> None:
-        """The owner has answered."""
+        """Take the encoded mean from the owner of the chunk."""
         self._outcomes.settle(number, lambda: mean)
 
     def leave_out(self, member: int) -> None:
-        """Nothing comes from it any more."""
+        """Stop waiting for the parts or row means of this member."""
         if not self.is_across(member):
             for number, row_sum in self._sums.items():
                 row_sum.leave_out(member)
@@ -122,25 +122,25 @@ class GridAttempt:
             self._lose(self._grid.row_of[member])
 
     def close(self, owner: int) -> None:
-        """It answers no more."""
+        """Stop waiting for the means of this owner."""
         if self.is_across(owner):
             for number in self.targets.get(owner, ()):
                 self._outcomes.settle(number, nothing)
 
     def end(self) -> None:
-        """What has not come is not waited for."""
+        """Stop waiting for everything that has not arrived."""
         self._end_row()
         self._end_rows()
         for number in self.own:
             self._outcomes.settle(number, nothing)
 
     def _end_row(self) -> None:
-        """Stragglers of the own row are left out."""
+        """Leave out the stragglers of this member's row."""
         for member in frozenset().union(*(row_sum.missing for row_sum in self._sums.values())):
             self.leave_out(member)
 
     def _end_rows(self) -> None:
-        """Chunks are lost that some row has not come of."""
+        """Give up this member's chunks for which the mean of a row is missing."""
         for row in frozenset().union(*(final.missing for final in self._finals.values())):
             self.late.add(self._grid.row_owner(row, self._me))
             self._lose(row)
@@ -154,7 +154,7 @@ class GridAttempt:
                 self._outcomes.settle(number, nothing)
 
     def _advance(self, number: int) -> None:
-        """If the row is complete, so may be the chunk."""
+        """Use the row's mean of a chunk once the row is complete, which may complete the chunk."""
         row_sum = self._sums[number]
         if not row_sum.is_done or self._ready[number].is_set():
             return
@@ -173,7 +173,7 @@ class GridAttempt:
 
 
 def _in_turns(chunks: Sequence[Chunk]) -> list[int]:
-    """The first chunks of all owners, then the second ones, and so on: a row's owners are busy at the same time."""
+    """Return the first chunks of all owners, then the second ones, and so on: a row's owners then work in parallel."""
     seen: dict[int, int] = {}
     places = []
     for number, chunk in enumerate(chunks):

@@ -1,4 +1,4 @@
-"""Who averages together, as the leader of their meeting has said."""
+"""The group of peers that average together, as the leader of their meeting has announced it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _DIGEST_BYTES = 32
 class Member:
     record: Progress
     weight: int  # samples behind its gradient
-    share: float  # of the adding up, relative to the others
+    share: float  # share of the adding up, relative to other members
 
 
 @dataclass(frozen=True)
 class Group:
-    """Attributes:
-    members: in the order in which gradients are added up.
-    continues: an earlier group whose result is to be taken; empty if there is none.
-    layout: the shares by which vectors are cut.
-    roster: peer ids of those who decide about the next step, sorted.
-    grid: the first attempt at each phase is on a grid.
-    go_back: to a checkpoint, instead of averaging.
-    num_micro_batches: of the batch, if it is counted exactly; else 0.
+    """The peers that average together, and how they do it.
+
+    Attributes:
+        members: the members, in the order in which gradients are added up.
+        continues: the id of an earlier group whose result is taken over; empty if there is none.
+        layout: the shares by which vectors are cut.
+        roster: ids of the peers that decide about the next step, sorted.
+        grid: whether the first attempt at each phase is on a grid.
+        go_back: the checkpoint that the group goes back to instead of averaging.
+        num_micro_batches: the number of micro-batches in the batch if it is counted exactly, else 0.
     """
 
     id: str
@@ -52,7 +54,7 @@ class Group:
 
     @classmethod
     def parse(cls, message: pb.Group) -> Group:
-        """Raises ValueError if it is no possible group."""
+        """Return the group in the message. Raise ValueError if such a group is not possible."""
         members = tuple(Member(read_signed(m.record), m.weight, m.share) for m in message.members)
         if not 0 < len(members) <= MAX_MEMBERS or len({m.record.peer_id for m in members}) < len(members):
             raise ValueError(f"a group has {len(members)} members: expected 1 to {MAX_MEMBERS} different ones")
@@ -97,7 +99,7 @@ class Group:
 
     @property
     def next_moment(self) -> Moment:
-        """To which its decision leads."""
+        """Return the moment to which the group's decision leads."""
         if self.go_back is not None:
             return Moment(self.rollbacks + 1, self.go_back.step)
         return Moment(self.rollbacks, self.step + 1)
@@ -108,7 +110,7 @@ class Group:
 
 
 def _num_micro_batches(members: tuple[Member, ...], is_new: bool) -> int:
-    """Of the batch; 0 if samples are counted. ``is_new``: what the members have is to be added up."""
+    """Return the batch's number of micro-batches; 0 if samples are counted. ``is_new``: the sums are added up now."""
     records = [member.record for member in members]
     if not any(record.counts_exactly for record in records):
         return 0

@@ -1,4 +1,4 @@
-"""What is done about chunks that some member has not got. Decides from data alone."""
+"""The repair of chunks that some member lacks. Decides from data alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Repair:
-    """Attributes:
-    fetch, redo: from which member to get a chunk, and who adds one up again, by chunk.
-    lost: somebody lacks a chunk, and nobody can add it up.
+    """A plan for missing chunks.
+
+    Attributes:
+        fetch, redo: by chunk, the member to get it from, and the member that adds it up again.
+        lost: whether some member lacks a chunk that no member can add up.
     """
 
     fetch: Mapping[int, int] = field(default_factory=dict)
@@ -21,10 +23,10 @@ class Repair:
 def repair(
     num_chunks: int, held: Mapping[int, Collection[int]], reachable: Collection[int], shares: Sequence[float]
 ) -> Repair:
-    """``held``: the chunks that each living member has; ``reachable``: members that others can call.
+    """Plan a repair. ``held``: the chunks that each living member has; ``reachable``: members that others can call.
 
-    A chunk that a reachable member has is fetched from one of those, in turns. Any other is added up again, by the
-    owners in turns: those with a share.
+    A chunk that reachable members have is fetched from one of them, in turns. Reachable members with a share add up
+    all other chunks again, in turns.
     """
     fetch: dict[int, int] = {}
     redo: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""One phase of an averaging, seen by one member: sends its parts to the owners of chunks, adds up its own, collects.
+"""One member's part in one phase of an averaging: sends parts to owners, adds up its own chunks, collects the means.
 
-Everybody, the owner too, takes the mean of a chunk from the bytes that the owner has encoded once, so that all end with
-the same bits under any codec. A large group does the first attempt on a grid, see ``GridAttempt``.
+All members, the owner too, decode the mean of a chunk from the bytes that the owner has encoded once. They therefore
+get the same bits under any codec. A large group makes the first attempt on a grid, see ``GridAttempt``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from swarm_training.compression.compressor import Encoder
 from swarm_training.core.network import Network, ReduceTalk, Talk
 from swarm_training.pb import training_pb2 as pb
 
-_GIVE_UP = 1.5  # deadlines, for an owner that waits for stragglers
+_GIVE_UP = 1.5  # deadlines to wait for an owner, which itself waits for stragglers
 
 
 class Round:
-    """Attributes:
-    vector: [n] in the type of the codec, what this member adds.
-    results: by chunk, the encoded mean.
-    broken: numbers of members that could not be reached, or whose answers were wrong.
-    bytes_sent, bytes_received: of parts and means, from and to others.
+    """One member's part in one phase of an averaging.
+
+    Attributes:
+        vector: the vector that this member adds, [n] in the codec's type.
+        results: the encoded mean of each chunk.
+        broken: numbers of members that could not be reached, or whose answers were wrong.
+        bytes_sent, bytes_received: the bytes of parts and means that this member has sent and received.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class Round:
         encoder: Encoder | None = None,
         clipping: InThread | None = None,
     ) -> None:
-        """``me``: the number of this member in the group. ``encoder``: keeps what encoding has lost. ``clipping``: see
-        ``Attempt``."""
+        """Cut the vector. ``me``: this member's number in the group. ``encoder``: remembers what encoding loses.
+        ``clipping``: see ``Attempt``."""
         self.group = group
         self.phase = phase
         self.chunks = cut(len(vector), group.layout, chunk_elements)
@@ -66,14 +68,14 @@ class Round:
         self._dropped: set[int] = set()
         self._attempts: list[Attempt | GridAttempt] = []
         self._opened = asyncio.Condition()
-        self._exchanges: dict[int, asyncio.Task[None]] = {}  # with owners
+        self._exchanges: dict[int, asyncio.Task[None]] = {}  # by owner
 
     @property
     def is_complete(self) -> bool:
         return len(self.results) == len(self.chunks)
 
     async def mean(self) -> Tensor:
-        """[n] as the vector, once complete. Streams stay alive meanwhile."""
+        """Return the mean, [n] in the vector's type; all results must be there. Streams stay alive meanwhile."""
         assert self.is_complete
         mean = torch.empty_like(self.vector)
         for number, chunk in enumerate(self.chunks):
@@ -82,11 +84,11 @@ class Round:
         return mean
 
     def forget_vector(self) -> None:
-        """Nothing is added up again: only results are asked for, which take as much memory as the vector."""
+        """Free the vector: it is not added up again, and only results, which take as much memory, are requested."""
         self.vector = self.vector.new_empty(0)
 
     def drop(self, member: int) -> None:
-        """It takes no part any more: neither its parts nor its results are waited for."""
+        """Stop waiting for the parts and results of a member that has dropped out."""
         self._dropped.add(member)
         for attempt in self._attempts:
             attempt.leave_out(member)
@@ -96,7 +98,7 @@ class Round:
             self._exchanges[member].cancel()
 
     async def first_attempt(self) -> None:
-        if not self.group.grid or self._clipping is not None:  # which needs all parts at one place
+        if not self.group.grid or self._clipping is not None:  # clipping needs all parts in one place
             await self._try(self._flat({number: chunk.owner for number, chunk in enumerate(self.chunks)}))
             return
         weights = {number: member.weight for number, member in enumerate(self.group.members) if member.weight}
@@ -106,10 +108,10 @@ class Round:
         self.broken |= attempt.late
 
     async def repair(self, fetch: Mapping[int, int], redo: Mapping[int, int]) -> None:
-        """Both map chunks to members: those to get it from if it is missing, and those who add it up again.
+        """Fetch missing chunks, and redo others. Both map chunks to members: the source, or the new owner.
 
         Raises:
-            ValueError: there is no such chunk, or member.
+            ValueError: an argument names a chunk or a member that does not exist.
         """
         for number, member in (*fetch.items(), *redo.items()):
             if number >= len(self.chunks) or member >= len(self.group.members):
@@ -124,7 +126,7 @@ class Round:
         await asyncio.gather(redone, *(self._fetch(member, numbers) for member, numbers in wanted.items()))
 
     async def serve_reduce(self, member: int, number: int, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
-        """Takes a member's parts of my chunks, and gives it the means."""
+        """Receive a member's parts of this member's chunks, and send it the means."""
         async with self._opened:
             async with asyncio.timeout(self.group.deadline_s):
                 await self._opened.wait_for(lambda: len(self._attempts) > number)
@@ -134,7 +136,7 @@ class Round:
             for chunk in attempt.serves(member):
                 data = await attempt.mean_of(chunk)
                 if data is None:
-                    continue  # nothing has arrived for it, or it is lost
+                    continue  # no part has arrived for the chunk, or it is lost
                 await talk.send(pb.Chunk(index=chunk, data=data))
                 self.bytes_sent += len(data)
             await talk.finish()
@@ -149,18 +151,18 @@ class Round:
                 yield pb.Chunk(index=number, data=data)
 
     def _flat(self, owners: Mapping[int, int]) -> Attempt:
-        """Of the chunks that are named, with those owners."""
+        """Return an attempt without a grid at the chunks in ``owners``, by their owners."""
         weights = {j: float(m.weight) for j, m in enumerate(self.group.members) if m.weight}
         num_micro_batches = self.group.num_micro_batches
         if not num_micro_batches:
             weights = {j: weight for j, weight in weights.items() if j not in self._dropped}
         attempt = Attempt(owners, self._me, weights, self._mean_encoder(), self._clipping, num_micro_batches)
-        for member in self._dropped if num_micro_batches else ():  # without whom there is no mean
+        for member in self._dropped if num_micro_batches else ():  # there is no mean without them
             attempt.leave_out(member)
         return attempt
 
     async def _try(self, attempt: Attempt | GridAttempt) -> None:
-        """Ends when all is there that will come."""
+        """Run an attempt until all means that will arrive are there."""
         async with self._opened:
             self._attempts.append(attempt)
             self._opened.notify_all()
@@ -174,7 +176,7 @@ class Round:
         timers: list[asyncio.TimerHandle] = []
         try:
             for number in attempt.own:
-                await asyncio.sleep(0)  # streams stay alive: a lone owner adds up all there is
+                await asyncio.sleep(0)  # streams stay alive: a lone owner adds up the whole vector
                 attempt.put(number, self._me, self._part(number))
             tasks.append(asyncio.create_task(self._own(attempt)))
             loop = asyncio.get_running_loop()
@@ -183,7 +185,7 @@ class Round:
         finally:
             for timer in timers:
                 timer.cancel()
-            attempt.end()  # a member that is not waited for any more gets an answer
+            attempt.end()  # members that are no longer waited for still get an answer
             await _end(tasks)
 
     async def _own(self, attempt: Attempt | GridAttempt) -> None:
@@ -193,7 +195,7 @@ class Round:
                 self.results[number] = data
 
     async def _exchange(self, target: int, attempt: Attempt | GridAttempt, index: int) -> None:
-        """My parts, or row means, of the target's chunks go out, the means come in."""
+        """Send this member's parts or row means of the target's chunks, and receive the means."""
         opening = pb.ReduceOpen(group=self.group.id, phase=self.phase, attempt=index)
         numbers = attempt.targets[target]
         across = _across(attempt, target)
@@ -221,7 +223,7 @@ class Round:
                 across.close(target)
 
     async def _send_parts(self, talk: ReduceTalk, numbers: Sequence[int], attempt: int) -> None:
-        with suppress(PeerUnavailable):  # whoever reads the stream notices too
+        with suppress(PeerUnavailable):  # the task that reads the stream notices too
             for number in numbers if self.group.members[self._me].weight else ():
                 data = self._encode("part", number, self._part(number), is_first=attempt == 0)
                 await talk.send(pb.ReduceRequest(chunk=pb.Chunk(index=number, data=data)))
@@ -261,7 +263,7 @@ class Round:
                     weight = message.row.weight
                     across.put_row(chunk.index, member, self._decode(chunk) if weight else None, weight)
         except (PeerUnavailable, ValueError):
-            return  # what it has sent so far counts
+            return  # the parts received so far count
         finally:
             attempt.leave_out(member)
 
@@ -284,11 +286,11 @@ class Round:
         return self._codec.decode(chunk.data, self.chunks[chunk.index].stop - self.chunks[chunk.index].start)
 
     def _mean_encoder(self) -> Encode:
-        """For the next attempt."""
+        """Return the function that encodes means in the next attempt."""
         return partial(self._encode, "mean", is_first=not self._attempts)
 
     def _encode(self, what: str, number: int, vector: Tensor, is_first: bool) -> bytes:
-        """What is lost is kept once a round: not for what is sent again."""
+        """Encode a vector. The loss is remembered in the first attempt only, not when data are sent again."""
         if self._encoder is None or not is_first:
             return self._codec.encode(vector)
         chunk = self.chunks[number]
@@ -296,7 +298,7 @@ class Round:
 
 
 def _across(attempt: Attempt | GridAttempt, member: int) -> GridAttempt | None:
-    """The attempt, if row means go to and fro between this peer and the member."""
+    """Return the attempt if this peer and the member exchange row means, else None."""
     return attempt if isinstance(attempt, GridAttempt) and attempt.is_across(member) else None
 
 

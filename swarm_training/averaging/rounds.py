@@ -1,4 +1,4 @@
-"""The rounds that this peer takes part in, or has lately: others ask for them by the group's id."""
+"""The present and recent rounds of this peer, which other peers request by the group's id."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _KEPT = 3  # groups
 
 class Rounds:
     def __init__(self) -> None:
-        self._groups: dict[str, list[Round]] = {}  # by id, the rounds of its phases
+        self._groups: dict[str, list[Round]] = {}  # by group id, one round for each phase
         self._ended: frozenset[str] = frozenset()  # groups of the last step
         self._changed = asyncio.Condition()
 
     async def add(self, new: Round, accepted: str = "") -> None:
-        """``accepted``: the group whose result this peer has, which is kept however many have failed since."""
+        """Add a round. ``accepted``: the group whose result this peer holds; later failed groups do not displace it."""
         async with self._changed:
             for group in self._ended:
                 self._groups.pop(group, None)
@@ -30,10 +30,10 @@ class Rounds:
             self._changed.notify_all()
 
     async def find(self, group: str, phase: int, timeout_s: float) -> Round:
-        """Others may hear of a group, or come to a phase, before this peer does.
+        """Wait for a round and return it: other peers may hear of a group, or reach a phase, before this peer does.
 
         Raises:
-            RequestRejected: this peer takes no part in it.
+            RequestRejected: this peer takes no part in the group.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -44,18 +44,18 @@ class Rounds:
         return self._groups[group][phase]
 
     def of(self, group: str) -> list[Round]:
-        """One for each phase that this peer has come to."""
+        """Return one round for each phase that this peer has reached."""
         return list(self._groups.get(group, ()))
 
     def end_step(self) -> None:
-        """Keep the results alone, which others may lack, and those until there is a new group."""
+        """Keep only the results, which other peers may lack, until there is a new group."""
         for rounds in self._groups.values():
             for each in rounds:
                 each.forget_vector()
         self._ended = frozenset(self._groups)
 
     async def digest_of(self, group: str) -> bytes:
-        """SHA-256 over the results of all phases, which must be complete. Streams stay alive meanwhile."""
+        """Return the SHA-256 over the results of all phases, which must be complete. Streams stay alive meanwhile."""
         digest = sha256()
         for finished in self._groups[group]:
             for number in range(len(finished.chunks)):

@@ -1,5 +1,5 @@
-"""What the owner of a chunk makes of its members' parts: the weighted mean, the mean over all micro-batches of a batch,
-or CenteredClip if some may cheat."""
+"""The combinations of the members' parts by a chunk's owner: the weighted mean, the mean over all micro-batches of a
+batch, or CenteredClip if some members may cheat."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from swarm_training.robust.centered_clip import centered_clip
 
-_MOST_WEIGHT = 2.0  # times the median: so 3 of 10 weigh less than the others, whatever they say of their samples
+_MOST_WEIGHT = 2.0  # times the median: 3 of 10 members weigh less than the others, whatever samples they claim
 
 
 class ChunkSum:
-    """Adds the members' parts in the order of the members, whatever order they arrive in: sums of floats depend on it.
+    """The weighted mean of the members' parts, added in the order of the members: sums of floats depend on the order.
 
     Attributes:
-        weight: of what has been added: of all, once ``mean`` has been asked for.
+        weight: the total weight of the added parts; it is final once ``mean`` has been read.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
-        """``weights``: of the members that have something to add, all above 0."""
+        """Wait for the members in ``weights``; their weights are all above 0."""
         self._weights = weights
-        self._waiting = sorted(weights)  # in whose order is added
+        self._waiting = sorted(weights)  # parts are added in this order
         self._early: dict[int, tuple[Tensor, float]] = {}
         self._left_out: set[int] = set()
         self._total: Tensor | None = None
@@ -37,7 +37,7 @@ class ChunkSum:
 
     @property
     def mean(self) -> Tensor | None:
-        """[n] float32, once all have arrived or are left out; None before, and if nothing has arrived."""
+        """Return the mean, [n] float32, once all parts have arrived or are left out; None before, or without parts."""
         if self._mean is None and self.is_done:
             self._advance()
             self._mean = None if self._total is None else self._total / self.weight
@@ -49,13 +49,13 @@ class ChunkSum:
         return frozenset(self._waiting) - self._early.keys() - self._left_out
 
     def put(self, member: int, part: Tensor, weight: float | None = None) -> None:
-        """Ignored if the part of this member is not waited for (any more). ``weight``: if it is less than expected."""
+        """Take a member's part, unless it is not or no longer expected. ``weight``: given if less than expected."""
         if member in self.missing:
             self._early[member] = part, self._weights[member] if weight is None else weight
             self._advance()
 
     def leave_out(self, member: int) -> None:
-        """Nothing comes from this member any more. What waits for it is added up when the mean is asked for: a member
+        """Stop waiting for this member. Parts that waited behind it are added when the mean is read, because a member
         may leave many sums at once."""
         if member in self.missing:
             self._left_out.add(member)
@@ -72,17 +72,17 @@ class ChunkSum:
 
 
 class ExactSum:
-    """Adds sums of gradients in the order of the members, and divides by the number of micro-batches in the batch.
+    """The sum of the members' gradient sums, in the members' order, divided by the number of micro-batches.
 
     Every part is needed: without one of them, micro-batches are missing, and there is no mean.
 
     Attributes:
-        mean: [n] in the parts' type, once all have arrived.
+        mean: the mean, [n] in the parts' type, once all parts have arrived.
     """
 
     def __init__(self, members: Collection[int], num_micro_batches: int) -> None:
-        """``members``: those that have something to add."""
-        self._waiting = sorted(members)  # in whose order is added
+        """Wait for the parts of ``members``."""
+        self._waiting = sorted(members)  # parts are added in this order
         self._num_micro_batches = num_micro_batches
         self._early: dict[int, Tensor] = {}
         self._total: Tensor | None = None
@@ -98,7 +98,7 @@ class ExactSum:
         return frozenset() if self._is_lost else frozenset(self._waiting) - self._early.keys()
 
     def put(self, member: int, part: Tensor) -> None:
-        """Ignored if the part of this member is not waited for (any more)."""
+        """Take a member's part, unless it is not or no longer expected."""
         if member not in self.missing:
             return
         self._early[member] = part
@@ -109,7 +109,7 @@ class ExactSum:
             self.mean, self._total = self._total.div_(self._num_micro_batches), None
 
     def leave_out(self, member: int) -> None:
-        """Nothing comes from this member any more."""
+        """Stop waiting for this member."""
         if member in self.missing:
             self._is_lost = True
             self._early.clear()
@@ -117,13 +117,14 @@ class ExactSum:
 
 
 class ChunkClip:
-    """Keeps the members' parts until all are there. All chunks of an owner take as much memory as the vector, at most.
+    """The clipped mean of the members' parts, which are kept until all have arrived. All chunks of an owner together
+    take at most as much memory as the vector.
 
-    What a member says of its samples counts up to twice the median. Parts that are not finite do not count.
+    A member's claimed samples count up to twice the median. Parts that are not finite do not count.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
-        """``weights``: of the members that have something to add, all above 0."""
+        """Wait for the members in ``weights``; their weights are all above 0."""
         self._weights = weights
         self._left_out: set[int] = set()
         self._parts: dict[int, Tensor] = {}
@@ -137,18 +138,18 @@ class ChunkClip:
         return frozenset(self._weights) - self._parts.keys() - self._left_out
 
     def put(self, member: int, part: Tensor) -> None:
-        """Ignored if the part of this member is not waited for (any more)."""
+        """Take a member's part, unless it is not or no longer expected."""
         if member in self.missing:
             self._parts[member] = part
 
     def leave_out(self, member: int) -> None:
-        """Nothing comes from this member any more."""
+        """Stop waiting for this member."""
         if member in self.missing:
             self._left_out.add(member)
 
     def clipped(self) -> Tensor | None:
-        """[n] float32, of the parts in the order of the members; None if there are none. Takes long, and lets go of
-        the parts."""
+        """Return the CenteredClip mean, [n] float32, of the parts in the order of the members; None if no part is
+        finite. This is slow, and frees the parts."""
         parts, self._parts = self._parts, {}
         finite = [member for member in sorted(parts) if bool(parts[member].isfinite().all())]
         if not finite:
@@ -158,18 +159,18 @@ class ChunkClip:
 
 
 def capped(weights: list[float]) -> Tensor:
-    """None of them more than twice the median."""
+    """Return the weights, each capped at twice their (lower) median."""
     most = _MOST_WEIGHT * statistics.median_low(weights)
     return torch.tensor([min(weight, most) for weight in weights])
 
 
 def clipped_mean(parts: Tensor, weights: Tensor) -> Tensor:
-    """CenteredClip of parts [members, n] that are finite, where tau is their median distance to the median of every
-    coordinate.
+    """Return CenteredClip, [n] float32, of finite parts [members, n]; tau is the median of the parts' distances to
+    their coordinatewise median.
 
-    That point depends on this step alone, so that any owner of a chunk can compute it, a new one as well, and while
-    most members are honest it is among their parts. Distances to the last step's aggregate, as in BTARD, would need a
-    state which those lack who have just joined.
+    This centre depends on the present step alone, so that any owner of a chunk can compute it, even a new one. It lies
+    among the honest parts while most members are honest. BTARD takes distances to the last step's aggregate, a state
+    that new members do not have.
     """
     centre = (parts.median(0).values.double() - (-parts).median(0).values.double()) / 2  # lower and upper median
     tau = statistics.median(float((part.double() - centre).norm()) for part in parts)

@@ -1,1 +1,1 @@
-"""Signed statements that reach all honest peers, and what they agree on to have heard in a phase."""
+"""Signed statements that reach all honest peers, and the agreement on the statements of a phase."""

@@ -1,13 +1,13 @@
-"""What honest peers agree on to have heard in one phase, although some send too late, or to some only. Pure.
+"""The agreement of honest peers on the statements of one phase, even if some peers send late or to some only. Pure.
 
-A statement counts if it comes before the deadline, or later with signatures of as many full members as spells of
-``spread_s`` have passed, in which what an honest peer has reaches all others (Dolev and Strong, 1983). So if one honest
-peer takes it, its own signature lets all others take it in time. After as many such spells as peers may cheat, all
-honest peers have the same.
+A statement counts if it comes before the deadline. Later it needs signatures of as many full members as periods of
+``spread_s`` have passed. In one period a statement spreads from an honest peer to all others (Dolev and Strong, 1983).
+If one honest peer accepts a statement, its own signature lets all others accept it in time. After as many periods as
+peers may cheat, all honest peers have the same statements.
 
-Nobody waits that long if all speak in time: full members vote on what they have heard, and the phase is over once
-n - f of n have voted for the same, where less than a third cheat: two different sets cannot both get so many, as honest
-peers vote once. Votes are statements too, so if one honest peer closes a phase by them, all do.
+The phase ends earlier if all speak in time: full members vote on what they have heard, and n - f equal votes of n end
+it, where f < n/3 peers cheat. Two different sets cannot both get so many votes, because honest peers vote once. Votes
+are statements too, so if one honest peer closes a phase by votes, all do.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Collection, Iterable, Mapping
 
 from swarm_training.broadcast.signed import Statement
 
-_MOST = 2  # different ones of a peer in one place: two are enough to tell that it equivocates
+_MOST = 2  # statements of a peer kept in one place: two different ones prove that it equivocates
 
 
 def most_cheaters(num_members: int) -> int:
-    """Fewer than a third."""
+    """Return the largest number below a third of the members."""
     return (num_members - 1) // 3
 
 
 class Agreement:
-    """On one phase. Times are those of one clock, in seconds.
+    """The agreement on one phase. All times are read from one clock, in seconds.
 
     Attributes:
-        expected: who must speak, sorted.
-        statements: what has been taken of each, by sender.
+        expected: ids of the peers that must speak, sorted.
+        statements: the accepted statements, by sender.
     """
 
     def __init__(self, kind: str) -> None:
@@ -38,27 +38,27 @@ class Agreement:
         self.statements: dict[str, list[Statement]] = {}
         self._votes: dict[str, list[Statement]] = {}
         self._electorate: tuple[str, ...] = ()
-        self._deadline_s: float | None = None  # None: this peer has not come to the phase yet
+        self._deadline_s: float | None = None  # None: this peer has not reached the phase yet
         self._spread_s = 0.0
         self.has_voted = False
 
     def open(self, expected: Iterable[str], electorate: Iterable[str], deadline_s: float, spread_s: float) -> None:
-        """This peer has come to the phase. ``electorate``: the full members."""
+        """Open the phase, which this peer has reached. ``electorate``: ids of the full members."""
         self.expected, self._electorate = tuple(sorted(expected)), tuple(sorted(electorate))
         self._deadline_s, self._spread_s = deadline_s, spread_s
 
     @property
     def end_s(self) -> float:
-        """After which nothing counts any more."""
+        """Return the time after which no statement counts any more."""
         assert self._deadline_s is not None
         return self._deadline_s + most_cheaters(len(self._electorate)) * self._spread_s
 
     def needs_endorsement(self, now: float) -> bool:
-        """Whether what is taken now may reach others after the deadline."""
+        """Return whether a statement that is accepted now may reach other peers after the deadline."""
         return self._deadline_s is not None and now > self._deadline_s - self._spread_s
 
     def take(self, statement: Statement, endorsers: Iterable[str], now: float) -> bool:
-        """Whether it is new and counts; then it must be passed on to all."""
+        """Accept a statement if it is new and counts. Return whether it does; then it must be passed on to all."""
         if statement.place.kind == self.kind:
             known = self.statements.setdefault(statement.sender, [])
         else:
@@ -74,7 +74,7 @@ class Agreement:
         return True
 
     def vote(self, now: float) -> tuple[bytes, ...] | None:
-        """What this peer votes for, once: it has heard all, one statement of each, in time."""
+        """Return this peer's vote, once, if it has heard one statement of each expected peer in time; else None."""
         if self.has_voted or self._deadline_s is None or now > self._deadline_s:
             return None
         if any(len(self.statements.get(name, ())) != 1 for name in self.expected):
@@ -83,8 +83,8 @@ class Agreement:
         return tuple(self.statements[name][0].digest for name in self.expected)
 
     def outcome(self, now: float) -> Mapping[str, Statement] | None:
-        """The statements that count, one of each sender; None while that is open. After the end, of two the one whose
-        digest is lower."""
+        """Return the statements that count, one of each sender; None while that is open. If a sender has two at the
+        end, the one with the lower digest counts."""
         if self._deadline_s is None:
             return None
         if (certified := self._certified()) is not None:
@@ -95,12 +95,12 @@ class Agreement:
         return {name: min(each, key=lambda statement: statement.digest) for name, each in heard.items()}
 
     def has_majority(self, heard: Collection[str]) -> bool:
-        """Whether most full members have spoken, if most were expected to; otherwise this peer may be cut off."""
+        """Return whether most full members have spoken, if most were expected; otherwise this peer may be cut off."""
         expected = set(self.expected).intersection(self._electorate)
         return 2 * len(expected) <= len(self._electorate) or 2 * len(expected.intersection(heard)) > len(expected)
 
     def equivocations(self) -> dict[str, tuple[Statement, Statement]]:
-        """By sender."""
+        """Return, by sender, the two different statements of each peer that equivocates."""
         return {name: (each[0], each[1]) for name, each in self.statements.items() if len(each) == _MOST}
 
     def _certified(self) -> Mapping[str, Statement] | None:

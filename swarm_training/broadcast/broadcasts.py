@@ -1,4 +1,4 @@
-"""Tells all others what this peer says, and what it hears first; keeps the agreements on each phase."""
+"""The broadcast of a peer's statements, the relay of new statements of other peers, and the agreements on phases."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _VOTE = "vote on "
 
 
 class Broadcasts:
-    """Of one session, on one event loop.
+    """The broadcasts of one session, on one event loop.
 
     Attributes:
-        peers: ids of all who take part, this one too.
+        peers: ids of all participants, including this peer.
     """
 
     def __init__(self, identity: Identity, session: bytes, network: RobustNetwork, changed: Callable[[], None]) -> None:
-        """``changed``: called when something has been taken."""
+        """Start without peers. ``changed`` is called when a statement has been accepted."""
         self.session = session
         self.peers: frozenset[str] = frozenset()
         self._identity = identity
         self._network = network
         self._changed = changed
         self._agreements: dict[Place, Agreement] = {}
-        self._taken: dict[bytes, int] = {}  # names of statements, and their steps
+        self._taken: dict[bytes, int] = {}  # digests of statements, and their steps
         self._outboxes: dict[str, Outbox] = {}
-        self._finishing: list[Outbox] = []  # of those who take part no more
+        self._finishing: list[Outbox] = []  # of peers that take part no more
         self._step = self._attempt = 0
 
     def at(self, step: int, attempt: int) -> None:
-        """Where this peer is; older statements are forgotten."""
+        """Set the step and the attempt of this peer, and forget older statements."""
         if step != self._step:
             self._agreements = {place: each for place, each in self._agreements.items() if place.step >= step}
             self._taken = {digest: each for digest, each in self._taken.items() if each >= step}
@@ -59,14 +59,14 @@ class Broadcasts:
         return [each for place, each in self._agreements.items() if (place.step, place.attempt) == (step, attempt)]
 
     def say(self, said: pb.Said) -> Statement:
-        """To all, this peer too."""
+        """Sign a statement, and broadcast it to all peers, including this one."""
         said.session = self.session
         statement = Statement.make(said, self._identity)
         self.take(statement, (), self._identity.peer_id)
         return statement
 
     def is_expected(self, statement: Statement) -> bool:
-        """Whether it is one that this peer can take, and has not taken yet. Raises ValueError if it is none at all."""
+        """Return whether this peer can take the statement and has not done so. Raise ValueError if it is invalid."""
         if statement.digest in self._taken:
             return False
         said, place = statement.said, statement.place
@@ -75,7 +75,7 @@ class Broadcasts:
         return said.session == self.session and (is_here or is_next) and statement.sender in self.peers
 
     def take(self, statement: Statement, endorsements: Iterable[pb.Endorsement], teller: str) -> None:
-        """Takes note of what ``is_expected``, and passes it on if it counts."""
+        """Take a statement that ``is_expected``, and relay it if it counts."""
         agreement, now = self._of(statement.place), asyncio.get_running_loop().time()
         endorsers = endorsers_of(statement, endorsements)
         if not agreement.take(statement, endorsers, now):

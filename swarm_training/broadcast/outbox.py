@@ -1,4 +1,4 @@
-"""What waits to be told to one peer: in order, a few statements at a time, again until it is there."""
+"""The queue of statements for one peer, sent in order and in small batches, with retries until they arrive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from swarm_protocol.errors import SwarmError
 from swarm_training.pb import training_robust_pb2 as pb
 
-MAX_STATEMENTS = 64  # of one request
+MAX_STATEMENTS = 64  # in one request
 _MAX_BYTES = 1 << 20
 _MAX_WAITING = 4096  # older ones are dropped
 _RETRY_S = 0.2
@@ -29,7 +29,7 @@ class Outbox:
         self._some.set()
 
     def finish(self) -> None:
-        """Tells what is waiting, if the peer is there."""
+        """Send what is waiting, unless the peer cannot be reached, and then end."""
         self._is_ending = True
         self._some.set()
 

@@ -1,4 +1,4 @@
-"""Statements as they travel: signed by their senders, and endorsed by those who have passed them on late."""
+"""The wire form of statements: signed by their senders, and endorsed by peers that have relayed them late."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from swarm_training.broadcast.wire import Place, parse, place_of
 from swarm_training.pb import training_robust_pb2 as pb
 
 MAX_ENDORSEMENTS = 64
-_SAID = b"swarm.training.robust.v1.Said:"  # no other signature of the key is taken for one of these
+_SAID = b"swarm.training.robust.v1.Said:"  # domain separation: the key's other signatures are not valid here
 _ENDORSEMENT = b"swarm.training.robust.v1.Endorsement:"
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What somebody has said and signed. ``digest``: SHA-256 of the key and the content, its name."""
+    """A signed statement of a peer. ``digest`` identifies it: the SHA-256 of the key and the content."""
 
     content: bytes
     public_key: bytes
@@ -33,7 +33,7 @@ class Statement:
 
     @cached_property
     def said(self) -> pb.Said:
-        """Raises ValueError if it is none."""
+        """Return the parsed content. Raise ValueError if it is not a statement."""
         return parse(self.content)
 
     @cached_property
@@ -42,7 +42,7 @@ class Statement:
 
     @cached_property
     def sender(self) -> str:
-        """Raises ValueError if nobody has signed it."""
+        """Return the peer id of the signer. Raise ValueError if the signature is wrong."""
         return _signer_of(_SAID + self.content, self.public_key, self.signature)
 
     @classmethod
@@ -69,7 +69,7 @@ def endorse(statement: Statement, identity: Identity) -> pb.Endorsement:
 
 
 def endorsers_of(statement: Statement, endorsements: Iterable[pb.Endorsement]) -> dict[str, pb.Endorsement]:
-    """Those whose endorsements are right, the first of each, by peer id; not the sender."""
+    """Return the valid endorsements by peer id, the first of each peer, without the sender's."""
     found: dict[str, pb.Endorsement] = {}
     for endorsement in list(endorsements)[:MAX_ENDORSEMENTS]:
         try:

@@ -1,4 +1,4 @@
-"""The broadcasts of BTARD as they travel. Who has sent one is who has signed it."""
+"""The wire form of BTARD's broadcasts. The sender of a broadcast is the peer that has signed it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_NAME = 128
 
 @dataclass(frozen=True)
 class Place:
-    """Where a statement belongs: an honest peer makes one of a kind in each attempt.
+    """The place of a statement: an honest peer makes one statement of each kind in each attempt.
 
     Attributes:
-        kind: the name of the field of ``Said``; that of a vote has the phase it is of.
+        kind: the name of the statement's field in ``Said``; for a vote it also names the phase.
     """
 
     step: int
@@ -28,7 +28,7 @@ class Place:
 
 
 def place_of(said: pb.Said) -> Place:
-    """Raises ValueError if it says nothing, or votes on no phase."""
+    """Return the place of a statement. Raise ValueError if it says nothing, or votes on no phase."""
     kind = said.WhichOneof("kind")
     if kind is None:
         raise ValueError("a statement says nothing")
@@ -49,7 +49,7 @@ def kind_of(phase: type[msg.Message]) -> str:
 
 
 def parse(content: bytes) -> pb.Said:
-    """Raises ValueError if these bytes are no statement, or too many."""
+    """Return the statement in these bytes. Raise ValueError if they are not a statement, or too many."""
     if len(content) > MAX_SAID_BYTES:
         raise ValueError(f"a statement has {len(content)} bytes: expected {MAX_SAID_BYTES} at most")
     try:
@@ -59,7 +59,7 @@ def parse(content: bytes) -> pb.Said:
 
 
 def to_said(message: msg.Message) -> pb.Said:
-    """All but the session."""
+    """Return the wire form of a message, without the session."""
     said = pb.Said(step=message.step, attempt=message.attempt)
     match message:
         case msg.Commitment():
@@ -88,14 +88,14 @@ def to_said(message: msg.Message) -> pb.Said:
 
 
 def to_message(sender: str, said: pb.Said) -> msg.Message:
-    """Raises ValueError if a name in it is too long; whether it makes sense is for the machine to say."""
+    """Return the message. Raise ValueError if a name in it is too long; the state machine checks the rest."""
     kind = said.WhichOneof("kind")
     assert kind in _READ, kind
     return _READ[kind]((sender, said.step, said.attempt), said)
 
 
 def digests_of(said: pb.Said) -> tuple[bytes, ...]:
-    """Of the data that must be there for it to count."""
+    """Return the digests of the data that must be present for the statement to count."""
     match said.WhichOneof("kind"):
         case "parts_opened":
             return tuple(said.parts_opened.digests)
@@ -177,4 +177,4 @@ _KINDS: Mapping[type[msg.Message], str] = {
     msg.EvidenceOpened: "evidence_opened",
     msg.Measurements: "measurements",
 }
-KINDS = frozenset(_READ)  # those that the machine knows
+KINDS = frozenset(_READ)  # the kinds that the state machine knows

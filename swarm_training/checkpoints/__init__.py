@@ -1,1 +1,1 @@
-"""What a run writes down every k steps, in a directory or on the hub."""
+"""The checkpoints that a run writes every k steps, to a directory or to the hub."""

@@ -22,20 +22,21 @@ from swarm_training.core.moment import Moment
 
 MODEL, OPTIMIZER, FACTS = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
 _VERSION = 1
-_MAX_FACTS_BYTES = 64 << 20  # with the structure of an optimizer's state, of some 100 bytes a parameter
+_MAX_FACTS_BYTES = 64 << 20  # with the structure of an optimizer's state: some 100 bytes for each parameter
 _MAX_STEP = Expected(0, 1 << 53, whole=True)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """
+    """The state of a run after one global step.
+
     Attributes:
-        step: global steps taken.
-        parameters: and buffers, by name.
+        step: the number of global steps taken.
+        parameters: parameters and buffers, by name.
         optimizer, scheduler: their ``state_dict()``; None: there is none.
-        data: JSON, where the data go on for who has written it; other peers have their own.
-        config: JSON, of what was trained and how.
-        rollbacks: so often had the run gone back before.
+        data: JSON that says where the data of the writing peer go on; other peers have their own.
+        config: JSON that says what was trained and how.
+        rollbacks: how often the run had gone back before.
     """
 
     run: str
@@ -49,12 +50,12 @@ class Checkpoint:
 
     @property
     def moment(self) -> Moment:
-        """See ``resumed_at`` of ``TrainingRun``."""
+        """Return the moment of this state, for ``resumed_at`` of ``TrainingRun``."""
         return Moment(self.rollbacks, self.step)
 
 
 def parameters_digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 in hexadecimal over names, dtypes, shapes and bytes: equal if and only if all bits are."""
+    """Return the hexadecimal SHA-256 of names, dtypes, shapes and bytes: equal if and only if all bits are equal."""
     digest = hashlib.sha256()
     for name, tensor in sorted(parameters.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -63,10 +64,10 @@ def parameters_digest(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def write(checkpoint: Checkpoint, directory: Path) -> None:
-    """All of it or none: the directory appears once everything in it is on disk.
+    """Write all of a checkpoint, or nothing: the directory appears once everything in it is on disk.
 
     Raises:
-        ValueError: there is such a directory already, it cannot be written, or a state is of a kind that cannot be.
+        ValueError: the directory exists already or cannot be written, or a state has values that cannot be written.
     """
     optimizer, scheduler = flatten(checkpoint.optimizer), flatten(checkpoint.scheduler)
     if scheduler.tensors:
@@ -92,7 +93,7 @@ def write(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """What stands beside the tensors: run, step, rollbacks and more. Raises CheckpointError if it is damaged."""
+    """Return the facts beside the tensors: run, step, rollbacks and more. Raises CheckpointError if damaged."""
     path = directory / FACTS
     facts = read_object(path, _MAX_FACTS_BYTES)
     if facts.get("version") != _VERSION:
@@ -107,10 +108,10 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 
 def read(directory: Path) -> Checkpoint:
-    """Of a stranger too: nothing is run, sizes are bounded, and tensors must be those that were written.
+    """Read a checkpoint, even a stranger's: no code runs, sizes are bounded, and tensors must match their digests.
 
     Raises:
-        CheckpointError: a file is missing or damaged; it is named.
+        CheckpointError: a file is missing or damaged; the message names the file.
     """
     facts = read_facts(directory)
     parameters = _tensors(directory / MODEL, facts["digest"])
@@ -135,7 +136,7 @@ def _tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """On the CPU, each with memory of its own, as safetensors wants them: tied weights are written twice."""
+    """Return CPU tensors, each with memory of its own, as safetensors requires: tied weights are written twice."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():

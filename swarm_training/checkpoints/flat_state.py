@@ -1,6 +1,6 @@
-"""The state of an optimizer or scheduler as flat named tensors and JSON, from which it comes back bit for bit.
+"""The state of an optimizer or scheduler as flat named tensors and JSON, from which it is restored bit for bit.
 
-``torch.save`` would do, but what it writes can run code when it is read.
+``torch.save`` would do, but its files can run code when they are read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _TENSOR, _TUPLE, _DICT = "tensor", "tuple", "dict"
 
 @dataclass(frozen=True)
 class FlatState:
-    """
+    """A state in two parts, tensors and JSON.
+
     Attributes:
-        tensors: by their paths in the state, such as ``state/0/exp_avg``.
+        tensors: the tensors by their paths in the state, such as ``state/0/exp_avg``.
         structure: JSON, in which ``{"tensor": path}`` stands for a tensor.
     """
 
@@ -30,22 +31,22 @@ class FlatState:
 
 
 def flatten(state: Any) -> FlatState:
-    """Of nested dicts (keys: str or int), lists, tuples, tensors, numbers, strings, bools and None.
+    """Flatten nested dicts (keys: str or int), lists, tuples, tensors, numbers, strings, bools and None.
 
     Raises:
-        ValueError: there is something else in it; its path is named.
+        ValueError: the state contains something else; the message names its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     return FlatState(tensors, _flat(state, "", tensors))
 
 
 def unflatten(flat: FlatState) -> Any:
-    """What ``flatten`` was given. Raises CheckpointError if the structure is none of its own."""
+    """Return the state that ``flatten`` was given. Raises CheckpointError if the structure is not from ``flatten``."""
     return _nested(flat.structure, flat.tensors)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """``load_state_dict`` with the dtypes of the state, which torch changes to the parameter's, except for ``step``.
+    """Load a state and keep its dtypes: ``load_state_dict`` changes all but that of ``step`` to the parameter's dtype.
 
     Raises:
         ValueError: the state is that of other parameters.
@@ -59,7 +60,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
-    """The saved values, on the devices of the loaded ones."""
+    """Return the saved values with their own dtypes, on the devices of the loaded values."""
     if isinstance(saved, torch.Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
     if isinstance(saved, dict):

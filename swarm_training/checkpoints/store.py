@@ -18,7 +18,7 @@ from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.whole_directory import PREFIX, refusals
 
-_LONG_AGO_S = 3600.0  # nobody writes a checkpoint for so long
+_LONG_AGO_S = 3600.0  # longer than any checkpoint takes to write
 _logger = logging.getLogger(__name__)
 
 # (directory, repository, message of the commit). Raises OSError if the hub cannot be reached or refuses.
@@ -26,10 +26,10 @@ Upload = Callable[[Path, str, str], None]
 
 
 class CheckpointDirectory:
-    """``step-000000120`` and so on. Who is killed while writing leaves the older ones as they were."""
+    """A directory with ``step-000000120`` and so on. A process killed while writing leaves older ones intact."""
 
     def __init__(self, directory: Path, keep: int = 3) -> None:
-        """``keep``: so many are kept, the newest."""
+        """Use ``directory``, which need not exist. ``keep``: the number of newest checkpoints that stay."""
         if keep < 1:
             raise ValueError(f"keep is {keep}: expected at least 1 checkpoint")
         self.directory = directory
@@ -39,12 +39,12 @@ class CheckpointDirectory:
         return self.directory / f"step-{step:09d}"
 
     def steps(self) -> list[int]:
-        """Of those that are there, ascending."""
+        """Return the steps of the checkpoints that are there, ascending."""
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,16})", name)))
 
     def write(self, content: Checkpoint) -> Path:
-        """Raises ValueError if it cannot be written. One of this step that is there is the same, and stays."""
+        """Write a checkpoint, unless it is there already. Return its path. Raises ValueError if writing fails."""
         path = self.path(content.step)
         if not path.exists():
             checkpoint.write(content, path)
@@ -57,20 +57,20 @@ class CheckpointDirectory:
         return path
 
     def read(self, step: int) -> Checkpoint:
-        """Raises CheckpointError if there is none of this step, or it is damaged."""
+        """Read the checkpoint of a step. Raises CheckpointError if there is none, or it is damaged."""
         if not self.path(step).is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step}: there are those of {there}")
         return checkpoint.read(self.path(step))
 
     def newest(self, say: Callable[[str], object] = _logger.warning) -> Checkpoint | None:
-        """Return the newest checkpoint that is intact; None if there are none.
+        """Return the newest checkpoint that is intact; None if there are no checkpoints.
 
-        Newer ones, which are damaged, are renamed to ``damaged-…``; ``say`` is told so.
+        Newer, damaged checkpoints are renamed to ``damaged-…``; ``say`` is called with a warning for each.
 
         Raises:
-            CheckpointError: all are damaged; nothing is renamed then.
-            CannotWrite: one cannot be renamed.
+            CheckpointError: all checkpoints are damaged; none is renamed then.
+            CannotWrite: a damaged checkpoint cannot be renamed.
         """
         damaged: dict[int, CheckpointError] = {}
         for step in reversed(self.steps()):
@@ -97,7 +97,7 @@ class CheckpointDirectory:
             return path.rename(next(each for each in free if not each.exists()))
 
     def require_of(self, run: str) -> None:
-        """Raises CheckpointError if there are checkpoints of another run."""
+        """Raise CheckpointError if there are checkpoints of another run."""
         for step in self.steps():
             other = self._facts(step).get("run", run)
             if other != run:
@@ -107,8 +107,8 @@ class CheckpointDirectory:
                 )
 
     def discard_undone(self, rollbacks: int, went_back_to: int) -> None:
-        """Those of steps that were undone while nobody wrote here, as far as can be known: the run has gone back so
-        often, the last time to that step. Those that cannot be read are renamed. Raises CannotWrite."""
+        """Discard checkpoints that were undone while nobody wrote here, as far as can be known. The run has had
+        ``rollbacks`` rollbacks, the last to step ``went_back_to``. Unreadable ones are renamed. Raises CannotWrite."""
         for step in self.steps():
             written = self._facts(step).get("rollbacks")
             if written is None:
@@ -117,28 +117,28 @@ class CheckpointDirectory:
                 shutil.rmtree(self.path(step))
 
     def _facts(self, step: int) -> dict[str, Any]:
-        """Return what ``read_facts`` does; nothing if the checkpoint is damaged."""
+        """Return what ``read_facts`` does; an empty dict if the checkpoint is damaged."""
         try:
             return checkpoint.read_facts(self.path(step))
         except CheckpointError:
             return {}
 
     def discard_after(self, step: int) -> None:
-        """Those of later steps, which a rollback has undone."""
+        """Discard the checkpoints of later steps, which a rollback has undone."""
         for later in self.steps():
             if later > step:
                 shutil.rmtree(self.path(later))
 
 
 class HubCopies:
-    """Each checkpoint becomes a commit of a repository, in which it takes the place of the one before."""
+    """A repository on the hub, where each checkpoint becomes a commit that replaces the one before."""
 
     def __init__(self, repository: str, upload: Upload) -> None:
         self._repository = repository
         self._upload = upload
 
     def write(self, directory: Path, content: Checkpoint) -> None:
-        """Raises CheckpointError if the hub does not take it; the run goes on without."""
+        """Upload a checkpoint. Raises CheckpointError if the hub does not take it; the run goes on without the copy."""
         try:
             self._upload(directory, self._repository, f"{content.run}: step {content.step}")
         except Exception as error:  # the hub's library raises errors of several HTTP libraries
@@ -149,7 +149,7 @@ class HubCopies:
 
 
 def upload_to_hub(directory: Path, repository: str, message: str) -> None:
-    """One commit for all files: who downloads sees the whole of a checkpoint."""
+    """Upload all files in one commit, so that a download gets the whole of a checkpoint."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -158,10 +158,10 @@ def upload_to_hub(directory: Path, repository: str, message: str) -> None:
 
 
 def read_from_hub(repository: str, revision: str | None, download: Callable[[str, str | None], Path]) -> Checkpoint:
-    """``download`` gives the directory of a repository's snapshot. Raises CheckpointError if it cannot be read."""
+    """Read a checkpoint from the directory that ``download`` gives. Raises CheckpointError if it cannot be read."""
     try:
         directory = download(repository, revision)
-    except Exception as error:  # as above
+    except Exception as error:  # of several HTTP libraries, as above
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"the checkpoint {repository} cannot be downloaded: {reason}") from None
     return checkpoint.read(directory)

@@ -11,21 +11,21 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-PREFIX = ".partial-"  # of what is being written, or was when a process was killed
+PREFIX = ".partial-"  # of a directory that is being written, or was when its process was killed
 
 
 class CannotWrite(ValueError):
-    """The disk is full, say, or belongs to somebody else. Nothing is left of what was written."""
+    """The error of a failed write, for example to a full disk or another user's. Nothing that was written is left."""
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """One to write into, which takes the place of this one at the end; of what fails, nothing is left.
+    """Yield a directory to write into, which takes the place of ``directory`` at the end. A failure leaves nothing.
 
-    ``directory``: must not exist, or be empty.
+    ``directory``: must not exist, or must be empty.
 
     Raises:
-        CannotWrite: something in it cannot be written.
+        CannotWrite: something in the directory cannot be written.
     """
     with refusals(directory), _partial(directory) as partial:
         yield partial
@@ -37,7 +37,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
 
 
 def require_writable(directory: Path) -> None:
-    """Raises CannotWrite unless a file can be written beside the directory now, and moved to where it is."""
+    """Raise CannotWrite unless a file can be written beside the directory now, and moved to the directory's place."""
     if directory.is_mount():
         raise CannotWrite(f"{directory} is a mount point: expected a directory in it")
     with refusals(directory), _partial(directory) as partial:
@@ -46,7 +46,7 @@ def require_writable(directory: Path) -> None:
 
 @contextmanager
 def refusals(directory: Path) -> Iterator[None]:
-    """What the operating system refuses meanwhile is raised as CannotWrite."""
+    """Raise CannotWrite for what the operating system refuses while the context is active."""
     try:
         yield
     except TimeoutError:  # an OSError too, but of a network
@@ -58,7 +58,7 @@ def refusals(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _partial(directory: Path) -> Iterator[Path]:
-    """On the same disk. It goes, unless it has been moved."""
+    """Yield a new directory on the same disk. It is removed at the end, unless it has been moved."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory.parent))
     try:

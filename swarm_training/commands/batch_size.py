@@ -1,4 +1,4 @@
-"""Finds how many samples a machine computes at once: twice as many each time, as long as they fit and are fast."""
+"""The search for how many samples a machine computes at once: the number doubles while it fits and is fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class Trial:
-    """What computing a batch took: seconds, and bytes that it needed besides what was in use before."""
+    """The cost of computing a batch: seconds, and bytes in addition to the memory in use before."""
 
     batch_size: int
     seconds: float
@@ -24,10 +24,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Limits:
-    """
+    """The limits of the search.
+
     Attributes:
-        seconds: that a batch may take: progress is reported between batches.
-        memory_bytes: that there are for a batch; None: running out of memory will tell.
+        seconds: the time that a batch may take: progress is reported between batches.
+        memory_bytes: the memory for a batch; None: running out of memory ends the search.
     """
 
     max_size: int
@@ -36,7 +37,7 @@ class Limits:
 
 
 def next_size(trials: list[Trial], limits: Limits) -> int | None:
-    """To try after these; None: the last one is as many as should be. Twice as many take twice as much."""
+    """Return the size to try next; None: keep the last one. Twice as many samples cost about twice as much."""
     if not trials:
         return 1
     last = trials[-1]
@@ -47,7 +48,7 @@ def next_size(trials: list[Trial], limits: Limits) -> int | None:
 
 
 def find_batch_size(compute: Callable[[int], Trial], limits: Limits) -> int:
-    """A power of 2. ``compute`` does forward and backward passes of so many samples.
+    """Return the batch size, a power of 2. ``compute``: does forward and backward passes of so many samples.
 
     Raises:
         ValueError: there is no memory for a single sample.
@@ -66,14 +67,14 @@ def find_batch_size(compute: Callable[[int], Trial], limits: Limits) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has a class for it; the CPU's allocator raises a RuntimeError that says so."""
+    """Return whether memory ran out. CUDA has a class for that error; the CPU's allocator raises a RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def computing(model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> Callable[[int], Trial]:
-    """Measures passes over ``model``, which has no gradients afterwards. ``loss_of`` is the loss of so many samples."""
+    """Return a function that measures a pass over ``model`` and clears its gradients. ``loss_of``: size → loss."""
     on_cuda = next(model.parameters()).is_cuda
-    at_first = _peak_bytes(on_cuda)  # a peak of the CPU's memory cannot be taken back
+    at_first = _peak_bytes(on_cuda)  # the peak of the CPU's memory cannot be reset
 
     def compute(batch_size: int) -> Trial:
         if on_cuda:
@@ -93,7 +94,7 @@ def computing(model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> Calla
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Of the CPU, half of what the system has left: it kills who takes too much. None for a GPU, and if unknown."""
+    """Return half of the free CPU memory: the system kills processes that take too much. None: a GPU, or unknown."""
     if device.type != "cpu" or not _MEMINFO.exists():
         return None
     lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())

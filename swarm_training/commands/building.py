@@ -1,4 +1,4 @@
-"""From a run file to model, tokenizer, optimizer and data."""
+"""The builders of model, tokenizer, optimizer and data from a run file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def build_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """Raises ValueError if there is none."""
+    """Load the tokenizer. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
 
     name = settings.tokenizer or settings.name_or_path
@@ -35,7 +35,7 @@ def build_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
 
 def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> nn.Module:
-    """A causal language model in fp32, the same for all peers. Raises ValueError if there is no such model."""
+    """Build a causal language model in fp32, the same for all peers. Raises ValueError if there is no such model."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(settings.seed)
@@ -71,13 +71,13 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.opti
 def build_batches(
     data: DataSettings, reader: Reader, tokenizer: PreTrainedTokenizerBase, batch_size: int, cache: Path
 ) -> BlockBatches | StreamBatches:
-    """``cache``: a directory for the tokens of this and other data. Raises ValueError if there is no such data."""
+    """Open the batches. ``cache``: a directory for tokens of all data. Raises ValueError if there is no such data."""
     directory = cache / _fingerprint(data, tokenizer)
     return open_batches(data, reader, _tokenize_with(tokenizer), tokenizer.eos_token_id, batch_size, directory)
 
 
 def build_blocks(data: DataSettings, run: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> TokenBlocks:
-    """All of the data; ``cache`` as for ``build_batches``. Raises ValueError if there is no such data."""
+    """Open all of the data; ``cache`` as for ``build_batches``. Raises ValueError if there is no such data."""
     directory = cache / _fingerprint(data, tokenizer)
     return open_blocks(data, run, _tokenize_with(tokenizer), tokenizer.eos_token_id, directory)
 
@@ -91,7 +91,7 @@ def _tokenize_with(tokenizer: PreTrainedTokenizerBase) -> Tokenize:
 
 
 def _fingerprint(data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Another one if data or tokenizer are."""
+    """Return a hash that differs if the data or the tokenizer differ."""
     path = Path(data.source).expanduser()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     facts: list[Any] = [data.source, data.column, data.split, data.config]

@@ -1,4 +1,4 @@
-"""What ``swarm train init`` finds out about a run file on this machine: whether its model and data are here."""
+"""The check of ``swarm train init``: whether the model and data that a run file names are on this machine."""
 
 from __future__ import annotations
 

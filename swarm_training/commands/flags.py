@@ -1,4 +1,4 @@
-"""Flags of several commands of ``swarm train``, and what they mean together with the run file."""
+"""The flags that several commands of ``swarm train`` share, and their meaning together with the run file."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:
-    """Raises ValueError if a flag is wrong, or the membership is not for this role."""
+    """Return how this peer joins. Raises ValueError if a flag is wrong, or the membership is not for this role."""
     return joining_as(role, file, args.initial_peers, args.membership, args.identity)
 
 
 def joining_as(
     role: Role, file: RunFile, initial_peers: Sequence[str], membership: Path | None, identity: Path | None
 ) -> Joining:
-    """Raises ValueError if a value is wrong, or the membership is not for this role."""
+    """Return how this peer joins. Raises ValueError if a value is wrong, or the membership is not for this role."""
     for peer in initial_peers:
         check_peer(peer)
     from swarm_protocol.access.membership import MemberCredentials
@@ -66,7 +66,7 @@ def joining_as(
 
 
 def parse_part(text: str) -> Part:
-    """``2/5`` is the second of five. Raises ValueError if it is none."""
+    """Parse a part: ``2/5`` is the second of five. Raises ValueError if the text is no part."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ValueError(f"--part is {text!r}: expected K/N, such as 2/5 for the second of five parts")
@@ -74,7 +74,7 @@ def parse_part(text: str) -> Part:
 
 
 def parse_batch_size(text: str) -> int:
-    """0 for ``auto``. Raises ValueError if it is neither that nor a number."""
+    """Parse a batch size; return 0 for ``auto``. Raises ValueError if the text is neither ``auto`` nor a number."""
     if text == "auto":
         return 0
     if not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:

@@ -1,4 +1,4 @@
-"""``swarm train join``: trains a run's model on this machine until it is stopped, with checkpoints."""
+"""The command ``swarm train join``, which trains a run's model here until it is stopped, with checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained here, and on what."""
+    """The model that is trained here, with its run file, optimizer and batches."""
 
     file: RunFile
     model: nn.Module
@@ -40,14 +40,14 @@ class Trained:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The mean over the samples; tokens: [batch, block_length]."""
+    """Return the mean loss over the samples, a scalar. ``tokens``: [batch, block_length]."""
     tokens = tokens.to(next(model.parameters()).device)
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
 
 class Writing:
-    """Writes checkpoints when they are due, and copies of them to the hub; the run goes on if that fails."""
+    """The writer of checkpoints when they are due, and of their copies on the hub. The run goes on if writing fails."""
 
     def __init__(self, trained: Trained, copies: HubCopies | None, say: Say) -> None:
         settings = trained.file.run
@@ -58,17 +58,17 @@ class Writing:
         self._say = say
 
     def begin(self, run: RunLike) -> None:
-        """What was written here before may have been undone since."""
+        """Discard the checkpoints that the run has undone since they were written here."""
         if self._directory is not None:
             self._directory.discard_undone(run.num_rollbacks, run.went_back_to)
 
     def went_back(self, step: int) -> None:
-        """Later checkpoints are of what has been undone."""
+        """Discard the checkpoints of later steps, which the rollback has undone."""
         if self._directory is not None:
             self._directory.discard_after(step)
 
     def after_step(self, step: int, rollbacks: int, data: dict[str, object]) -> None:
-        """``data``: the state of the batches."""
+        """Write a checkpoint if one is due. ``data``: the state of the batches."""
         if self._directory is None or step % self._trained.file.run.checkpoint_every:
             return
         file = self._trained.file
@@ -91,7 +91,7 @@ class Writing:
 
 @contextmanager
 def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], run: RunLike) -> Iterator[None]:
-    """Inside it, each step of the optimizer has the learning rate of the run's global step."""
+    """Give each step of the optimizer the learning rate of the run's global step, while the context is active."""
 
     def set_rate(*_arguments: object) -> None:
         for group in optimizer.param_groups:
@@ -105,10 +105,10 @@ def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], ru
 
 
 def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
-    """Until ``stopping`` is set, or the schedule is at its end; the caller closes the run.
+    """Train until ``stopping`` is set, or the schedule is at its end. The caller closes the run.
 
-    The learning rate is set when the run steps, from the number of that global step: a share can complete several.
-    When the run goes back to a checkpoint, the data go on: no batch is seen again.
+    The learning rate is set when the run steps, from the number of that global step: a share can complete several
+    steps. When the run goes back to a checkpoint, the data go on: no batch is seen again.
     """
     end = trained.file.optimizer.total_steps
     writing.begin(run)
@@ -129,7 +129,7 @@ def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.
 
 
 def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
-    """As the run file says, or what this machine can compute. Raises ValueError if it can compute nothing."""
+    """Return the run file's batch size, or else what fits this machine. Raises ValueError if not one sample fits."""
     if file.batch.size:
         return file.batch.size
     device = next(model.parameters()).device
@@ -142,7 +142,7 @@ def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
 
 
 def prepare(file: RunFile, who: Joining, part: Part | None, device: str, say: Say) -> Trained:
-    """Builds everything before anybody is called. Raises ValueError if there is no such model, or no such data."""
+    """Build everything before any peer is called. Raises ValueError if there is no such model, or no such data."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = build_tokenizer(file.model)
@@ -159,8 +159,8 @@ def resume(trained: Trained, say: Say) -> Moment | None:
     """Load model, optimizer and data of the newest intact checkpoint here, and return its moment; None: there is none.
 
     Raises:
-        CheckpointError: all are damaged.
-        ValueError: it is of another model or optimizer.
+        CheckpointError: all checkpoints are damaged.
+        ValueError: the checkpoint is of another model or optimizer.
     """
     settings = trained.file.run
     store = CheckpointDirectory(Path(settings.checkpoints), settings.keep)
@@ -182,7 +182,7 @@ def resume(trained: Trained, say: Say) -> Moment | None:
 
 
 def take_part(trained: Trained, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:
-    """Joins, or founds the run where its last checkpoint here was; trains, and leaves however that ends."""
+    """Join the run, or start it at its last checkpoint here. Train, and leave the run however training ends."""
     settings = trained.file.run
     if settings.checkpoints:
         CheckpointDirectory(Path(settings.checkpoints), settings.keep).require_of(settings.name)

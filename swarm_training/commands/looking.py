@@ -1,4 +1,4 @@
-"""What a run looks like from outside, by the signed records of its peers alone."""
+"""The view of a run from outside, from the signed records of its peers alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SHOWN_USERS = 10
 
 
 def peers_of(run: str, records: Iterable[pb.SignedProgress], banned: Collection[str] = ()) -> tuple[Progress, ...]:
-    """The peers that train what most do, by what they say of themselves; what is not signed so is left out."""
+    """Return the peers that train the most common model, by their own records. Wrongly signed records are left out."""
     newest: dict[str, Progress] = {}
     for signed in records:
-        with suppress(ValueError):  # from a stranger
+        with suppress(ValueError):  # records come from strangers
             record = read_signed(signed)
             known = newest.get(record.peer_id)
             if record.run == run and (known is None or record.version > known.version):
@@ -50,8 +50,8 @@ def shown_users(totals: Mapping[str, UserTotal]) -> tuple[UserView, ...]:
 
 
 def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans: tuple[BanView, ...] = ()) -> RunView:
-    """Records are some seconds old, and not all equally so: loss and bytes are those of the last step that each peer
-    tells of, and all speeds count for the next one."""
+    """Return the view of a run. Records are some seconds old, and not all equally old. Loss and bytes are of the last
+    step that each peer reports. All speeds count for the next step."""
     if not peers:
         return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
     moment = max(peer.moment for peer in peers)

@@ -1,4 +1,4 @@
-"""Commands of ``swarm train`` for runs in stages, which another package carries out."""
+"""The commands of ``swarm train`` for runs in stages, which another package carries out."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _ROLES = f"--as {STAGE} to hold a part of the model, which computes, or --as {TR
 
 @dataclass(frozen=True)
 class StagesBackend:
-    """
+    """The functions of the package that trains in stages.
+
     Attributes:
-        hold: a stage until Ctrl-C, of these blocks (START:END), else where it helps most; on this device, in so much
-            memory (such as 4GiB), else in as much as is of use.
+        hold: holds a stage until Ctrl-C: of these blocks (START:END), else where it helps most; on this device; in so
+            much memory (such as 4GiB), else in as much as is useful.
         train: takes data through the stages.
-        export: what was trained into a directory.
-        look: inside it, the run as it is at each call.
+        export: writes what was trained into a directory.
+        look: a context with a function that returns the present view of the run at each call.
     """
 
     hold: Callable[[RunFile, Joining, str | None, str, str | None], Command]
@@ -36,7 +37,7 @@ class StagesBackend:
 
 
 def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
-    """Raises ValueError if the flags do not fit."""
+    """Return the command to hold a stage, or to train through all stages. Raises ValueError if the flags do not fit."""
     if args.role is None:
         raise ValueError(f"{args.run_file} is of a run in stages: expected {_ROLES}")
     for name, value in (("--batch-size", args.batch_size), ("--part", args.part)):
@@ -53,7 +54,7 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
 
 
 def require_unstaged(args: argparse.Namespace) -> None:
-    """Raises ValueError if flags are for runs in stages alone."""
+    """Raise ValueError if there are flags that are only for runs in stages."""
     for name, value in (("--as", args.role), ("--blocks", args.blocks), ("--memory", args.memory)):
         if value is not None:
             raise ValueError(
@@ -63,7 +64,7 @@ def require_unstaged(args: argparse.Namespace) -> None:
 
 
 def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
-    """Raises ValueError if there is nothing to export, or nobody to ask for it."""
+    """Return the command to export a run in stages. Raises ValueError if there are no stages, or no peers to ask."""
     if not file.stages.count:
         raise ValueError(
             f"{args.run_file} is not of a run in stages: its peers write checkpoints themselves, see `checkpoints` "

@@ -1,4 +1,4 @@
-"""``swarm train ledger``: who has contributed how much, from signed rounds alone."""
+"""The command ``swarm train ledger``, which shows who has contributed how much, from signed rounds alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 def ledger_in_file(path: Path, file: RunFile) -> Ledger:
-    """Of its rounds of this run, those that are valid. Raises ValueError if it is no ledger."""
+    """Return the ledger of a file's valid rounds of this run. Raises ValueError if the file is no ledger."""
     organiser = SwarmKey.parse(file.tokens.organiser) if file.tokens.organiser else None
     ledger = Ledger(file.run.name, LedgerLimits.of(file.run.target_batch_size), organiser)
     for data in read_rounds(path, file.run.name):
@@ -33,7 +33,7 @@ def ledger_in_file(path: Path, file: RunFile) -> Ledger:
 
 
 def facts_of(ledger: Ledger) -> dict[str, Any]:
-    """``share``: of all samples, from 0 to 1."""
+    """Return a ledger's totals as values for JSON. ``share``: the share of all samples, from 0 to 1."""
     totals = ledger.totals()
     samples = sum(total.samples for total in totals.values())
     users = [

@@ -1,4 +1,4 @@
-"""``swarm train watch``: a run as a live page, until Ctrl-C."""
+"""The command ``swarm train watch``, which shows a run as a live page until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME_CHARS = 24
 
 
 def watch(look: Callable[[], RunView], interval_s: float, *, json_lines: bool = False) -> None:
-    """In place if stdout is a terminal, else (and as JSON) one picture after the other."""
+    """Show the run: in place if stdout is a terminal, else (and as JSON) one picture after the other."""
     with contextlib.suppress(KeyboardInterrupt), _painter(json_lines) as paint:
         while True:
             next_s = time.monotonic() + interval_s
@@ -34,17 +34,17 @@ def watch(look: Callable[[], RunView], interval_s: float, *, json_lines: bool = 
 
 
 def as_json(view: RunView) -> dict[str, Any]:
-    """JSON has no infinity: a loss that is not finite is null."""
+    """Return a view as values for JSON, where a loss that is not finite is null: JSON has no infinity."""
     loss = view.loss if view.loss is not None and isfinite(view.loss) else None
     return {**dataclasses.asdict(view), "loss": loss}
 
 
 def picture(view: RunView, now: float) -> list[RenderableType]:
-    """``now``: Unix time in seconds, for how long bans last."""
+    """Return the parts of one picture. ``now``: Unix time in seconds, to show how long bans still last."""
     loss = "" if view.loss is None else f"   loss {view.loss:.4f}" if isfinite(view.loss) else "   loss not finite"
     back = f"   rollbacks {view.rollbacks}" if view.rollbacks else ""
     speed, what = sum(peer.samples_per_s for peer in view.peers), "samples"
-    if view.stages:  # the slowest takes as many as the run does
+    if view.stages:  # the slowest stage sets the speed of the run
         speed, what = min(stage.micro_batches_per_s for stage in view.stages), "micro-batches"
     soon = "nobody computes" if view.next_step_s is None else f"next step in {_duration(view.next_step_s)}"
     share = view.samples / view.target_batch_size

@@ -1,1 +1,1 @@
-"""Fewer bytes for gradients: codecs, error feedback and low-rank compression."""
+"""The compression of gradients: codecs, error feedback and low-rank factors."""

@@ -1,4 +1,4 @@
-"""From the settings of averaging to a compressor and an encoder."""
+"""The construction of the compressor and the encoder from the averaging settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarm_training.compression.settings import AveragingSettings
 
 
 def build_compressor(settings: AveragingSettings, shapes: Sequence[Sequence[int]], run: str) -> Compressor:
-    """``shapes``: of the parameters that are trained, in order; ``run``: its name."""
+    """Return the compressor. ``shapes``: the shapes of the trained parameters, in order; ``run``: the run's name."""
     return PowerSGD(shapes, settings.power_sgd_rank, run) if settings.power_sgd_rank else Plain()
 
 

@@ -1,4 +1,4 @@
-"""How a flat vector travels: 8, 4, 2 or about 1 byte per element."""
+"""The codecs of flat vectors: 8, 4, 2 or about 1 byte per element."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _MAX_FLOAT16 = 65504.0
 
 
 class Codec(Protocol):
-    """Vectors of n elements as bytes: of float64 in ``fp64``, of float32 in all others.
+    """An encoding of vectors of n elements as bytes. Vectors are float64 for ``fp64``, float32 for all other codecs.
 
-    What is not finite stays not finite: in ``int8`` all of its block of 64 elements with it. Finite values beyond the
-    range of ``fp16`` become its largest.
+    Values that are not finite stay not finite; in ``int8``, so does their whole block of 64 elements. Finite values
+    beyond the range of ``fp16`` are clamped to it.
     """
 
     name: str
-    dtype: torch.dtype  # of vectors
+    dtype: torch.dtype  # of the vectors
 
     def encode(self, vector: Tensor) -> bytes:
-        """vector: [n], of ``dtype``."""
+        """Return the bytes of a vector, [n] of ``dtype``."""
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        """[n], of ``dtype``, owning its memory; raises ValueError if n elements do not take as many bytes."""
+        """Return a vector, [n] of ``dtype``, that owns its memory. Raise ValueError if the size is not that of n."""
 
     def size_bytes(self, n: int) -> int:
-        """Of n elements, encoded."""
+        """Return the number of bytes of n encoded elements."""
 
 
 class _Float:
-    """Elements of a floating-point type."""
+    """A codec that stores elements in a floating-point type."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class _Float:
 
 
 class _Int8:
-    """Blocks of 64 int8 elements, each with the float32 maximum of their sizes; all maxima come first."""
+    """A codec of blocks of 64 int8 elements with the float32 maximum of their magnitudes; all maxima come first."""
 
     name = "int8"
     dtype = torch.float32
@@ -90,7 +90,7 @@ CODEC_NAMES = tuple(_CODECS)
 
 
 def codec_of(name: str) -> Codec:
-    """Raises ValueError if there is none of that name."""
+    """Return the codec of that name. Raise ValueError if there is none."""
     if name not in _CODECS:
         raise ValueError(f"codec {name!r} is unknown: expected one of {', '.join(CODEC_NAMES)}")
     return _CODECS[name]

@@ -1,4 +1,4 @@
-"""Which vectors a group averages in order to average a gradient."""
+"""Compressors, which decide which vectors a group averages in order to average a gradient."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import Protocol
 
 from torch import Tensor
 
-Phases = Generator[Tensor, Tensor, Tensor]  # yields vectors to be averaged, is sent their means, returns the gradient
+Phases = Generator[Tensor, Tensor, Tensor]  # yields vectors to average, receives their means, returns the gradient
 
 
 class Compressor(Protocol):
-    """Turns averaging one gradient into averaging one or several vectors.
+    """A method to average one gradient by averaging one or several vectors.
 
-    State that follows from means alone is the same on all peers; it changes when the generator returns, and not if it
-    is closed before, so that a round that failed can be repeated.
+    State that follows from means alone is the same on all peers. It changes when the generator returns, but not if the
+    generator is closed before, so that a failed round can be repeated.
     """
 
     def phases(self, gradient: Tensor) -> Phases:
-        """gradient: [n], float32. Yields flat float32 vectors, is sent their means over the group, returns the averaged
-        gradient [n], bit-identical wherever the means are."""
+        """Yield flat float32 vectors for a gradient, [n] float32, and receive their means over the group. Return the
+        averaged gradient, [n] float32, which is bit-identical wherever the means are."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a peer that joins must have: the part of the state that is the same on all peers."""
+        """Return the state that a joining peer needs: the part that is the same on all peers."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ValueError if it is not of such a compressor."""
+        """Load a state. Raise ValueError if it is not the state of such a compressor."""
 
 
 class Encoder(Protocol):
-    """Remembers, for each key, what encoding has lost, once the round it was lost in is committed."""
+    """An encoder that remembers, for each key, what encoding has lost, once the round is committed."""
 
     def encode(self, key: Hashable, vector: Tensor) -> bytes:
-        """vector: [n], float32."""
+        """Return the bytes of a vector, [n] float32."""
 
     def commit(self) -> None:
-        """The round succeeded."""
+        """Keep the losses of the round, which succeeded."""
 
     def rollback(self) -> None:
-        """The round failed."""
+        """Discard the losses of the round, which failed."""
 
     def forget(self) -> None:
-        """Another state has been taken over, and what was lost belongs to the old one."""
+        """Discard all losses, because they belong to a state that was replaced."""
 
 
 class Plain:
-    """The gradient itself is averaged."""
+    """A compressor that averages the gradient itself."""
 
     def phases(self, gradient: Tensor) -> Phases:
         return (yield gradient)

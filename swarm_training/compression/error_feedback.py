@@ -1,4 +1,4 @@
-"""What a codec loses is added to the next vector (Karimireddy et al., 2019, Algorithm 1: EF-SGD)."""
+"""Error feedback: a codec's loss is added to the next vector (Karimireddy et al., 2019, Algorithm 1: EF-SGD)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from swarm_training.compression.codecs import Codec
 
 
 class ErrorFeedback:
-    """Encodes vectors together with what was lost of their predecessors.
+    """An encoder that adds to each vector what was lost of its predecessor.
 
-    A vector's key says whose successor it is, such as its place in the gradient. The memory changes in ``commit``
+    Vectors with the same key, such as their place in the gradient, succeed each other. The memory changes in ``commit``
     alone: a key that is encoded again in the same round, for another peer, starts from the same errors.
     """
 
@@ -23,7 +23,7 @@ class ErrorFeedback:
         self._pending: dict[Hashable, Tensor] = {}
 
     def encode(self, key: Hashable, vector: Tensor) -> bytes:
-        """vector: [n], float32. An error of another length than n is forgotten; so is one that is not finite."""
+        """Encode a vector, [n] float32, plus its error. Errors of another length, or not finite, are dropped."""
         error = self._errors.get(key)
         corrected = vector if error is None or error.shape != vector.shape else vector + error.to(vector.device)
         data = self.codec.encode(corrected)
@@ -32,14 +32,14 @@ class ErrorFeedback:
         return data
 
     def commit(self) -> None:
-        """The round succeeded: what was lost in it is remembered."""
+        """Remember the losses of the round, which succeeded."""
         self._errors |= self._pending
         self._pending = {}
 
     def forget(self) -> None:
-        """Nothing of any round is remembered."""
+        """Discard the losses of all rounds."""
         self._errors, self._pending = {}, {}
 
     def rollback(self) -> None:
-        """The round failed: nothing of it is remembered."""
+        """Discard the losses of the round, which failed."""
         self._pending = {}

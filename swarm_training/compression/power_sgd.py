@@ -1,4 +1,4 @@
-"""PowerSGD: gradients of matrices as products of two thin ones (Vogels et al., 2019, Algorithms 1 and 2)."""
+"""PowerSGD: gradient matrices as products of two thin matrices (Vogels et al., 2019, Algorithms 1 and 2)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from swarm_training.numerics.reproducible import orthonormal, outer_sum
 
 
 class PowerSGD:
-    """Averages each matrix M [rows, columns] as P Qᵀ: P = mean(M Q), orthonormalised, and Q = mean(Mᵀ P).
+    """A compressor of each matrix M [rows, columns] to P Qᵀ: P = mean(M Q), orthonormalised, and Q = mean(Mᵀ P).
 
-    Tensors of more dimensions are matrices of their first one by the rest. Those for which rank × (rows + columns) is
-    no less than their size are averaged as they are. What P Qᵀ of this peer's own Q lacks is added to its next
-    gradient.
+    A tensor of more dimensions is a matrix of its first dimension by the rest. Tensors for which rank × (rows +
+    columns) is not below their size are averaged as they are. The difference between M and P Qᵀ with this peer's own Q
+    is added to its next gradient.
 
     Attributes:
-        num_averaged: elements of both vectors that are averaged.
+        num_averaged: the number of elements of both averaged vectors.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], rank: int, run: str = "") -> None:
-        """shapes: of the tensors in the flat gradient, in order. run: all of its peers start from the same Q.
+        """Start with random Q. shapes: the tensors' shapes, in the gradient's order. run: the name that seeds every Q.
 
         Raises:
             ValueError: the rank is less than 1.
@@ -42,12 +42,12 @@ class PowerSGD:
                 self._dims[index] = rows, columns
                 self._initial[index] = _uniform(columns, rank, f"{run}|{index}|{tuple(shape)}")
         self._q = dict(self._initial)
-        self._errors: dict[int, Tensor] = {}  # of this peer alone
+        self._errors: dict[int, Tensor] = {}  # this peer's own
         plain = sum(size for index, size in enumerate(self._sizes) if index not in self._dims)
         self.num_averaged = plain + sum(rank * (rows + columns) for rows, columns in self._dims.values())
 
     def phases(self, gradient: Tensor) -> Phases:
-        """As of a Compressor: yields every P with the tensors that stay as they are, then every Q, if there is one."""
+        """Yield every P with the uncompressed tensors, then every Q, if there is one; see ``Compressor.phases``."""
         parts = list(gradient.split(self._sizes))
         matrices = {index: parts[index].view(dims) for index, dims in self._dims.items()}
         matrices = {i: matrix + self._errors[i] if i in self._errors else matrix for i, matrix in matrices.items()}
@@ -68,12 +68,12 @@ class PowerSGD:
         return result
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every Q. The errors are this peer's own: a peer that joins has none yet."""
+        """Return every Q. The errors are this peer's own: a joining peer has none yet."""
         return {f"q.{index}": q.clone() for index, q in self._q.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Forgets what was lost, which belongs to the old state. Raises ValueError if it is of other shapes or another
-        rank."""
+        """Load every Q, and forget the errors, which belong to the old state. Raise ValueError if the state has other
+        shapes or another rank."""
         given = {name: tuple(q.shape) for name, q in state.items()}
         expected = {f"q.{index}": tuple(q.shape) for index, q in self._q.items()}
         if given != expected:
@@ -83,12 +83,12 @@ class PowerSGD:
 
 
 def _revived(q: Tensor, initial: Tensor) -> Tensor:
-    """Columns that are 0, because the gradient had a lower rank, would stay 0 for ever: they start anew."""
+    """Restart the columns that are 0 because the gradient had a lower rank; they would stay 0 for ever."""
     return torch.where((q == 0).all(0), initial, q)
 
 
 def _uniform(rows: int, columns: int, name: str) -> Tensor:
-    """[rows, columns] in [-1, 1), from the name: uniform numbers, unlike normal ones, have the same bits everywhere."""
+    """Return [rows, columns] in [-1, 1), seeded by the name: uniform, unlike normal, numbers are equal everywhere."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
     return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
@@ -98,6 +98,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The flat vector's parts, in the tensors' shapes."""
+    """Return the parts of the flat vector, in the tensors' shapes."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,4 +1,4 @@
-"""How gradients travel between peers, as the run file says; every peer of a run has the same."""
+"""The settings of averaging in a run file, which are the same at all peers of the run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _MAX_RANK = 1 << 16
 
 @dataclass(frozen=True)
 class AveragingSettings:
-    """
+    """A run's settings for averaging.
+
     Attributes:
-        aggregation: how gradients become one; centered_clip is moved little by a minority of cheaters.
-        error_feedback: what the codec loses is added to the next gradient.
-        power_sgd_rank: matrices travel as two factors of this rank; 0: as they are.
+        aggregation: the way to combine gradients; a minority of cheaters moves ``centered_clip`` only a little.
+        error_feedback: whether the codec's loss is added to the next gradient.
+        power_sgd_rank: the rank of the two factors that replace a matrix; 0 sends matrices as they are.
     """
 
     codec: str = "fp32"

@@ -1,1 +1,1 @@
-"""What commands and callbacks need of a training run, and what is shown of one."""
+"""The interface that commands and callbacks need of a training run, and the views that show a run."""

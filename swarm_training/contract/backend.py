@@ -1,4 +1,4 @@
-"""How commands reach a run over the network."""
+"""The interface through which commands reach a run over the network."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Joining:
-    """As whom, and through whom.
+    """The identity, peers and settings with which a peer joins a run.
 
     Attributes:
-        initial_peers: none: the run is founded.
-        organiser: only members take part; None: anybody may.
+        initial_peers: multiaddrs of members; empty: this peer founds the run.
+        organiser: the key whose members alone take part; None: anybody may.
         token: this peer's grant; empty without an organiser.
-        checkpoint_every: steps, to go back to when the losses say so by ``rollback``; 0: never.
-        resumed_at: what the founder's model and optimizer are of; None: they are new.
+        checkpoint_every: the steps between checkpoints, to go back to when ``rollback`` asks for it; 0: never.
+        resumed_at: the moment of the founder's model and optimizer; None: they are new.
         ledger: the file that keeps who has contributed how much; None: there is none.
     """
 
@@ -47,16 +47,16 @@ class Joining:
     resumed_at: Moment | None = None
 
 
-# All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if the peer may not.
+# All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if this peer may not take part.
 OpenRun: TypeAlias = "Callable[[Joining, Sequence[nn.Parameter], torch.optim.Optimizer], RunLike]"
-Look = Callable[[Joining], AbstractContextManager[Callable[[], RunView]]]  # inside it, the run as it is at each call
+Look = Callable[[Joining], AbstractContextManager[Callable[[], RunView]]]  # each call inside it: the present view
 SendOrder = Callable[[Joining, bytes], None]  # a moderator's signed order
-ReadLedger: TypeAlias = "Callable[[Joining], Ledger]"  # what peers have handed over and was verified here
+ReadLedger: TypeAlias = "Callable[[Joining], Ledger]"  # the rounds that peers gave and that were verified here
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What there is none of, the command line does not offer."""
+    """The functions that reach a run. The command line has no command for a function that is None."""
 
     open_run: OpenRun
     look: Look | None = None

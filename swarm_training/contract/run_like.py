@@ -1,4 +1,4 @@
-"""A training run as those see it who drive it or look at it."""
+"""A training run as seen by the code that drives it or shows it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Protocol
 
 
 class RunLike(Protocol):
-    """Parameters and optimizer are the run's from its beginning to ``close``."""
+    """A training run. Parameters and optimizer belong to the run from its beginning to ``close``."""
 
     @property
     def num_steps(self) -> int:
-        """Global steps taken."""
+        """Return the number of global steps taken."""
 
     @property
     def num_rollbacks(self) -> int:
-        """So often has it gone back to a checkpoint; ``num_steps`` has become less each time."""
+        """Return how often the run has gone back to a checkpoint; ``num_steps`` has decreased each time."""
 
     @property
     def went_back_to(self) -> int:
-        """The step of the checkpoint that it went back to last."""
+        """Return the step of the checkpoint that the run went back to last."""
 
     @property
     def initial_peers(self) -> Sequence[str]:
-        """Multiaddrs for others to join by."""
+        """Return the multiaddrs by which other peers join."""
 
     def step(self, samples: int, loss: float | None = None) -> object:
-        """Takes the gradients in ``.grad``, the mean over so many samples, and leaves none there; ``loss``, the mean
-        over the same ones, is for those who watch, and says when the run has diverged.
+        """Take the gradients in ``.grad``, the mean over ``samples`` samples, and leave none there. ``loss``: the mean
+        over the same samples, for the view of the run and to detect that the run has diverged.
 
-        When all peers together have the target batch, it averages and steps the optimizer.
+        When all peers together have the target batch, average and step the optimizer.
         """
 
     def close(self) -> None: ...
@@ -38,10 +38,11 @@ class RunLike(Protocol):
 
 @dataclass(frozen=True)
 class PeerView:
-    """
+    """The view of a peer.
+
     Attributes:
-        name: of the user, from the peer's token; empty: it has none.
-        samples: of the batch that is being gathered.
+        name: the user's name, from the peer's token; empty: the peer has none.
+        samples: the peer's samples in the batch that is being gathered.
     """
 
     peer_id: str
@@ -52,7 +53,7 @@ class PeerView:
 
 @dataclass(frozen=True)
 class BanView:
-    """``until``: Unix time in seconds."""
+    """The view of a ban. ``until``: Unix time in seconds."""
 
     peer_id: str
     until: float
@@ -61,7 +62,7 @@ class BanView:
 
 @dataclass(frozen=True)
 class UserView:
-    """``share``: of all samples that are known to have been given, from 0 to 1."""
+    """The view of a user. ``share``: the share of all samples that are known to have been given, from 0 to 1."""
 
     name: str
     samples: int
@@ -70,12 +71,12 @@ class UserView:
 
 @dataclass(frozen=True)
 class StagePeerView:
-    """A peer of a stage.
+    """The view of a peer of a stage.
 
     Attributes:
-        micro_batches: of the present batch, that it has added up.
-        holds: it holds the average of its stage, and waits for other stages.
-        next_stage: where it has said that it will go.
+        micro_batches: the micro-batches of the present batch that the peer has added up.
+        holds: True if the peer holds the average of its stage, and waits for other stages.
+        next_stage: the stage to which the peer has said that it will move.
     """
 
     peer_id: str
@@ -89,11 +90,11 @@ class StagePeerView:
 
 @dataclass(frozen=True)
 class StageView:
-    """One stage of a run; for the rest, see its peers.
+    """The view of one stage of a run; for the rest, see its ``peers``.
 
     Attributes:
-        micro_batches: of the present batch, that its peers have added up together.
-        holds: its average is decided.
+        micro_batches: the micro-batches of the present batch that its peers have added up together.
+        holds: True if the average of the stage is decided.
     """
 
     stage: int
@@ -107,18 +108,18 @@ class StageView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment.
+    """The view of a run at one moment.
 
     Attributes:
-        step: global steps taken.
-        loss: of the last step, over the samples that peers have told it of; infinity: it is not finite; None: nobody
-            has told.
-        samples: of the batch that is being gathered, of ``target_batch_size``.
-        next_step_s: until the batch is expected to be complete; None: nobody computes.
-        bytes_sent, bytes_received: by all peers for the last step.
-        rollbacks: so often has it gone back to a checkpoint.
-        users: who have given most, as far as signed rounds have come.
-        stages: of a run in stages, whose samples are micro-batches; else none.
+        step: the number of global steps taken.
+        loss: the loss of the last step, over the samples for which peers have reported one; infinity: it is not
+            finite; None: no peer has reported it.
+        samples: the samples gathered for the present batch, which needs ``target_batch_size``.
+        next_step_s: the time until the batch is expected to be complete; None: nobody computes.
+        bytes_sent, bytes_received: the bytes of all peers for the last step.
+        rollbacks: how often the run has gone back to a checkpoint.
+        users: the users that have given most, as far as signed rounds have come.
+        stages: the stages of a run in stages, whose samples are micro-batches; empty for other runs.
     """
 
     run: str

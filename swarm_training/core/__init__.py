@@ -1,1 +1,1 @@
-"""The config, the record of a peer, the seam to the network, and the thread that all network traffic runs on."""
+"""The shared types of training: the configs, the record of a peer, moments, and the interfaces to the network."""

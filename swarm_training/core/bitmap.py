@@ -1,14 +1,14 @@
-"""Sets of small numbers as bytes: chunks that a member holds, micro-batches whose gradients a peer has added up."""
+"""Sets of small numbers as bytes, such as the chunks that a member holds or the micro-batches in a peer's sums."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-MAX_MICRO_BATCHES = 4096  # of a batch; 512 bytes of every record
+MAX_MICRO_BATCHES = 4096  # of a batch; they take 512 bytes of every record
 
 
 def to_bits(numbers: Collection[int], size: int) -> bytes:
-    """One bit for each of ``size`` numbers, the lowest of a byte first."""
+    """Return the set with one bit for each of ``size`` numbers, the lowest bit of a byte first."""
     data = bytearray(-(-size // 8))
     for number in numbers:
         data[number // 8] |= 1 << number % 8
@@ -16,7 +16,7 @@ def to_bits(numbers: Collection[int], size: int) -> bytes:
 
 
 def from_bits(data: bytes, size: int) -> frozenset[int]:
-    """Raises ValueError if there are more or fewer bytes than ``size`` bits take."""
+    """Return the numbers in the set. Raise ValueError if the length is not that of ``size`` bits."""
     if len(data) != -(-size // 8):
         raise ValueError(f"a set of {size} numbers takes {-(-size // 8)} bytes, and not {len(data)}")
     return frozenset(number for number in range(size) if data[number // 8] >> number % 8 & 1)
@@ -27,12 +27,12 @@ def contains(bits: bytes, number: int) -> bool:
 
 
 def size_of(bits: bytes) -> int:
-    """How many numbers are in the set."""
+    """Return how many numbers are in the set."""
     return _whole(bits).bit_count()
 
 
 def are_disjoint(sets: Iterable[bytes]) -> bool:
-    """Whether no number is in two of the sets."""
+    """Return whether no number is in two of the sets."""
     seen = 0
     for bits in map(_whole, sets):
         if seen & bits:
@@ -42,13 +42,13 @@ def are_disjoint(sets: Iterable[bytes]) -> bool:
 
 
 def is_partition(sets: Iterable[bytes], size: int) -> bool:
-    """Whether each of the numbers 0 to ``size`` - 1 is in exactly one of the sets."""
+    """Return whether each of the numbers 0 to ``size`` - 1 is in exactly one of the sets."""
     sets = list(sets)
     return are_disjoint(sets) and sum(map(_whole, sets)) == (1 << size) - 1
 
 
 def fits(bits: bytes, size: int) -> bool:
-    """Whether it is a set of numbers below ``size``, and as long as one is."""
+    """Return whether the bytes are a set of numbers below ``size``, with the length of such a set."""
     return len(bits) == -(-size // 8) and _whole(bits) >> size == 0
 
 

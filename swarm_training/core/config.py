@@ -7,22 +7,22 @@ from math import inf
 from pathlib import Path
 
 WIRE_VERSION = 1
-MAX_MEMBERS = 128  # of a group; its leader tells each of all, 16 MB at once, while they wait for ``silence_s``
+MAX_MEMBERS = 128  # of a group: the leader describes all to each, 16 MB at once, while they wait ``silence_s``
 AGGREGATIONS = ("mean", "centered_clip")
 COUNTINGS = ("samples", "exact")
-CHUNK_ELEMENTS = 1 << 18  # of a vector, in one message: 1 MiB in fp32
-MAX_WINDOW = 4096  # losses; a joiner is given all of them in one message
+CHUNK_ELEMENTS = 1 << 18  # elements of a vector in one message: 1 MiB in fp32
+MAX_WINDOW = 4096  # losses; a joiner receives all of them in one message
 
 
 @dataclass(frozen=True)
 class RollbackPolicy:
-    """When the losses of a run say that it has diverged. Raises ValueError if a field is out of its range.
+    """The rule by which a run's losses show that it has diverged. A field out of its range raises ValueError.
 
     Attributes:
-        margin: a loss is too high above the running median plus this.
-        patience: so many steps in a row of it cause a rollback; a loss that is not finite does at once.
-        window: losses of which the median is taken; those that are too high are not among them.
-        warmup: before so many losses were seen, none is too high.
+        margin: the most by which a loss may exceed the running median before it is too high.
+        patience: the steps in a row with too high a loss that cause a rollback; a loss that is not finite does at once.
+        window: the number of losses in the median; losses that are too high are not among them.
+        warmup: the number of losses that must be seen before a loss can be too high.
     """
 
     margin: float = 1.0
@@ -42,61 +42,61 @@ class RollbackPolicy:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How a peer takes part. ``codec``, ``aggregation``, ``counting``, ``chunk_elements``, ``checkpoint_every`` and
-    ``rollback`` must be the same for all peers of a run.
+    """The settings of one peer of a run. ``codec``, ``aggregation``, ``counting``, ``chunk_elements``,
+    ``checkpoint_every`` and ``rollback`` must be the same for all peers of a run.
 
-    A step needs a quorum of those who took the last one together. Who leaves, or whose process ends, does not count; of
-    who is merely silent nobody can say whether it has ended or the network is cut in two. With a finite
-    ``presume_gone_s`` a run goes on without those after that time, and both parts of a network that is cut for longer
-    do: the smaller one loses its steps when they meet again.
+    A step needs a quorum of the peers that took the last step together. A peer that leaves, or whose process ends, does
+    not count. If a peer is merely silent, no other peer can tell whether it has ended or the network is divided. With a
+    finite ``presume_gone_s`` a run goes on without silent peers after that time. Both parts of a network that stays
+    divided for longer then go on, and the smaller part loses its steps when they meet again.
 
     With ``delay`` gradients are averaged while the next batch is computed. Let P[t] be the parameters with the first t
-    averages applied. ``TrainingRun.step`` starts the averaging of batch t and returns; the average is applied at the
-    first later call of ``step`` that finds it there, never while the caller computes. Gradients of calls in between are
-    taken at P[t] and belong to batch t + 1. Where they are all of it, updates are delayed by one step (the delayed
-    parameter update of ZeRO-Offload: Ren et al., 2021): P[t+1] = P[t] - lr * g(P[t-1]) for SGD. No gradient is older
-    than that: batch t + 1 is averaged after average t is applied, and a peer that has as many samples of it as it gave
-    to batch t waits for average t. Peers stay equal bit for bit; each may choose ``delay`` for itself.
+    averages applied. ``TrainingRun.step`` starts the averaging of batch t and returns. The average is applied at the
+    first later call of ``step`` that finds it finished, never while the caller computes. Gradients of calls in between
+    are taken at P[t] and belong to batch t + 1. If batch t + 1 has no others, updates are delayed by one step (the
+    delayed parameter update of ZeRO-Offload: Ren et al., 2021): P[t+1] = P[t] - lr * g(P[t-1]) for SGD. No gradient is
+    older: batch t + 1 is averaged after average t is applied. A peer waits for average t once it has as many samples of
+    batch t + 1 as it gave to batch t. Peers stay bit-identical; each may choose ``delay`` for itself.
 
-    With ``counting`` "exact" the batch is made of named micro-batches, ``target_batch_size`` of them, and peers report
-    which of them are in their sums of gradients. Only peers whose sets are disjoint and complete average: the sum of
-    all sums, divided by the number of micro-batches. If one of them fails before all have the result, there is none.
+    With ``counting`` "exact" the batch consists of ``target_batch_size`` named micro-batches, and peers report which of
+    these are in their sums of gradients. Peers average only if their sets are disjoint and complete: the sum of all
+    sums, divided by the number of micro-batches. If a peer fails before all have the result, there is no average.
 
-    With ``checkpoint_every``, peers keep the states of the last steps that are multiples of it, and all go back to one
-    of them when the losses that they report say that the run has diverged (``rollback``), or when a moderator orders
-    it. It is decided as an average is: by a quorum. No batch is seen again afterwards.
+    With ``checkpoint_every``, peers keep the states of the last steps that are multiples of that number. All peers go
+    back to one of these checkpoints when the reported losses show that the run has diverged (``rollback``), or when a
+    moderator orders it. A quorum decides this, as it decides an average. No batch is seen again afterwards.
 
     Raises:
         ValueError: a setting is out of its range.
     """
 
-    host: str | None = None  # to listen on; None: the address that leads to the initial peers, loopback without any
-    port: int = 0  # of the service; 0: any that is free
+    host: str | None = None  # to listen on; None: the address on the route to the initial peers, or loopback
+    port: int = 0  # of the service; 0: any free port
     dht_port: int = 0
-    announce_host: str | None = None  # under which others reach this peer, where it is not ``host``
+    announce_host: str | None = None  # by which others reach this peer, if it is not ``host``
     client_mode: bool = False  # behind NAT: nobody can call this peer, so it calls others
-    share: float = 1.0  # of the work of adding up, relative to others: in proportion to bandwidth; 0: none
+    share: float = 1.0  # of the adding up, relative to other peers: in proportion to bandwidth; 0: none
     codec: str = "fp32"
-    aggregation: str = "mean"  # or "centered_clip", which a minority of gradients that are far off moves little
-    counting: str = "samples"  # of a batch; or "exact", see above
+    aggregation: str = "mean"  # or "centered_clip", which a minority of outlier gradients moves only a little
+    counting: str = "samples"  # what a batch counts; or "exact", see above
     delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
     gossip_s: float = 0.25  # between two exchanges of progress
     heartbeat_s: float = 1.0
-    silence_s: float = 4.0  # after which a peer is no longer waited for
-    presume_gone_s: float = inf  # after which a peer that is silent no longer counts for a quorum; see below
-    straggler_s: float = 5.0  # the least deadline of a round; usually twice as long as a round takes
-    max_meeting_s: float = 60.0  # that the others wait for one that is alive and does not come
-    checkpoint_every: int = 0  # steps; 0: there are none, and no rollbacks
-    checkpoints_kept: int = 2  # the last so many
-    checkpoint_directory: Path | None = None  # for those that this process keeps; None: in memory
+    silence_s: float = 4.0  # after which a silent peer is no longer waited for
+    presume_gone_s: float = inf  # after which a silent peer no longer counts for a quorum; see above
+    straggler_s: float = 5.0  # the least deadline of a round; usually it is twice a round's duration
+    max_meeting_s: float = 60.0  # the longest wait for a living peer that does not come
+    checkpoint_every: int = 0  # steps; 0: no checkpoints, and no rollbacks
+    checkpoints_kept: int = 2  # the number of newest checkpoints to keep
+    checkpoint_directory: Path | None = None  # for this process's checkpoints; None: in memory
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
-    ledger: str | None = None  # a file that keeps who has contributed how much; None: what other peers know is enough
+    ledger: str | None = None  # a file for all contributions; None: the knowledge of other peers is enough
 
     @property
     def common(self) -> dict[str, str]:
-        """What must be the same for all peers, as text."""
+        """Return the settings that must be the same for all peers, as text."""
         settings: dict[str, object] = {
             "codec": self.codec,
             "aggregation": self.aggregation,
@@ -141,6 +141,6 @@ class TrainingConfig:
 
 
 def checkpoints_needed(every: int, policy: RollbackPolicy) -> int:
-    """So many of the last checkpoints, one every so many steps, reach back to before a row of losses that are too
-    high."""
+    """Return how many of the newest checkpoints, one per ``every`` steps, reach back to before the losses that were
+    too high."""
     return 1 + -(-policy.patience // every)

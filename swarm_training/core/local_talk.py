@@ -1,4 +1,4 @@
-"""A stream between two parties of one process: a leader's to itself."""
+"""A stream inside one process, between a leader and itself as a member."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ In = TypeVar("In")
 
 
 class LocalTalk(Generic[Out, In]):
-    """One side; see ``talk_pair``."""
+    """One side of a stream; see ``talk_pair``."""
 
     def __init__(self, outbox: asyncio.Queue[Out | None], inbox: asyncio.Queue[In | None]) -> None:
         self._outbox = outbox
@@ -39,7 +39,7 @@ class LocalTalk(Generic[Out, In]):
         self._outbox.put_nowait(None)
 
     def break_off(self) -> None:
-        """Both sides find the stream broken."""
+        """Break the stream for both sides."""
         assert self.other is not None
         self.is_broken = self.other.is_broken = True
         self._outbox.put_nowait(None)
@@ -47,7 +47,7 @@ class LocalTalk(Generic[Out, In]):
 
 
 def talk_pair(out: type[Out], into: type[In]) -> tuple[LocalTalk[Out, In], LocalTalk[In, Out]]:
-    """Both sides: the first sends messages of the first type."""
+    """Return both sides of a new stream; the first side sends messages of the first type."""
     there: asyncio.Queue[Out | None] = asyncio.Queue()
     back: asyncio.Queue[In | None] = asyncio.Queue()
     first, second = LocalTalk[Out, In](there, back), LocalTalk[In, Out](back, there)

@@ -1,4 +1,4 @@
-"""When in a run: how often it has gone back to a checkpoint, and how many global steps it has taken."""
+"""The moment of a run: how often it has gone back to a checkpoint, and how many global steps it has taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """Moments are in order: the number of a step can come again after a rollback, a moment cannot."""
+    """A point in a run's history. Moments are ordered: after a rollback a step number can recur, a moment cannot."""
 
     rollbacks: int
     step: int

@@ -1,4 +1,4 @@
-"""The seam between peers and the network: what a peer asks of others, and what it answers."""
+"""The interface between peers and the network: a peer's calls to other peers, and its answers to them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Talk(Protocol[Out, In]):
     """One side of an open stream."""
 
     async def send(self, message: Out) -> None:
-        """Raises PeerUnavailable if the stream is broken."""
+        """Send a message. Raise PeerUnavailable if the stream is broken."""
 
     async def receive(self) -> In | None:
-        """The next message, None if there will be no more; raises PeerUnavailable if the stream is broken."""
+        """Return the next message; None if there will be no more. Raise PeerUnavailable if the stream is broken."""
 
     async def finish(self) -> None:
-        """Says that nothing more will be sent."""
+        """Announce that no more messages will be sent."""
 
 
 MeetTalk = Talk[pb.MeetRequest, pb.MeetReply]
@@ -31,7 +31,7 @@ ReduceTalk = Talk[pb.ReduceRequest, pb.Chunk]
 
 
 class Network(Protocol):
-    """Calls of peers that are named by their records. All raise PeerUnavailable if the peer cannot be reached."""
+    """The calls to peers, which are named by records. All raise PeerUnavailable if the peer cannot be reached."""
 
     async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
 
@@ -46,11 +46,11 @@ class Network(Protocol):
     async def rounds(self, peer: Progress, request: pb.RoundsRequest) -> pb.RoundsReply: ...
 
     async def is_gone(self, peer: Progress) -> bool:
-        """Whether the peer's process has evidently ended: its host is there and refuses connections."""
+        """Return whether the peer's process has evidently ended: its host answers, but refuses connections."""
 
 
 class Handlers(Protocol):
-    """What a peer answers; ``peer_id`` is that of the caller, whom the network has authenticated."""
+    """The answers of a peer; ``peer_id`` is the id of the caller, which the network has authenticated."""
 
     async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
 

@@ -1,4 +1,4 @@
-"""What a peer says of its own progress."""
+"""The record in which a peer reports its progress."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from swarm_training.pb import training_pb2 as pb
 
 TRAINING, MEETING, LEFT, JOINING = pb.TRAINING, pb.MEETING, pb.LEFT, pb.JOINING
 PRESENT = frozenset({TRAINING, MEETING})
-MAX_EXCLUDED = 16  # peers that a record names: it has to stay small
+MAX_EXCLUDED = 16  # excluded peers in a record, which has to stay small
 _MAX_TEXT, _MAX_PEER_ID = 512, 64
 _MAX_COUNT = 1 << 62
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a peer has for others, a checkpoint for instance: of which step, and its digest."""
+    """The step and the digest of data that a peer holds for others, such as a checkpoint."""
 
     step: int
     state_digest: bytes
@@ -29,7 +29,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Progress:
-    """The fields are described in ``protos/training.proto``."""
+    """A peer's report of its progress; ``protos/training.proto`` describes the fields."""
 
     run: str
     peer_id: str
@@ -64,7 +64,7 @@ class Progress:
 
     @property
     def counts_exactly(self) -> bool:
-        """Whether its batch is made of named micro-batches, each of which counts once."""
+        """Return whether the batch consists of named micro-batches, each of which counts once."""
         return bool(self.micro_batches)
 
     @property
@@ -84,7 +84,7 @@ class Progress:
 
     @classmethod
     def from_proto(cls, message: pb.Progress) -> Progress:
-        """Raises ValueError if a field is out of range: records come from strangers."""
+        """Return the record. Raise ValueError if a field is out of range, since records come from strangers."""
         if message.wire_version != WIRE_VERSION:
             raise ValueError(f"the peer speaks version {message.wire_version} of training, and not {WIRE_VERSION}")
         kept: dict[str, Any] = {name: _kept(getattr(message, name)) for name in _CHECKPOINTS if message.HasField(name)}

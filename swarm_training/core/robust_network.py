@@ -1,4 +1,4 @@
-"""The seam between peers of a robust run and the network."""
+"""The interface between peers of a robust run and the network."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from swarm_training.pb import training_robust_pb2 as pb
 
 
 class RobustNetwork(Protocol):
-    """Calls of peers. All raise PeerUnavailable if the peer cannot be reached, or is not known."""
+    """The calls to other peers. All raise PeerUnavailable if the peer cannot be reached, or is not known."""
 
     async def tell(self, peer_id: str, request: pb.TellRequest) -> None: ...
 
     async def fetch(self, peer_id: str, digest: bytes, max_bytes: int) -> bytes:
-        """Raises RequestRejected if the peer does not give it, or has sent more than that."""
+        """Return the data with this digest. Raise RequestRejected if the peer refuses, or sends too many bytes."""
 
     async def standings(self, peer_id: str) -> bytes:
-        """A ``Standings``. Raises as ``fetch`` does."""
+        """Return an encoded ``Standings``. Raise the errors of ``fetch``."""
 
 
 class RobustHandlers(Protocol):
-    """What a peer answers; ``peer_id`` is that of the caller, whom the network has authenticated."""
+    """The answers of a peer; ``peer_id`` is the id of the caller, which the network has authenticated."""
 
     async def tell(self, peer_id: str, request: pb.TellRequest) -> None: ...
 

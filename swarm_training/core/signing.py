@@ -1,4 +1,4 @@
-"""Records of progress as they travel: signed by the peer that they speak of."""
+"""The wire form of progress records, which are signed by the peer that they describe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 
 MAX_RECORD_BYTES = 4096
-_PREFIX = b"swarm.training.v1.Progress:"  # no other signature of the key is taken for one of these
+_PREFIX = b"swarm.training.v1.Progress:"  # domain separation: the key's other signatures are not valid here
 
 
 def sign(record: Progress, identity: Identity) -> pb.SignedProgress:
@@ -24,7 +24,7 @@ def sign(record: Progress, identity: Identity) -> pb.SignedProgress:
 
 
 def read_signed(signed: pb.SignedProgress) -> Progress:
-    """Raises ValueError if it is no record, is not signed by its peer, or a field is out of range."""
+    """Return the record. Raise ValueError if it is malformed, not signed by its peer, or has a field out of range."""
     if signed.ByteSize() > MAX_RECORD_BYTES:
         raise ValueError(f"a record of progress has {signed.ByteSize()} bytes: expected {MAX_RECORD_BYTES} at most")
     try:
@@ -38,7 +38,7 @@ def read_signed(signed: pb.SignedProgress) -> Progress:
 
 @lru_cache(maxsize=4096)
 def _signer_of(data: bytes, public_key: bytes, signature: bytes) -> str:
-    """Raises ValueError if it is not signed by this key, or that is no peer's."""
+    """Return the signer's peer id. Raise ValueError if the signature is wrong, or the key is not a peer's."""
     peer_id = peer_id_of(public_key)
     if not RSAPublicKey.from_bytes(public_key).verify(_PREFIX + data, signature):
         raise ValueError("a record of progress has a wrong signature")

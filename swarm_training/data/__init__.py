@@ -1,1 +1,1 @@
-"""Batches as functions of (run, step, index), so that anybody can recompute them; streams that can be resumed."""
+"""Batches as functions of (run, step, index), so that any peer can recompute them, and streams that can resume."""

@@ -1,4 +1,4 @@
-"""Tokens in blocks of one length: how texts are packed into them, and a table of them on disk."""
+"""Blocks of tokens of one length: how texts are packed into blocks, and a table of blocks on disk."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DTYPE = np.dtype("<i4")
 
 
 class TokenBlocks:
-    """A table of blocks, ``[num_blocks, block_length]``, of which single rows are read."""
+    """A table of blocks, ``[num_blocks, block_length]``, from which single rows are read."""
 
     def __init__(self, tokens: NDArray[np.int32], block_length: int) -> None:
-        """``tokens``: [n], of which those that fill no block are left out."""
+        """Cut ``tokens``, [n], into blocks; tokens at the end that fill no block are left out."""
         if block_length < 2:
             raise ValueError(f"block_length is {block_length}: expected at least 2 tokens")
         num_blocks = len(tokens) // block_length
@@ -37,12 +37,12 @@ class TokenBlocks:
         return len(self._table)
 
     def rows(self, samples: NDArray[np.int64]) -> torch.Tensor:
-        """``[len(samples), block_length]``, int64."""
+        """Return the blocks of these samples, ``[len(samples), block_length]``, int64."""
         return torch.from_numpy(self._table[samples].astype(np.int64))
 
     @classmethod
     def pack(cls, texts: Iterable[str], tokenize: Tokenize, end: int | None, block_length: int) -> TokenBlocks:
-        """Texts one after the other in memory, each followed by the token ``end`` if there is one."""
+        """Pack texts one after the other in memory, each followed by the token ``end`` if there is one."""
         parts = [np.asarray(ids, _DTYPE) for ids in _with_end(texts, tokenize, end)]
         return cls(np.concatenate(parts) if parts else np.empty(0, _DTYPE), block_length)
 
@@ -50,7 +50,7 @@ class TokenBlocks:
     def pack_to_disk(
         cls, directory: Path, texts: Iterable[str], tokenize: Tokenize, end: int | None, block_length: int
     ) -> TokenBlocks:
-        """As ``pack``, for data larger than memory; a directory that has them already is read and not written again."""
+        """Pack texts as ``pack`` does, for data larger than memory. Tokens that are already on disk are only read."""
         if not (directory / _FACTS).exists():
             directory.mkdir(parents=True, exist_ok=True)
             with written_atomically(directory / _TOKENS) as partial, partial.open("wb") as file:
@@ -58,7 +58,7 @@ class TokenBlocks:
                     np.asarray(ids, _DTYPE).tofile(file)
             facts = json.dumps({"num_tokens": (directory / _TOKENS).stat().st_size // _DTYPE.itemsize})
             with written_atomically(directory / _FACTS) as partial:
-                partial.write_text(facts)  # written last: what has it is complete
+                partial.write_text(facts)  # written last: a directory with it is complete
         num_tokens = read_object(directory / _FACTS).get("num_tokens")
         path = directory / _TOKENS
         if not path.is_file() or path.stat().st_size != (num_tokens or 0) * _DTYPE.itemsize:
@@ -73,7 +73,7 @@ def _with_end(texts: Iterable[str], tokenize: Tokenize, end: int | None) -> Iter
 
 
 class BlockBatches:
-    """Endless batches of a peer's part of a table; resumable, its state is that of the cursor."""
+    """An endless, resumable series of batches of a peer's part of a table; its state is the cursor's state."""
 
     def __init__(self, blocks: TokenBlocks, cursor: PartCursor, batch_size: int) -> None:
         assert len(blocks) == cursor.order.num_samples
@@ -82,7 +82,7 @@ class BlockBatches:
         self.batch_size = batch_size
 
     def next_batch(self) -> torch.Tensor:
-        """``[batch_size, block_length]``."""
+        """Return the next batch, ``[batch_size, block_length]``, int64."""
         return self._blocks.rows(self._cursor.take(self.batch_size))
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Prefetches batches in a thread, so that reading and tokenising overlap with computing."""
+"""A prefetcher of batches in a thread, so that reading and tokenising overlap with computing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Batches(Protocol):
-    """An endless row of batches; the state is that after the last batch."""
+    """An endless series of batches; its state is the state after the last batch."""
 
     def next_batch(self) -> torch.Tensor: ...
 
@@ -21,7 +21,7 @@ class Batches(Protocol):
 
 
 class Prefetcher:
-    """Gives the batches of another, of which up to ``depth`` are ready. To be closed, or used with ``with``."""
+    """A series of batches that keeps up to ``depth`` batches of another series ready. Close it, or use ``with``."""
 
     def __init__(self, batches: Batches, depth: int = 2) -> None:
         self._batches = batches
@@ -35,7 +35,7 @@ class Prefetcher:
         self._thread.start()
 
     def next_batch(self) -> torch.Tensor:
-        """Raises what reading the data has raised, after the batches before that."""
+        """Return the next batch. Raise the error that reading the data has raised, after the batches before it."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error is not None or self._closed)
             if self._ready and not self._closed:
@@ -45,11 +45,11 @@ class Prefetcher:
         raise self._error or ValueError("the loader is closed: expected no call after close")
 
     def state_dict(self) -> dict[str, Any]:
-        """After the last batch that was given, whatever was read ahead."""
+        """Return the state after the last batch that ``next_batch`` returned, whatever was read ahead."""
         return self._state
 
     def close(self) -> None:
-        """Returns when the thread has ended, after the batch that it is at; may be called again."""
+        """Wait until the thread has ended, after its current batch. This may be called again."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,13 +71,13 @@ class Prefetcher:
                 with self._changed:
                     self._ready.append((batch, state))
                     self._changed.notify_all()
-        except BaseException as error:  # handed to who asks for the next batch
+        except BaseException as error:  # raised again by ``next_batch``
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Waits until there is; False once the loader is closed."""
+        """Wait until fewer than ``depth`` batches are ready. Return False once the loader is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
             return not self._closed

@@ -1,4 +1,4 @@
-"""From what a user names to batches: a file, a directory, a data set on disk or on the hub."""
+"""The way from data that a user names to batches: a file, a directory, a data set on disk or on the hub."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads the data.
+    """The peer that reads the data.
 
     Attributes:
-        part: of the data that this peer takes, where peers have shared them out; None: all of them, in its own order.
+        part: the part of the data that this peer takes, if peers divide them; None: all data, in an order of its own.
     """
 
     run: str
@@ -31,12 +31,12 @@ class Reader:
 
     @property
     def seed(self) -> str:
-        """The same for all peers if they have parts."""
+        """Return the seed of the data's order, which is the same for all peers if they have parts."""
         return derived_seed(self.run) if self.part is not None else derived_seed(self.run, self.peer_id)
 
 
 def open_source(data: DataSettings, reader: Reader) -> TextSource:
-    """Raises ValueError if there is no such data."""
+    """Return the source of the texts. Raise ValueError if there are no such data."""
     part = reader.part or EVERYTHING
     path = Path(data.source).expanduser()
     if files := local_texts(path):
@@ -47,10 +47,10 @@ def open_source(data: DataSettings, reader: Reader) -> TextSource:
 def open_batches(
     data: DataSettings, reader: Reader, tokenize: Tokenize, end: int | None, batch_size: int, cache: Path
 ) -> BlockBatches | StreamBatches:
-    """``cache``: a directory for the tokens of this data by this tokenizer, used unless the data are streamed.
+    """Return the reader's batches. ``cache``: a directory for the tokens of these data, unused if they are streamed.
 
     Raises:
-        ValueError: there is no such data.
+        ValueError: there are no such data.
     """
     if data.streaming:
         settings = StreamSettings(tokenize, end, data.block_length, data.buffer_size, batch_size, reader.seed)
@@ -60,13 +60,13 @@ def open_batches(
 
 
 def open_blocks(data: DataSettings, run: str, tokenize: Tokenize, end: int | None, cache: Path) -> TokenBlocks:
-    """All of the data, in an order that all peers of the run agree on. Raises ValueError if there is no such data."""
+    """Return all data, in an order that is the same for all peers of the run. Raise ValueError if there are none."""
     texts = _one_epoch(open_source(data, Reader(run, "", EVERYTHING)))
     return TokenBlocks.pack_to_disk(cache, texts, tokenize, end, data.block_length)
 
 
 def _one_epoch(source: TextSource) -> Iterator[str]:
-    """The first, whose order all peers agree on."""
+    """Return the texts of the first epoch, whose order is the same for all peers."""
     return source.texts()
 
 
@@ -82,7 +82,7 @@ def _dataset(data: DataSettings, path: Path) -> IterableDataset:
         return datasets.load_dataset(data.source, data.config or None, split=data.split, streaming=True)
     except KeyError:
         raise ValueError(f"{path} has no split {data.split!r}: expected one of {', '.join(found)}") from None
-    except (OSError, ValueError) as error:  # of the hub and of arguments
+    except (OSError, ValueError) as error:  # from the hub, or about arguments
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{data.source} is no file or directory, and no data set on the hub that can be read: {reason}"

@@ -1,4 +1,4 @@
-"""Which samples stand where: functions of the run's name and of numbers that everybody knows."""
+"""The order of samples: functions of the run's name and of numbers that every peer knows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from swarm_training.data.permutation import Indices, Permutation
 
 @dataclass(frozen=True)
 class Order:
-    """An endless row of samples: positions 0..num_samples−1 are the first epoch, in an order of its own, and so on.
+    """An endless series of samples: positions 0..num_samples−1 are the first epoch, and each epoch has its own order.
 
     Attributes:
-        seed: what the orders follow from, such as the run's name; who has another seed has other orders.
+        seed: the text from which the orders follow, such as the run's name; other seeds give other orders.
     """
 
     seed: str
@@ -27,7 +27,7 @@ class Order:
             raise ValueError("the data set has no samples: expected at least one")
 
     def samples(self, positions: Indices) -> Indices:
-        """The samples at these positions, each ≥ 0; [n] → [n]."""
+        """Return the samples at these positions, each ≥ 0; [n] → [n]."""
         epochs, places = np.divmod(positions, self.num_samples)
         found = np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -38,13 +38,13 @@ class Order:
 
 
 def derived_seed(*parts: str | int) -> str:
-    """Another seed for each sequence of parts, wherever one part ends and the next begins."""
+    """Return a different seed for each sequence of parts; the borders between the parts matter too."""
     message = b"".join(b"%d:" % len(part) + part for part in (str(part).encode() for part in parts))
     return hashlib.sha256(message).hexdigest()
 
 
 def batch_of_step(order: Order, step: int, batch_size: int, first: int, count: int) -> Indices:
-    """Samples ``first``..``first + count − 1`` of the batch of a step, which all peers share out among them.
+    """Return samples ``first``..``first + count − 1`` of a step's batch, which peers divide among themselves.
 
     Batches of successive steps follow one another in the order: no sample comes twice in an epoch.
     """
@@ -55,9 +55,9 @@ def batch_of_step(order: Order, step: int, batch_size: int, first: int, count: i
 
 
 def samples_of_peer(run: str, step: int, peer_id: str, first: int, count: int, num_samples: int) -> Indices:
-    """Samples ``first``..``first + count − 1`` that a peer computes for a step; none comes twice until all have.
+    """Return samples ``first``..``first + count − 1`` of a peer's step; none comes twice until all have come.
 
-    Peers do not know of each other here, so that two may draw the same sample.
+    Peers do not coordinate here, so two peers may draw the same sample.
     """
     order = Order(derived_seed(run, "step", step, peer_id), num_samples)
     return order.samples(np.arange(first, first + count))
@@ -65,9 +65,9 @@ def samples_of_peer(run: str, step: int, peer_id: str, first: int, count: int, n
 
 @dataclass(frozen=True)
 class Part:
-    """What one of ``count`` peers takes of an order: positions ``index``, ``index + count``, ….
+    """The part of an order that one of ``count`` peers takes: positions ``index``, ``index + count``, ….
 
-    Together the parts take every position once. ``EVERYTHING`` is the one part of one.
+    Together the parts take every position once. ``EVERYTHING`` is the whole order as its only part.
     """
 
     index: int
@@ -78,7 +78,7 @@ class Part:
             raise ValueError(f"part {self.index} of {self.count}: expected a part of 0 to {self.count - 1}")
 
     def positions(self, start: int, count: int) -> Indices:
-        """Of the part's samples ``start``..``start + count − 1``."""
+        """Return the positions of the part's samples ``start``..``start + count − 1``, [count]."""
         return self.index + self.count * np.arange(start, start + count)
 
 
@@ -86,7 +86,7 @@ EVERYTHING = Part(0, 1)
 
 
 class PartCursor:
-    """How far a peer has come in its part; the state is one integer."""
+    """The progress of a peer in its part: the number of samples taken."""
 
     def __init__(self, order: Order, part: Part = EVERYTHING) -> None:
         self.order = order
@@ -102,7 +102,7 @@ class PartCursor:
         return {"taken": self.taken, "part": self.part.index, "parts": self.part.count}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Raises ValueError if it is that of another part."""
+        """Load a state. Raise ValueError if it belongs to another part."""
         if (state["part"], state["parts"]) != (self.part.index, self.part.count):
             raise ValueError(
                 f"the state is that of part {state['part']} of {state['parts']}: expected part {self.part.index} "

@@ -1,6 +1,6 @@
-"""A pseudorandom permutation of 0..size−1 of which any element is computed by itself, without a table.
+"""A pseudorandom permutation of 0..size−1 that computes any element by itself, without a table.
 
-A Feistel network permutes the numbers of 2k bits (Luby and Rackoff, 1988); what it sends outside 0..size−1 is sent on
+A Feistel network permutes the numbers of 2k bits (Luby and Rackoff, 1988). A result outside 0..size−1 is permuted again
 until it is inside ("cycle walking", Black and Rogaway, 2002, §3), fewer than 4 times on average.
 """
 
@@ -19,7 +19,7 @@ MAX_SIZE = 1 << 62
 
 @dataclass(frozen=True)
 class Permutation:
-    """Of ``size`` numbers, chosen by ``key``. Equal on all machines: there is nothing but arithmetic of integers."""
+    """A permutation of ``size`` numbers, chosen by ``key``. Integer arithmetic makes it equal on all machines."""
 
     size: int
     key: bytes
@@ -29,7 +29,7 @@ class Permutation:
             raise ValueError(f"a permutation of {self.size} numbers: expected 1 to {MAX_SIZE}")
 
     def at(self, positions: Indices) -> Indices:
-        """What stands at these positions, each of 0..size−1; [n] → [n]."""
+        """Return the elements at these positions, each in 0..size−1; [n] → [n]."""
         assert positions.size == 0 or (positions.min() >= 0 and positions.max() < self.size)
         half_bits = max(1, ((self.size - 1).bit_length() + 1) // 2)
         keys = _round_keys(self.key)
@@ -53,7 +53,7 @@ def _feistel(values: NDArray[np.uint64], half_bits: int, keys: NDArray[np.uint64
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014, Figure 16), modulo 2**64."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, 2014, Figure 16), modulo 2**64, elementwise."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

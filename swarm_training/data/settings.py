@@ -1,4 +1,4 @@
-"""What data a run has: a table of its run file."""
+"""The data of a run: a table of its run file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Raises ValueError at construction if a field is out of its range.
+    """The data settings of a run. The constructor raises ValueError if a field is out of its range.
 
     Attributes:
         source: a file or directory of .txt and .jsonl, a directory of ``datasets``, or a data set on the hub.
-        streaming: read while training; otherwise all of it is tokenised first.
-        config: of a data set on the hub that has several.
-        buffer_size: of streaming, in blocks.
+        streaming: whether data are read while training; otherwise all data are tokenised first.
+        config: the configuration of a data set on the hub that has several.
+        buffer_size: the size of the shuffling buffer when streaming, in blocks.
     """
 
     source: str

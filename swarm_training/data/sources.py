@@ -1,4 +1,4 @@
-"""Where texts come from: lines of files, or a streamed data set; one pass after another, resumable at every text."""
+"""The sources of texts: lines of files, or a streamed data set, in epochs that can be resumed at every text."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 SUFFIXES = (".txt", ".jsonl")
-State = dict[str, Any]  # of JSON
+State = dict[str, Any]  # values of JSON
 
 
 class TextSource(Protocol):
-    """Gives the texts of one epoch after another; the state says what comes next."""
+    """A source of the texts of one epoch after another; its state says which text comes next."""
 
     def texts(self) -> Iterator[str]:
-        """From the state on to the end of the epoch."""
+        """Yield the texts from the present state to the end of the epoch."""
 
     def next_epoch(self) -> None:
-        """Goes to the beginning of the next epoch."""
+        """Go to the beginning of the next epoch."""
 
     def state_dict(self) -> State:
-        """After the last text that was given: ``texts`` of a source in this state gives the next one."""
+        """Return the state after the last text: ``texts`` of a source in this state begins with the next text."""
 
     def load_state_dict(self, state: State) -> None: ...
 
@@ -38,7 +38,7 @@ class TextSource(Protocol):
 def local_texts(path: Path) -> list[Path]:
     """Return the files of text at this path; none if it is a data set, or nothing is there.
 
-    Raises ValueError if something else is there.
+    Raise ValueError if something else is there.
     """
     if path.is_file():
         if path.suffix not in SUFFIXES:
@@ -53,13 +53,13 @@ def local_texts(path: Path) -> list[Path]:
 
 
 class FileTexts:
-    """Lines that are not blank, of files in an order that changes with each epoch.
+    """A source of the lines of files, without blank ones; the order of the files changes with each epoch.
 
-    A line of .jsonl is an object with a string "text". Of the lines of a file, each part takes every ``count``-th.
+    A line of .jsonl is an object with a string "text". Each part takes every ``count``-th line of a file.
     """
 
     def __init__(self, files: Sequence[Path], seed: str, part: Part = EVERYTHING) -> None:
-        """Raises ValueError if there are no files."""
+        """Start at the first file. Raise ValueError if there are no files."""
         if not files:
             raise ValueError(f"there are no files of text: expected some {' or '.join(SUFFIXES)}")
         self._files = sorted(files)
@@ -68,7 +68,7 @@ class FileTexts:
         self._epoch = self._place = self._offset = self._line = 0  # offset: bytes of the file at this place
 
     def texts(self) -> Iterator[str]:
-        """Raises ValueError if a line cannot be read; it is named by its number."""
+        """Yield the texts. Raise ValueError with the number of the line if a line cannot be read."""
         while self._place < len(self._files):
             position = self._epoch * len(self._files) + self._place
             path = self._files[int(self._order.samples(np.array([position]))[0])]
@@ -94,10 +94,10 @@ class FileTexts:
 
 
 class StreamedTexts:
-    """A column of a ``datasets.IterableDataset``, shard by shard, in an order of shards that changes with each epoch.
+    """A source of texts in a column of a ``datasets.IterableDataset``; the order of shards changes with each epoch.
 
     With at least as many shards as parts, each part takes shards of its own; otherwise it takes every ``count``-th
-    example of all of them. Peers that do not know each other take everything, each with its own seed.
+    example of all shards. Peers that do not divide the data take everything, each with its own seed.
     """
 
     def __init__(self, dataset: IterableDataset, seed: str, part: Part = EVERYTHING, column: str = "text") -> None:
@@ -107,11 +107,11 @@ class StreamedTexts:
         self._order = Order(seed, self._num_shards)
         by_shards = self._num_shards >= part.count
         self._shards, self._examples = (part, EVERYTHING) if by_shards else (EVERYTHING, part)
-        self._epoch = self._place = self._example = 0  # of the shard at this place, so many were read
-        self._in_shard: State | None = None  # of the shard's reader; None: at its beginning
+        self._epoch = self._place = self._example = 0  # example: number read of the shard at this place
+        self._in_shard: State | None = None  # state of the shard's reader; None: at its beginning
 
     def texts(self) -> Iterator[str]:
-        """Raises ValueError if there is no such column of strings."""
+        """Yield the texts. Raise ValueError if there is no such column of strings."""
         while (place := self._shards.index + self._place * self._shards.count) < self._num_shards:
             index = int(self._order.samples(np.array([self._epoch * self._num_shards + place]))[0])
             shard = self._dataset.shard(num_shards=self._num_shards, index=index)

@@ -1,4 +1,4 @@
-"""A stream of blocks through a shuffling buffer, which is resumed exactly, in the middle of the buffer too."""
+"""A stream of blocks through a shuffling buffer, which can resume exactly, even in the middle of the buffer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CHANGED = "the data are not those of the saved state: expected the same files, 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How texts become batches.
+    """The settings by which texts become batches.
 
     Attributes:
-        end: a token after each text; None: none.
-        buffer_size: blocks that are read, then given in another order; then the next so many are read.
-        seed: of these orders.
+        end: the token that follows each text; None: no token.
+        buffer_size: the number of blocks that are read, and then returned in another order, at a time.
+        seed: the seed of these orders.
     """
 
     tokenize: Tokenize
@@ -36,32 +36,32 @@ class StreamSettings:
 
 @dataclass
 class _Document:
-    before: State  # of the source: this text comes next
+    before: State  # state of the source in which this text comes next
     ids: list[int]
-    used: int  # of ids, that are in blocks
+    used: int  # ids that are already in blocks
 
 
 class StreamBatches:
-    """Endless batches from a source of texts. At the end of each epoch, tokens that fill no block are left out.
+    """An endless series of batches of texts. At the end of each epoch, tokens that fill no block are left out.
 
-    The state has no tokens in it: it says where the buffer's first token stands in the source, and how many blocks
-    were taken from the buffer, which is read again on resuming.
+    The state contains no tokens. It says where the buffer's first token stands in the source, and how many blocks were
+    taken from the buffer, which is read again on resuming.
     """
 
     def __init__(self, source: TextSource, settings: StreamSettings) -> None:
         self._source = source
         self._settings = settings
         self._texts = source.texts()
-        self._documents: deque[_Document] = deque()  # those with tokens that are in no block yet
+        self._documents: deque[_Document] = deque()  # texts with tokens that are in no block yet
         self._buffer: list[list[int]] = []  # in the order of the source
         self._order: list[int] = []
-        self._number = -1  # of the buffer
+        self._number = -1  # number of the buffer
         self._taken = 0
-        self._start: tuple[State, int] = source.state_dict(), 0  # of the buffer: its first text, and tokens used of it
-        self._used_before = 0  # of the text that is read next
+        self._start: tuple[State, int] = source.state_dict(), 0  # the buffer's first text, and tokens used of it
+        self._used_before = 0  # tokens used of the text that is read next
 
     def next_batch(self) -> torch.Tensor:
-        """``[batch_size, block_length]``. Raises ValueError if a whole epoch has no block in it."""
+        """Return the next batch, ``[batch_size, block_length]``, int64. Raise ValueError if an epoch has no block."""
         return torch.tensor([self._next_block() for _ in range(self._settings.batch_size)])
 
     def _next_block(self) -> list[int]:
@@ -80,7 +80,7 @@ class StreamBatches:
         self._order = Permutation(len(self._buffer), key).at(np.arange(len(self._buffer))).tolist()
 
     def _begin_epoch(self) -> bool:
-        """Whether it has a block."""
+        """Begin the next epoch, and return whether it has a block."""
         self._documents.clear()
         self._source.next_epoch()
         self._texts = self._source.texts()
@@ -121,7 +121,7 @@ class StreamBatches:
         return {"source": source, "used": used, "buffer": self._number, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
-        """Reads the buffer again, as far as one was read. Raises ValueError if the data are not the same any more."""
+        """Load a state, and read its buffer again, if it had one. Raise ValueError if the data have changed."""
         self._source.load_state_dict(state["source"])
         self._texts = self._source.texts()
         self._documents.clear()

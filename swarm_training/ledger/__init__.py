@@ -1,1 +1,1 @@
-"""What peers sign for others to check: who has contributed how much, and what moderators order."""
+"""The statements that peers sign for other peers to check: contributions to a run, and orders of moderators."""

@@ -1,4 +1,4 @@
-"""Rounds in a file, to which lines are added: one that was torn, or damaged, is left out, and the others count.
+"""The rounds in a file to which lines are appended. Torn or damaged lines are left out, and all other lines count.
 
 A line is a checksum and a round in base64, so that files can be joined by ``cat``.
 """
@@ -22,10 +22,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Archive:
-    """The file of one peer, or of several that run on one machine: each line is written at once."""
+    """The file of one peer, or of several peers on one machine: each line is written in one piece."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError if it is no such file, or cannot be written."""
+        """Open the file, or create it. Raises ValueError if it is no ledger, or cannot be written."""
         self.path = path
         self._has_failed = False
         try:
@@ -38,9 +38,9 @@ class Archive:
         _require_ledger(path)
 
     def append(self, data: bytes) -> None:
-        """Goes on without the file if it cannot be written, and says so once."""
+        """Append a round. If the file cannot be written, log that once and go on without the file."""
         try:
-            with self.path.open("ab") as file:  # the line before may have been torn
+            with self.path.open("ab") as file:  # a new line, because the one before may have been torn
                 file.write(b"\n" + _line_of(data) + b"\n")
         except OSError as error:
             if not self._has_failed:
@@ -49,7 +49,7 @@ class Archive:
 
 
 def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | None) -> Ledger:
-    """What this machine has written; signatures are not checked again. What does not fit is left out."""
+    """Return the ledger that this machine has written. Signatures are not checked; invalid rounds are left out."""
     ledger, num_wrong = Ledger(run, limits, organiser), 0
     for data in read_rounds(path, run):
         try:
@@ -63,9 +63,9 @@ def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | N
 
 
 def read_rounds(path: Path, run: str) -> Iterator[bytes]:
-    """Those of this run, oldest steps first, which nobody has checked; says how many lines are damaged, or of another.
+    """Yield the unchecked rounds of this run, oldest steps first. Log how many lines are damaged, or of another run.
 
-    Raises ValueError if it is no such file.
+    Raises ValueError if the file is no ledger.
     """
     _require_ledger(path)
     places, num_left_out = [], 0
@@ -92,7 +92,7 @@ def read_rounds(path: Path, run: str) -> Iterator[bytes]:
 def _require_ledger(path: Path) -> None:
     try:
         with path.open("rb") as file:
-            begin = file.read(len(_HEADER)).partition(b"\n")[0]  # it may have been torn, too
+            begin = file.read(len(_HEADER)).partition(b"\n")[0]  # the header may have been torn, too
     except OSError as error:
         raise ValueError(f"cannot read the ledger {path}: {error.strerror}") from None
     if not begin or not _HEADER.startswith(begin):
@@ -104,7 +104,7 @@ def _line_of(data: bytes) -> bytes:
 
 
 def _round_in(line: bytes) -> bytes | None:
-    """None if there is none, or it is damaged."""
+    """Return the round in a line; None if there is no round, or the line is damaged."""
     try:
         data = b64decode(line[9:].rstrip(b"\n"), validate=True)
     except binascii.Error:

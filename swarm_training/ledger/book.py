@@ -1,4 +1,4 @@
-"""One peer's ledger: takes the rounds that it was in, asks others now and then for the rest, and hands all on."""
+"""One peer's ledger, which takes the peer's own rounds, collects the rest from other peers, and passes them all on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm_training.ledger.crediting import Crediting
 from swarm_training.ledger.ledger import Ledger
 from swarm_training.pb import training_pb2 as pb
 
-MAX_REPLY_BYTES = (1 << 20) - 4096  # of rounds, without what holds them together
+MAX_REPLY_BYTES = (1 << 20) - 4096  # of the rounds; the rest is for the message around them
 _logger = logging.getLogger(__name__)
 
 
@@ -33,7 +33,7 @@ class Book:
         in_thread: InThread,
         rng: random.Random,
     ) -> None:
-        """See ``Collector``; ``archive``: where what is new is written, if anywhere."""
+        """Keep ``ledger``; see ``Collector`` for most arguments. ``archive``: the file for new rounds, if any."""
         self.ledger = ledger
         self.crediting = crediting
         self._archive = archive
@@ -42,10 +42,10 @@ class Book:
         self.collect = Collector(ledger, network, peers, newest, self._keep, in_thread, rng).run
 
     def committed(self, data: bytes, moment: Moment, leader: str, weights: Mapping[str, int], given: int) -> None:
-        """A meeting has succeeded, whose leader has signed this round; ``weights``: the samples that members came
-        with; ``given``: this peer's in its result.
+        """Take the round of a meeting that has succeeded, as its leader has signed the round.
 
-        It is checked beside the step, which goes on whatever is wrong with it.
+        ``weights``: the samples that members came with; ``given``: this peer's samples in the result. The round is
+        checked in a task of its own: the step goes on whatever is wrong with the round.
         """
         if not data:
             signers = {leader, *(peer for peer, samples in weights.items() if samples)}
@@ -79,5 +79,5 @@ class Book:
         return pb.RoundsReply(rounds=rounds, has_more=has_more)
 
     async def close(self) -> None:
-        """What has come with the last step is kept."""
+        """Wait until the rounds that came with the last step are kept."""
         await asyncio.gather(*self._taking, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Asks others now and then for the rounds that a ledger lacks."""
+"""The collector, which asks other peers now and then for the rounds that a ledger lacks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from swarm_training.ledger.ledger import Ledger
 from swarm_training.pb import training_pb2 as pb
 
 _MAX_KNOWN_BYTES = 1 << 19
-_ASK_S = 30.0  # between two calls, each of one other peer; a newcomer begins at once
-_WAIT_S = 2.0  # until there is somebody to ask
-_MAX_ASK_S = 600.0  # if nobody answers
+_ASK_S = 30.0  # between two calls, each to one other peer; a newcomer calls at once
+_WAIT_S = 2.0  # before the next look, while there is no peer to ask
+_MAX_ASK_S = 600.0  # the longest pause, if nobody answers
 _TIMEOUT_S = 10.0
-_SIGNATURES_PER_S = 200.0  # that are checked for others: about 2 % of a core
+_SIGNATURES_PER_S = 200.0  # checked in rounds of other peers: about 2 % of a core
 _logger = logging.getLogger(__name__)
 Ask = Callable[[pb.RoundsRequest], Awaitable[pb.RoundsReply]]
 Take = Callable[[bytes], Awaitable[bool]]
@@ -40,9 +40,9 @@ class Collector:
         in_thread: InThread,
         rng: random.Random,
     ) -> None:
-        """``peers``: who can be asked. ``newest``: rounds of later moments are not taken; None: it is not known yet
-        where the run is. ``keep``: takes a valid round; returns whether it was new. ``in_thread``: calls a function
-        that takes long."""
+        """Collect for ``ledger``. ``peers``: returns the peers that can be asked. ``newest``: returns the last moment
+        whose rounds are taken; None: it is not known yet where the run is. ``keep``: takes a valid round, and returns
+        whether the round was new. ``in_thread``: calls a function that takes long."""
         self._ledger = ledger
         self._network = network
         self._peers = peers
@@ -53,7 +53,7 @@ class Collector:
         self._liars: set[str] = set()
 
     async def run(self) -> None:
-        """Asks one peer at a time; less often if nobody answers."""
+        """Ask one peer at a time, and less often if nobody answers."""
         pause_s = _ASK_S
         while True:
             peers = [peer for peer in self._peers() if peer.is_reachable and peer.peer_id not in self._liars]
@@ -77,18 +77,18 @@ class Collector:
         return True
 
     async def _take(self, data: bytes) -> bool:
-        """As fast as signatures may be checked for others."""
+        """Verify and keep a round, no faster than ``_SIGNATURES_PER_S`` allows. Return whether the round was new."""
         round_ = await self._in_thread(lambda: verify_round(data, self._ledger.organiser))
         await asyncio.sleep((1 + len(round_.credited)) / _SIGNATURES_PER_S)
         return await self._keep(data, round_)
 
 
 async def pull(ledger: Ledger, ask: Ask, take: Take, newest: Moment | None = None) -> None:
-    """Has somebody give what the ledger lacks, up to ``newest``, page by page.
+    """Fetch the rounds that the ledger lacks, up to ``newest``, page by page.
 
     Raises:
         ValueError: a round is not valid.
-        SwarmError, TimeoutError: whoever is asked does not answer.
+        SwarmError, TimeoutError: the peer that is asked does not answer.
     """
     is_new = has_more = True
     while is_new and has_more:

@@ -1,4 +1,4 @@
-"""Who has given how many samples to which step: signed by the peer, countersigned by the leader of its round."""
+"""The samples that each peer has given to a step: signed by the peer, countersigned by the leader of its round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.ledger.signing import Kind, claimed_signer_of, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as pb
 
-MAX_ROUND_BYTES = 1 << 18  # of a group of some 130 peers with the longest tokens
+MAX_ROUND_BYTES = 1 << 18  # enough for a group of some 130 peers with the longest tokens
 MAX_SIGNED_CONTRIBUTION_BYTES = 4096  # with key, signature and token
 _MAX_CONTRIBUTION_BYTES = 1024
 _MAX_KNOWN_TOKENS = 1024
@@ -30,7 +30,7 @@ class Contribution:
     samples: int
 
     def signed(self, identity: Identity, token: bytes = b"") -> pb.SignedByPeer:
-        """By the peer itself."""
+        """Sign the contribution as the peer that it names."""
         assert identity.peer_id == self.peer_id
         message = pb.Contribution(
             run=self.run,
@@ -43,7 +43,7 @@ class Contribution:
 
     @classmethod
     def parse(cls, signed: pb.SignedByPeer, signer: SignerOf = signer_of) -> Contribution:
-        """Raises ValueError unless the peer that it speaks of has signed it."""
+        """Parse a contribution. Raises ValueError unless the peer that it names has signed it."""
         message = parsed(pb.Contribution, signed.content, _MAX_CONTRIBUTION_BYTES)
         if signer(Kind.CONTRIBUTION, signed) != message.peer_id:
             raise ValueError("a contribution is not signed by the peer that it speaks of")
@@ -53,7 +53,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Credited:
-    """A contribution and whose it is: the name in the peer's token; without an organiser, the peer id."""
+    """A contribution and its user: the name in the peer's token or, without an organiser, the peer id."""
 
     contribution: Contribution
     user: str
@@ -61,7 +61,7 @@ class Credited:
 
 @dataclass(frozen=True)
 class Round:
-    """``ended_at``: Unix time in seconds, as the leader says."""
+    """The contributions to one meeting. ``ended_at``: Unix time in seconds, as the leader says."""
 
     run: str
     moment: Moment
@@ -78,7 +78,7 @@ def countersign(
     leader: Identity,
     token: bytes = b"",
 ) -> bytes:
-    """By the leader, which has checked that these peers gave so many samples."""
+    """Sign a round as its leader, which has checked that these peers gave so many samples."""
     message = pb.Round(
         run=run, rollbacks=moment.rollbacks, step=moment.step, ended_at=ended_at, contributions=contributions
     )
@@ -86,12 +86,12 @@ def countersign(
 
 
 def verify_contribution(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float) -> Credited:
-    """As of the Unix time ``at``. Raises ValueError if a signature or token is wrong, or there are no samples."""
+    """Verify a contribution at Unix time ``at``. Raises ValueError if the signature, token or samples are wrong."""
     return _credited(signed, organiser, at, signer_of)
 
 
 def verify_round(data: bytes, organiser: SwarmKey | None) -> Round:
-    """``organiser``: whose members alone may contribute and lead; None: anybody may.
+    """Verify a round. ``organiser``: only its members may contribute and lead; None: any peer may.
 
     Raises:
         ValueError: a signature or token is wrong, or entries contradict each other.
@@ -100,12 +100,12 @@ def verify_round(data: bytes, organiser: SwarmKey | None) -> Round:
 
 
 def restore_round(data: bytes, organiser: SwarmKey | None) -> Round:
-    """One that was verified before, and kept where nobody else could change it: peers' signatures are not checked."""
+    """Parse a round that was verified before, and kept safe from changes: peers' signatures are not checked."""
     return _round_of(data, organiser, claimed_signer_of)
 
 
 def moment_of(data: bytes, run: str) -> Moment:
-    """Of what claims to be a round of this run, before time is spent on signatures. Raises ValueError if it is none."""
+    """Return a round's moment before time is spent on signatures. Raises ValueError if it is no round of this run."""
     signed = parsed(pb.SignedByPeer, data, MAX_ROUND_BYTES)
     message = parsed(pb.Round, signed.content, MAX_ROUND_BYTES)
     if message.run != run:
@@ -136,7 +136,7 @@ def _credited(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float, si
 
 
 def _user(organiser: SwarmKey | None, peer_id: str, token: bytes, at: float) -> str:
-    """The token need not be valid now, but at the time of the round."""
+    """Return a peer's user. The token must be valid at the time of the round, but need not be valid now."""
     if organiser is None:
         if token:
             raise ValueError(f"peer {peer_id} shows a token, and the run has no organiser")

@@ -1,4 +1,4 @@
-"""A peer's part in the ledger at meetings: signs what it gives, countersigns what others give, checks its leaders."""
+"""A peer's part in the ledger at meetings: it signs its samples, countersigns other peers' samples, checks leaders."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Member:
-    """Attributes:
-    token: of a private run; empty otherwise.
+    """A peer's key and token.
+
+    Attributes:
+        token: the token for a private run; empty otherwise.
     """
 
     identity: Identity
@@ -39,12 +41,12 @@ class Member:
 
 
 class Crediting:
-    """Whatever is wrong with the ledger: training goes on."""
+    """A peer's signer and checker of contributions. Training goes on whatever is wrong with the ledger."""
 
     def __init__(
         self, ledger: Ledger, member: Member, moment: Callable[[], Moment], clock: Callable[[], float] = time.time
     ) -> None:
-        """``moment``: where the run is. ``clock`` gives Unix time in seconds."""
+        """Sign as ``member``. ``moment``: returns where the run is; ``clock``: returns Unix time in seconds."""
         self._ledger = ledger
         self._member = member
         self._moment = moment
@@ -57,7 +59,7 @@ class Crediting:
         return min(samples, self._ledger.limits.max_samples)
 
     def own(self, samples: int) -> bytes:
-        """This peer's contribution now, for all meetings of the step the same; empty if it gives nothing."""
+        """Return this peer's signed contribution, the same for all meetings of a step; empty if it gives nothing."""
         moment, samples = self._moment(), self.creditable(samples)
         if samples < 1:
             return b""
@@ -68,7 +70,7 @@ class Crediting:
         return self._own[2]
 
     def check(self, peer_id: str, join: pb.Join) -> None:
-        """Of who joins a meeting of the present step: takes away a contribution that is not right."""
+        """Remove the contribution from a peer's join for the present step if the contribution is wrong."""
         if join.contribution:
             try:
                 self._require_right(peer_id, join)
@@ -84,7 +86,7 @@ class Crediting:
         if (given.run, given.moment, given.peer_id) != (self._ledger.run, moment, peer_id):
             raise ValueError("its contribution is that of another peer, run or step")
         most = self.creditable(join.samples)
-        # who holds a result has given what is behind that, and may have more by now
+        # a peer that holds a result has signed for the samples in it, and may have more by now
         if given.samples > most or (given.samples < most and not join.accepted.group):
             raise ValueError(f"its contribution is of {given.samples} samples, and it joins with {join.samples}")
 
@@ -98,7 +100,7 @@ class Crediting:
         self._checked[peer_id] = digests
 
     def countersign(self, joins: Sequence[pb.Join]) -> bytes:
-        """The round of those who joined so, with contributions that were checked; empty if it is none."""
+        """Sign the round of these joins, whose contributions were checked. Return it; empty if there is no round."""
         now, entries = self._clock(), []
         for join in joins:
             if not join.contribution:
@@ -118,10 +120,11 @@ class Crediting:
         return data if len(data) <= MAX_ROUND_BYTES else b""
 
     def require_fair(self, round_: Round, moment: Moment, leader: str, weights: Mapping[str, int], given: int) -> None:
-        """Of a meeting at ``moment`` under this leader, to which members came with so many samples, and this peer gave
-        ``given``.
+        """Check the round of a meeting at ``moment`` under ``leader``. ``weights``: the samples that each member came
+        with; ``given``: this peer's samples.
 
-        Warns if this peer is not credited. Raises ValueError if others are who were not there, or gave less.
+        Logs a warning if this peer is not credited with its samples. Raises ValueError if the round is of another
+        meeting, or credits a peer with more than it came with.
         """
         credited = {each.contribution.peer_id: each.contribution.samples for each in round_.credited}
         if (round_.moment, round_.leader) != (moment, leader):

@@ -1,4 +1,4 @@
-"""Sums contributions by user: a pure value of the rounds that were added, in room that does not grow with them."""
+"""The sum of contributions by user. It depends on the added rounds alone, and its memory does not grow with them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import Round, moment_of, restore_round, verify_round
 
-_MAX_BATCHES = 4  # that one peer is credited with in one round: honest ones have more than one if a call brings many
-_DIGEST_BYTES = 8  # of SHA-256: nobody can make a round that is taken for a given other one
+_MAX_BATCHES = 4  # most batches credited to one peer in one round: an honest call can bring more than one
+_DIGEST_BYTES = 8  # of SHA-256: nobody can make another round with a given round's digest
 FIRST, LAST = Moment(0, 0), Moment(1 << 32, 0)
 
 
 @dataclass(frozen=True)
 class LedgerLimits:
-    """
+    """The limits of a ledger.
+
     Attributes:
-        max_samples: of one peer in one round.
-        min_peers: of a round, its leader included: a peer alone could countersign what it likes.
-        keep_steps, keep_bytes: the newest steps, whose rounds are kept for others; rounds of older ones are refused.
-        max_rounds: of one step: each group has one, and another if its leader fails at the end.
-        max_users: further ones are refused.
+        max_samples: the samples of one peer in one round.
+        min_peers: the peers of a round, with its leader: a peer alone could countersign what it likes.
+        keep_steps, keep_bytes: the limits of the newest steps, kept for other peers; rounds of older steps are refused.
+        max_rounds: the rounds of one step: each group has one, and another if its leader fails at the end.
+        max_users: the users of a run; further ones are refused.
     """
 
     max_samples: int
@@ -40,7 +41,7 @@ class LedgerLimits:
 
 @dataclass(frozen=True)
 class UserTotal:
-    """``rounds``: those in which a peer of the user was credited, for each of the peers."""
+    """The total of one user. ``rounds``: each counts once for each of the user's peers that is credited in it."""
 
     samples: int = 0
     rounds: int = 0
@@ -48,7 +49,7 @@ class UserTotal:
 
 @dataclass
 class _Step:
-    """``peers``: by peer id, the samples and the user that count. ``seen``: rounds that need not come again."""
+    """The rounds of a step. ``peers``: the samples and user that count, by peer id. ``seen``: digests not to resend."""
 
     rounds: dict[bytes, bytes] = field(default_factory=dict)  # by digest
     peers: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -56,29 +57,29 @@ class _Step:
 
 
 class Ledger:
-    """Of one run. Whoever adds the same rounds, in whatever order within ``keep_steps``, has the same totals.
+    """The ledger of one run. Peers that add the same rounds, in any order within ``keep_steps``, have the same totals.
 
-    A step can have several rounds: each group has one, and if a leader fails after it has signed, the next one signs
-    another. A peer is credited once a step all the same, with the largest number of samples that it has signed for it:
-    an honest peer has signed one that came to something. A maximum does not depend on the order, and no leader can
-    take anything away by countersigning what a peer had signed for an earlier meeting of that step.
+    A step can have several rounds: each group has one, and the next leader signs another if one fails after it has
+    signed. A peer is still credited once a step, with the largest number of samples that it has signed for the step.
+    One of an honest peer's numbers has led to a result. A maximum does not depend on the order. No leader can take
+    credit away by countersigning a contribution that a peer had signed for an earlier meeting of that step.
     """
 
     def __init__(self, run: str, limits: LedgerLimits, organiser: SwarmKey | None = None) -> None:
         self.run = run
         self.limits = limits
         self.organiser = organiser
-        self.num_rounds = 0  # that have added something, forgotten ones too
+        self.num_rounds = 0  # rounds that added something, with forgotten ones
         self._totals: dict[str, UserTotal] = {}
-        self._steps: dict[Moment, _Step] = {}  # the newest
+        self._steps: dict[Moment, _Step] = {}  # the newest steps
         self._size_bytes = 0  # of their rounds
         self._since = FIRST  # rounds of earlier moments are refused
 
     def add(self, data: bytes) -> Round | None:
-        """A countersigned round; None if it adds nothing to what is known already.
+        """Verify and add a countersigned round. Return the round; None if it adds nothing new.
 
         Raises:
-            ValueError: it is not valid, too old, or of another run.
+            ValueError: the round is not valid, too old, or of another run.
         """
         if self._is_seen(data, moment_of(data, self.run)):
             return None
@@ -86,16 +87,16 @@ class Ledger:
         return round_ if self.take(data, round_) else None
 
     def restore(self, data: bytes) -> None:
-        """A round that was added before; peers' signatures are not checked. Raises ValueError if it does not fit."""
+        """Add an earlier round again, without checks of peers' signatures. Raises ValueError if it does not fit."""
         self.take(data, restore_round(data, self.organiser))
 
     @property
     def newest(self) -> Moment | None:
-        """Of the rounds that are known."""
+        """Return the newest moment of the known rounds; None if there are none."""
         return max(self._steps, default=None)
 
     def wants(self, data: bytes, newest: Moment | None) -> bool:
-        """Whether it is worth verifying: a round that is not known, of a moment that is kept, not after ``newest``.
+        """Return whether a round is worth verifying: it is new, of a moment that is kept, and not after ``newest``.
 
         Raises ValueError if it is no round of this run.
         """
@@ -104,7 +105,7 @@ class Ledger:
         return is_due and not self._is_seen(data, moment)
 
     def take(self, data: bytes, round_: Round) -> bool:
-        """``round_``: what ``verify_round`` says of the data. Returns whether it adds anything; raises as ``add``."""
+        """Add ``round_``, as ``verify_round`` parsed ``data``. Return whether it adds anything. Raises as ``add``."""
         step = self._steps.get(round_.moment, _Step())
         digest = digest_of(data)
         if digest in step.seen:
@@ -130,16 +131,16 @@ class Ledger:
         return True
 
     def totals(self) -> dict[str, UserTotal]:
-        """By user, most samples first."""
+        """Return the totals by user, most samples first."""
         return dict(sorted(self._totals.items(), key=lambda item: (-item[1].samples, item[0])))
 
     def rounds(self) -> list[bytes]:
-        """Of the newest steps, oldest first, as they were signed: for others to add and check."""
+        """Return the rounds of the newest steps, oldest first, as signed: other peers can add and check them."""
         return [data for moment in sorted(self._steps) for data in self._steps[moment].rounds.values()]
 
     def seen(self, max_bytes: int) -> tuple[Moment, bytes]:
-        """The digests of all rounds that need not come again, joined, since a moment: the first whose rounds are taken,
-        or a later one if they are too many."""
+        """Return a moment, and the joined digests of all rounds since then that need not come again. It is the first
+        moment whose rounds are taken, or a later one if the digests exceed ``max_bytes``."""
         found = b""
         for moment in sorted(self._steps, reverse=True):
             digests = b"".join(sorted(self._steps[moment].seen))
@@ -149,7 +150,7 @@ class Ledger:
         return self._since, found
 
     def lacking(self, since: Moment, known: bytes, max_bytes: int) -> tuple[list[bytes], bool]:
-        """Rounds that somebody lacks who knows these, oldest first, as many as fit; and whether there are more."""
+        """Return the rounds since a moment that are not in ``known``, oldest first, and whether more did not fit."""
         skipped = {known[at : at + _DIGEST_BYTES] for at in range(0, len(known), _DIGEST_BYTES)}
         found: list[bytes] = []
         size = 0
@@ -201,7 +202,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def summed(run: str, limits: LedgerLimits, organiser: SwarmKey | None, rounds: Iterable[bytes]) -> dict[str, UserTotal]:
-    """What anybody can compute from rounds that were handed on. Raises ValueError if one of them is not valid."""
+    """Return the totals that anybody can compute from signed rounds. Raises ValueError if a round is not valid."""
     ledger = Ledger(run, limits, organiser)
     for data in rounds:
         ledger.add(data)

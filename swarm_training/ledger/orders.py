@@ -1,4 +1,4 @@
-"""What moderators order: bans, and rollbacks. An order is signed, expires, and is carried out once."""
+"""The orders of moderators: bans and rollbacks. An order is signed, expires, and is carried out once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm_training.ledger.signing import Kind, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as pb
 
 MAX_ORDER_BYTES = 4096
-MAX_ORDERS = 4096  # that a peer knows
+MAX_ORDERS = 4096  # that a peer keeps
 _MAX_REASON_CHARS = 200
 _MAX_STEP = 1 << 53
 
@@ -30,7 +30,7 @@ class Ban:
 
 @dataclass(frozen=True)
 class GoBack:
-    """To the checkpoint of ``step``, for a run that has had so many ``rollbacks`` before."""
+    """A rollback to the checkpoint of ``step``, for a run that has had ``rollbacks`` rollbacks before."""
 
     step: int
     rollbacks: int
@@ -38,7 +38,7 @@ class GoBack:
 
 @dataclass(frozen=True)
 class Order:
-    """Times are Unix time in seconds; a ban lasts until it expires. Raises ValueError if a field is out of range."""
+    """An order with its Unix times in seconds; a ban lasts until it expires. Raises ValueError if a field is wrong."""
 
     run: str
     id: bytes
@@ -74,7 +74,7 @@ class Order:
 
     @classmethod
     def parse(cls, signed: pb.SignedByPeer) -> Order:
-        """Raises ValueError if it is none. Who has signed it is another question."""
+        """Parse an order, without a check of its signature. Raises ValueError if it is no order."""
         message = parsed(pb.Order, signed.content, MAX_ORDER_BYTES)
         match message.WhichOneof("action"):
             case "ban":
@@ -95,20 +95,20 @@ class _Taken:
 
 
 class Orders:
-    """Those that a peer has been given, of one run with an organiser."""
+    """The registry of orders that a peer has received, for one run with an organiser."""
 
     def __init__(self, run: str, access: AccessControl, clock: Callable[[], float] = time.time) -> None:
         self._run = run
         self._access = access
         self._clock = clock
-        self._taken: dict[bytes, _Taken] = {}  # by id, until they expire: then they are refused for that
+        self._taken: dict[bytes, _Taken] = {}  # by id, until they expire: expired orders are refused
 
     def take(self, data: bytes) -> Order | None:
-        """The order if it is valid and new; None if it is known already.
+        """Check an order and keep it. Return the order if it is new; None if it is known already.
 
         Raises:
-            ValueError: it is none, is of another run, has expired or not begun, or its signature is wrong.
-            AccessDenied: who has signed it is no moderator.
+            ValueError: the data is no order, is of another run, has expired or not begun, or its signature is wrong.
+            AccessDenied: the signer is no moderator.
         """
         signed = parsed(pb.SignedByPeer, data, MAX_ORDER_BYTES)
         order, now = Order.parse(signed), self._clock()
@@ -127,7 +127,7 @@ class Orders:
         return order
 
     def bans(self) -> dict[str, Order]:
-        """In force now, by peer id: of several for one peer, that which lasts longest."""
+        """Return the bans in force now, by peer id; if a peer has several, the one that lasts longest."""
         found: dict[str, Order] = {}
         for order in (taken.order for taken in self._in_force()):
             if isinstance(order.action, Ban):
@@ -137,7 +137,7 @@ class Orders:
         return found
 
     def rollbacks_due(self, rollbacks: int) -> dict[bytes, int]:
-        """For a run that has had so many rollbacks: orders, as signed, with the step to go back to."""
+        """Return the orders, as signed, for a run that has had so many rollbacks, with the step to go back to."""
         return {
             taken.data: taken.order.action.step
             for taken in self._in_force()
@@ -145,12 +145,12 @@ class Orders:
         }
 
     def signed(self) -> list[bytes]:
-        """All that are known and have not expired, to be handed on."""
+        """Return all known orders that have not expired, to be passed on."""
         self._forget(self._clock())
         return [taken.data for taken in self._taken.values()]
 
     def _in_force(self) -> list[_Taken]:
-        """Those of a moderator who was revoked are not."""
+        """Return the orders whose moderator was not revoked."""
         self._forget(self._clock())
         return [taken for taken in self._taken.values() if self._is_moderator(taken)]
 

@@ -1,4 +1,4 @@
-"""Content that a peer has signed: bytes are checked as they came, so that nothing depends on how they are written."""
+"""Content that a peer has signed. Its bytes are checked as they arrived, so that serialisation does not matter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Kind(Enum):
-    """What is signed begins with one of these, so that one kind is never taken for another."""
+    """The kind of signed content. Signed bytes begin with its value, so that one kind is never taken for another."""
 
     CONTRIBUTION = b"swarm.training.v1.Contribution:"
     ROUND = b"swarm.training.v1.Round:"
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 def sign(kind: Kind, content: Message, identity: Identity, token: bytes) -> pb.SignedByPeer:
-    """``token``: of a private run, the peer's; empty otherwise."""
+    """Sign a message. ``token``: the peer's token in a private run; empty otherwise."""
     data = content.SerializeToString(deterministic=True)
     return pb.SignedByPeer(
         content=data,
@@ -37,12 +37,12 @@ def sign(kind: Kind, content: Message, identity: Identity, token: bytes) -> pb.S
 
 
 def signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
-    """The peer id of who has signed this as a ``kind``. Raises ValueError if nobody has."""
+    """Return the id of the peer that has signed this as a ``kind``. Raises ValueError if the signature is wrong."""
     return _signer_of(kind, signed.content, signed.public_key, signed.signature)
 
 
 def claimed_signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
-    """Whose key it names; nothing is checked but that it is one. Raises ValueError if it is none."""
+    """Return the peer id of the key, without a check of the signature. Raises ValueError if it is no key of a peer."""
     try:
         return peer_id_of(signed.public_key)
     except (ValueError, UnsupportedAlgorithm):
@@ -62,7 +62,7 @@ def _signer_of(kind: Kind, content: bytes, public_key: bytes, signature: bytes) 
 
 
 def parsed(kind: type[M], data: bytes, max_bytes: int) -> M:
-    """Raises ValueError if these bytes are no such message, or too many."""
+    """Parse a message. Raises ValueError if the bytes are no such message, or too many."""
     if len(data) > max_bytes:
         raise ValueError(f"a {kind.__name__} has {len(data)} bytes: expected at most {max_bytes}")
     try:

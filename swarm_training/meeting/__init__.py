@@ -1,1 +1,1 @@
-"""How peers come together at the end of a batch, and decide as one whether its average counts."""
+"""Meetings at the end of a batch, in which peers decide together whether its average counts."""

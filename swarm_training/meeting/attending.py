@@ -1,4 +1,4 @@
-"""Takes part in a meeting under a leader, and in the averaging that follows."""
+"""A member's part in a meeting under a leader, and in the averaging that follows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeRound = Callable[[Group, int, int, Tensor], Round]
 
 
 class Dismissed(Exception):
-    """The meeting has come to nothing for this peer; ``referral`` is whom to ask instead, if that is known."""
+    """The failure of a meeting for this peer. ``referral`` is the record of the peer to ask instead, if known."""
 
     def __init__(self, reason: str, referral: pb.SignedProgress | None = None) -> None:
         super().__init__(reason)
@@ -36,26 +36,26 @@ class Dismissed(Exception):
 
 @dataclass
 class Ballots:
-    """What this peer has promised and accepted at one step; see ``swarm_training.meeting.leader``.
+    """The promises of one peer and its accepted result at one step; see ``swarm_training.meeting.leader``.
 
     Attributes:
-        given: its samples in the result that it has accepted.
+        given: the number of this peer's samples in the accepted result.
     """
 
     promised: int = 0
     accepted: pb.Accepted = field(default_factory=pb.Accepted)
-    group: Group | None = None  # in which that was
+    group: Group | None = None  # the group of ``accepted``
     gradient: Tensor | None = None  # the average that belongs to ``accepted``
-    state: bytes | None = None  # or that of the checkpoint; None: this peer's own
+    state: bytes | None = None  # the state of an accepted checkpoint; None: this peer's own
     given: int = 0  # samples behind the result
 
     def accept(
         self, group: Group, digest: bytes, samples: int, gradient: Tensor | None = None, state: bytes | None = None
     ) -> None:
-        """This peer has what the group decides, and promises to keep it.
+        """Record that this peer holds what the group decides, and promises to keep it.
 
-        ``samples``: those that this peer came to the group with. They are behind the result if it was made there; if
-        an earlier one is taken over, what this peer gave to that is.
+        ``samples``: the samples with which this peer joined the group. They are behind the result if the group made
+        it. If the group takes over an earlier result, only this peer's samples in that result count.
         """
         if group.go_back is not None:
             self.given = 0
@@ -75,7 +75,7 @@ class Ballots:
 
     @property
     def result(self) -> Averaged | WentBack | None:
-        """What was accepted."""
+        """Return the accepted result; None if there is none."""
         if self.group is None:
             return None
         if self.gradient is None:
@@ -85,8 +85,8 @@ class Ballots:
 
 @dataclass(frozen=True)
 class Averaged:
-    """``gradient``: [n] in the type of the codec, the same bits for all who have it; ``digest``: of the bytes it came
-    from; ``round``: what the leader has signed for the ledger."""
+    """A decided average. ``gradient``: [n] in the codec's type, bit-identical at all peers. ``digest``: the digest of
+    the bytes behind the gradient. ``round``: the round that the leader has signed for the ledger."""
 
     gradient: Tensor
     digest: bytes
@@ -97,7 +97,7 @@ class Averaged:
 
 @dataclass(frozen=True)
 class WentBack:
-    """To the checkpoint that the group names. ``state``: its state; None: this peer has it already."""
+    """A decided rollback to the group's checkpoint. ``state``: its state; None if this peer has it already."""
 
     state: bytes | None
     digest: bytes
@@ -119,9 +119,9 @@ class Attendance:
         heartbeat_s: float,
         silence_s: float,
     ) -> None:
-        """``make_round``: from a group, this peer's number there, the phase, and the vector. ``checkpoint``: the state
-        that a group goes back to, None if it is this peer's own; raises if this peer does not agree. ``is_leader``:
-        whether the one who is called is still the one to lead; until there is a group, another may have come."""
+        """Prepare to attend. ``make_round``: takes a group, this peer's number in it, the phase and the vector.
+        ``checkpoint``: returns the state that a group goes back to, or None for this peer's own; raises if this peer
+        disagrees. ``is_leader``: whether the leader should still lead; until a group forms, a better one may come."""
         self._peer_id = peer_id
         self._talk = talk
         self._ballots = ballots
@@ -137,13 +137,13 @@ class Attendance:
         self._has_group = False
 
     async def attend(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
-        """``phases``: what is averaged; it is closed if the meeting fails.
+        """Attend the meeting, and return its decision. ``phases`` yields the vectors to average; failure closes it.
 
         Raises:
             PeerUnavailable: the leader is gone, or silent.
             Dismissed: the leader says that this peer cannot take part, or that the meeting has failed; or another peer
-                leads by now.
-            ValueError: the leader has sent what makes no sense.
+                should lead by now.
+            ValueError: the leader has sent an invalid message.
         """
         try:
             await self._talk.send(pb.MeetRequest(join=join))
@@ -180,7 +180,7 @@ class Attendance:
             elif kind != "alive":
                 self._replies.put_nowait(reply)
                 if kind in ("commit", "dismissal"):
-                    await asyncio.Event().wait()  # until whoever acts has ended
+                    await asyncio.Event().wait()  # until ``_act`` has ended
 
     async def _keep_alive(self) -> None:
         with suppress(PeerUnavailable):
@@ -189,7 +189,7 @@ class Attendance:
                 await self._talk.send(_ALIVE)
 
     async def _watch_leader(self) -> None:
-        """Ends if another peer leads, and there is no group yet."""
+        """Return once another peer should lead, unless a group has been formed."""
         while self._has_group or self._is_leader():
             await asyncio.sleep(_WATCH_S)
 
@@ -230,7 +230,7 @@ class Attendance:
         return WentBack(state, digest, group)
 
     async def _decided(self, phase: int, digest: bytes) -> pb.Commit:
-        """Once the leader knows that a quorum has it."""
+        """Report the result, and wait until the leader confirms that a quorum holds it."""
         await self._talk.send(pb.MeetRequest(report=pb.Report(phase=phase, digest=digest)))
         commit = (await self._next("commit")).commit
         if commit.digest != digest:
@@ -238,7 +238,7 @@ class Attendance:
         return commit
 
     async def _average(self, group: Group, me: int, phase: int, vector: Tensor) -> None:
-        """One phase, until everybody has all of it."""
+        """Average the vector of one phase, until all members have the whole result."""
         self._round = current = self._make_round(group, me, phase, vector)
         for member in self._dropped:
             current.drop(member)
@@ -277,7 +277,7 @@ class Attendance:
 
 
 def _replay(rounds: Sequence[Round], gradient: Tensor | None) -> Phases:
-    """What has been averaged already; a compressor must not see it twice."""
+    """Yield the vectors that were averaged already; a compressor must not process a gradient twice."""
     assert gradient is not None
     for finished in rounds:
         yield finished.vector

@@ -1,14 +1,14 @@
-"""What the leader of a meeting decides: who is in the group, what is repaired, and whether the average counts.
+"""The decisions of a meeting's leader: who is in the group, which chunks are repaired, whether the average counts.
 
-The leader carries no data. A result counts once the leader knows that a quorum holds it; whoever leads after it must
-take that result over. That is single-decree Paxos for each global step (Lamport, 2001): to join is a promise, a report
-with a digest an acceptance, and `continues` hands on what may have been chosen. What is decided is an average, or the
-checkpoint that all go back to.
+The leader carries no data. A result counts once the leader knows that a quorum holds it; a later leader must take that
+result over. This is single-decree Paxos for each global step (Lamport, 2001): joining is a promise, and a report with
+a digest is an acceptance. `continues` hands on a result that may have been chosen. A meeting decides an average, or
+the checkpoint that all peers go back to.
 
-Where micro-batches are counted exactly, a group has every one of them once, however late it is, and averages only as
-long as all who bring some are there.
+If micro-batches are counted exactly, a group must have each of them once, however late it is. It adds them up only
+while all members that bring micro-batches are present.
 
-Decides from data alone: events in, replies out.
+The module decides from data alone: events come in, replies go out.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from swarm_training.progress.policy import has_quorum, rank
 from swarm_training.rollback.judging import Judge, proposal
 
 _MAX_ATTEMPTS = 6
-_REPORT_DEADLINES = 2.0  # for an attempt; a member gives it up after 1.5
+_REPORT_DEADLINES = 2.0  # deadlines for the report of an attempt; a member gives the attempt up after 1.5
 _MAX_CHUNKS = 1 << 20
-Replies = list[tuple[str, pb.MeetReply]]  # each with the peer it is for
-Countersign = Callable[[Sequence[pb.Join]], bytes]  # those who are credited with what they joined with
+Replies = list[tuple[str, pb.MeetReply]]  # each reply with the id of its recipient
+Countersign = Callable[[Sequence[pb.Join]], bytes]  # from the joins of the credited members to a round
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What the leader knows at a moment, besides what the members have told it.
+    """A leader's context: its present knowledge of the run, apart from the members' messages.
 
     Attributes:
-        expected: who is waited for, for ``wait_s`` at most.
-        known, roster, gone: see ``swarm_training.progress.policy``.
-        deadline_s: for stragglers of the averaging.
-        judge: whether the run is to go back.
+        expected: ids of the peers that the leader waits for, for ``wait_s`` at most.
+        known, roster, gone: ids of peers, see ``swarm_training.progress.policy``.
+        deadline_s: the deadline for stragglers of the averaging.
+        judge: the judge of whether the run must go back.
     """
 
     expected: Collection[str]
@@ -79,14 +79,14 @@ class _Averaging:
     attempt: int = 0
     began_s: float = 0.0
     reports: dict[int, pb.Report] = field(default_factory=dict)
-    needed: frozenset[int] = frozenset()  # members without whom nothing can be added up
+    needed: frozenset[int] = frozenset()  # members without which nothing can be added up
 
 
 class Leader:
-    """Of one meeting. Times are those of one clock, in seconds."""
+    """The leader of one meeting. All times are read from one clock, in seconds."""
 
     def __init__(self, run: str, moment: Moment, name: str, countersign: Countersign = lambda _joins: b"") -> None:
-        """``name``: tells this meeting from all others. ``countersign``: makes the round for the ledger."""
+        """Begin to gather members. ``name`` identifies this meeting. ``countersign`` makes the ledger's round."""
         self.moment = moment
         self.stage = Stage.GATHERING
         self._run = run
@@ -103,7 +103,7 @@ class Leader:
         self._joined[peer_id] = _Joined(join, record)
 
     def leave(self, peer_id: str, outlook: Outlook, now: float) -> Replies:
-        """Its stream has ended, or it is silent."""
+        """Drop a peer whose stream has ended or that is silent, and return the replies that follow."""
         if self.stage is Stage.GATHERING:
             self._joined.pop(peer_id, None)
         group = self._group
@@ -128,7 +128,7 @@ class Leader:
         return self._advance(group, outlook, now)
 
     def tick(self, outlook: Outlook, now: float) -> Replies:
-        """To be called when a peer has joined, and every now and then."""
+        """Return the replies that are due by now. Call this when a peer has joined, and at short intervals."""
         if self.stage is Stage.GATHERING and self._is_full(outlook, now):
             return self._form(outlook, now)
         group = self._group
@@ -142,8 +142,8 @@ class Leader:
         return replies
 
     def _is_full(self, outlook: Outlook, now: float) -> bool:
-        """Nobody goes on in a group that has no quorum: of the roster, so that a run cannot fork, and of all that are
-        known to be at this step, so that no step is taken in a group of a few."""
+        """Return whether the group can be formed. It needs a quorum of the roster, so that a run cannot fork. It also
+        needs a quorum of all peers that are known to be at this step, so that no small group takes a step."""
         present = self._joined.keys()
         joined = self._joined.values()
         if self._began_s is None or not any(peer.record.is_reachable for peer in joined):
@@ -160,7 +160,7 @@ class Leader:
         return is_late or set(outlook.expected) <= present or len(present) >= MAX_MEMBERS
 
     def _may_average(self, outlook: Outlook) -> bool:
-        """Whether the members have a whole batch, if that is counted exactly and a new average is to be made."""
+        """Return whether the members have a whole batch, if counting is exact and a new average is needed."""
         joined = [self._joined[peer] for peer in self._members()]
         if not joined[0].record.counts_exactly or any(peer.join.accepted.group for peer in joined):
             return True
@@ -168,11 +168,11 @@ class Leader:
         return is_partition(parts, joined[0].record.target_batch_size) or self._proposal(outlook) is not None
 
     def _members(self) -> list[str]:
-        """In their order in the group."""
+        """Return the members' ids, in their order in the group."""
         ordered = sorted(self._joined, key=lambda peer: rank(self._run, self.moment, peer))
         if len(ordered) > MAX_MEMBERS and self._joined[ordered[0]].record.counts_exactly:
             first = sorted(ordered, key=lambda peer: not self._joined[peer].join.samples)[:MAX_MEMBERS]
-            return [peer for peer in ordered if peer in first]  # who brings nothing is not needed
+            return [peer for peer in ordered if peer in first]  # members without samples are not needed
         return ordered[:MAX_MEMBERS]
 
     def _proposal(self, outlook: Outlook) -> pb.Rollback | None:
@@ -223,7 +223,7 @@ class Leader:
         return self._to_alive(self._group, pb.MeetReply(group=message))
 
     def _advance(self, group: _Averaging, outlook: Outlook, now: float) -> Replies:
-        """What follows once everybody who is alive has reported."""
+        """Return the replies that follow once all living members have reported."""
         if not group.alive:
             self.stage = Stage.OVER
         if self.stage is Stage.OVER or not group.alive <= group.reports.keys():
@@ -268,7 +268,7 @@ class Leader:
         return self._to_alive(group, pb.MeetReply(plan=plan))
 
     def _decide(self, group: _Averaging, reports: Mapping[int, pb.Report], outlook: Outlook) -> Replies:
-        """The result that most hold counts, if they are a quorum: of the roster, and of the group itself."""
+        """Decide for the result that most members hold, if these are a quorum of the roster and of the group."""
         counts = Counter(report.digest for report in reports.values())
         digest = max(sorted(counts), key=lambda each: counts[each])
         holders = {group.members[number] for number, report in reports.items() if report.digest == digest}
@@ -277,7 +277,7 @@ class Leader:
             return self._end(group, "those who are left are no quorum")
         self.stage = Stage.OVER
         credited = [self._joined[peer].join for peer in group.members if peer in holders and not group.goes_back]
-        if group.continues:  # who has given something to its result holds that result
+        if group.continues:  # all contributors to its result hold that result
             credited = [join for join in credited if join.accepted.digest == digest]
         commit = pb.MeetReply(commit=pb.Commit(digest=digest, round=self._countersign(credited)))
         odd = pb.MeetReply(dismissal=pb.Dismissal(reason="most members have got another result"))

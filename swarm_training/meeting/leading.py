@@ -1,4 +1,4 @@
-"""Leads meetings: carries out what ``Leader`` decides, over the streams of the members."""
+"""The I/O of leading meetings: carries out the decisions of ``Leader`` over the streams of the members."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Leading:
-    """All meetings that this peer leads: one gathers, others may still average."""
+    """The meetings that one peer leads: one gathers members while earlier ones may still average."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Leading:
         silence_s: float,
         crediting: Crediting,
     ) -> None:
-        """``note``: takes note of a record and returns what it says, or raises ValueError. ``referral``: what to answer
-        who should ask somebody else; None if this peer leads it."""
+        """Prepare to lead. ``note``: stores a record and returns its content, or raises ValueError. ``referral``:
+        returns the answer to a peer that should ask another leader, or None if this peer leads it."""
         self._run = run
         self._peer_id = peer_id
         self._outlook = outlook
@@ -53,10 +53,10 @@ class Leading:
         self._outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = {}
 
     async def serve(self, peer_id: str, talk: MemberTalk) -> None:
-        """One member, from its joining to the end of the meeting.
+        """Serve one member, from its joining to the end of the meeting.
 
         Raises:
-            RequestRejected: it does not join, or not for itself.
+            RequestRejected: the caller does not join, joins as another peer, or contradicts its record.
         """
         async with asyncio.timeout(self._silence_s):
             first = await talk.receive()
@@ -77,7 +77,7 @@ class Leading:
         outbox: asyncio.Queue[pb.MeetReply | None] = asyncio.Queue()
         self._outboxes[leader, peer_id] = outbox
         leader.join(peer_id, join, record, _now())
-        self._ticked_s.pop(leader, None)  # with this one, the group may be complete
+        self._ticked_s.pop(leader, None)  # tick now: this member may complete the group
         writing = asyncio.create_task(self._write(talk, outbox))
         reading = asyncio.create_task(self._read(leader, peer_id, talk))
         ticking = asyncio.create_task(self._tick(leader))
@@ -124,9 +124,9 @@ class Leading:
                     self._deliver(leader, leader.report(peer_id, request.report, self._outlook(), _now()))
 
     async def _tick(self, leader: Leader) -> None:
-        """Every member's, so that it ends with them."""
+        """Tick the leader at intervals. Each member has such a task, so that ticking ends with the last member."""
         while True:
-            if _now() >= self._ticked_s.get(leader, 0.0) + _TICK_S:  # one of them for all
+            if _now() >= self._ticked_s.get(leader, 0.0) + _TICK_S:  # one task ticks for all
                 self._ticked_s[leader] = _now()
                 self._deliver(leader, leader.tick(self._outlook(), _now()))
             await asyncio.sleep(_TICK_S)

@@ -9,10 +9,10 @@ from transformers import AlbertConfig, AlbertForMaskedLM
 
 @dataclass(frozen=True)
 class MaskedLMConfig:
-    """``num_groups``: sets of parameters that the layers share; ``embedding_size``: of tokens, before they are
-    projected.
+    """The sizes of a masked language model. ``num_groups``: the number of parameter sets that the layers share;
+    ``embedding_size``: the size of a token's embedding before its projection.
 
-    The sizes are those of a model that a laptop trains; ALBERT-large has 24 layers of 1024 with 16 heads.
+    The defaults are those of a model that a laptop trains; ALBERT-large has 24 layers of 1024 with 16 heads.
     """
 
     vocab_size: int
@@ -25,7 +25,7 @@ class MaskedLMConfig:
 
 
 def masked_lm(config: MaskedLMConfig) -> AlbertForMaskedLM:
-    """A new model without dropout; ``model(input_ids=…, labels=…).loss`` ignores labels of −100."""
+    """Return a new model without dropout; ``model(input_ids=…, labels=…).loss`` ignores labels of −100."""
     return AlbertForMaskedLM(
         AlbertConfig(
             vocab_size=config.vocab_size,

@@ -10,7 +10,7 @@ KeysValues = tuple[Tensor, Tensor]  # each [batch, heads, positions, head size]
 
 
 class Block(nn.Module):
-    """Pre-norm causal attention and a perceptron."""
+    """A Transformer block of pre-norm causal attention and a perceptron."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor, past: KeysValues | None = None) -> tuple[Tensor, KeysValues]:
-        """hidden: [batch, positions, hidden size]; with a past, one position."""
+        """Return the output, keys and values. hidden: [batch, positions, hidden size]; with a past, one position."""
         batch, positions, size = hidden.shape
         heads = self.query_key_value(self.attention_norm(hidden)).view(batch, positions, 3, self.num_heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -36,10 +36,10 @@ class Block(nn.Module):
 
 
 class SharedBlocks(nn.Module):
-    """``num_layers`` layers of ``num_groups`` blocks: those of a group, one after the other, are the same block."""
+    """A stack of ``num_layers`` layers with ``num_groups`` blocks: consecutive layers of a group share one block."""
 
     def __init__(self, hidden_size: int, num_heads: int, num_layers: int, num_groups: int = 1) -> None:
-        """Raises ValueError if layers cannot be divided among groups, or the hidden size among heads."""
+        """Create the blocks. Raise ValueError if groups do not divide the layers, or heads the hidden size."""
         super().__init__()
         if num_groups < 1 or num_layers % num_groups:
             raise ValueError(f"{num_layers} layers cannot share {num_groups} blocks: expected a divisor of the layers")
@@ -49,7 +49,7 @@ class SharedBlocks(nn.Module):
         self.layers_per_block = num_layers // num_groups
 
     def forward(self, hidden: Tensor, past: list[KeysValues] | None = None) -> tuple[Tensor, list[KeysValues]]:
-        """Returns the last layer's output, and every layer's keys and values."""
+        """Return the last layer's output, [batch, positions, hidden size], and every layer's keys and values."""
         kept: list[KeysValues] = []
         for block in self.blocks:
             for _ in range(self.layers_per_block):

@@ -1,5 +1,5 @@
-"""A small Transformer that draws what a caption asks for, as DALL-E does (Ramesh et al., 2021): captions and images are
-one sequence of tokens, of which each is predicted from those before it."""
+"""A small Transformer that draws an image for a caption, as DALL-E does (Ramesh et al., 2021). A caption and its image
+are one sequence of tokens, and each token is predicted from the tokens before it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch.nn import functional
 
 from swarm_training.models.shared_blocks import KeysValues, SharedBlocks
 
-TEXT_WEIGHT, IMAGE_WEIGHT = 1, 7  # of the losses, as in DALL-E
+TEXT_WEIGHT, IMAGE_WEIGHT = 1, 7  # weights of the losses, as in DALL-E
 _INITIAL_STD = 0.02
 
 
 @dataclass(frozen=True)
 class TextToImageConfig:
-    """Attributes:
-    text_vocab: caption tokens are 0 … text_vocab − 1; ``pad`` fills short captions and is not learned.
-    text_length: tokens of a caption; image_side: an image has as many rows and columns.
-    image_vocab: levels of an image token.
-    num_groups: blocks that the layers share.
+    """The sizes of a text-to-image model.
+
+    Attributes:
+        text_vocab: the number of caption tokens; ``pad``, one of them, fills short captions and is not learned.
+        text_length: the tokens of a caption; image_side: the rows and the columns of an image.
+        image_vocab: the number of levels of an image token.
+        num_groups: the number of blocks that the layers share.
     """
 
     text_vocab: int
@@ -41,7 +43,7 @@ class TextToImageConfig:
 
 @dataclass(frozen=True)
 class TextToImageOutput:
-    """``loss``: the mean of both, weighted 1:7."""
+    """The losses of a batch; ``loss`` is the mean of the text and image losses, weighted 1:7."""
 
     loss: Tensor
     text_loss: Tensor
@@ -49,7 +51,7 @@ class TextToImageOutput:
 
 
 class TextToImage(nn.Module):
-    """Input tokens are a start token, the caption, and the image's tokens but the last, row by row."""
+    """A Transformer over a start token, the caption, and the image's tokens row by row, without the last one."""
 
     def __init__(self, config: TextToImageConfig) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class TextToImage(nn.Module):
                 nn.init.normal_(parameter, std=_INITIAL_STD)
 
     def forward(self, text: Tensor, image: Tensor) -> TextToImageOutput:
-        """text: [batch, text_length]; image: [batch, image_length]; int64."""
+        """Return the losses of a batch. text: [batch, text_length]; image: [batch, image_length]; both int64."""
         hidden = torch.cat([self._text_inputs(text), self._image_inputs(image[:, :-1])], 1)
         hidden = self.norm(self.layers(hidden)[0])
         text_logits = self.text_head(hidden[:, : self.config.text_length])
@@ -88,12 +90,12 @@ class TextToImage(nn.Module):
     def sample(
         self, text: Tensor, temperature: float = 1.0, top_k: int | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Image tokens [batch, image_length] for captions [batch, text_length].
+        """Return image tokens [batch, image_length] for captions [batch, text_length].
 
-        temperature: 0 takes the likeliest token; top_k: of that many likeliest ones; None: of all.
+        temperature: 0 takes the likeliest token. top_k: draw from that many likeliest tokens; None: from all.
 
         Raises:
-            ValueError: the temperature is negative, or top_k is no number of image tokens.
+            ValueError: the temperature is negative, or top_k is not between 1 and the number of image tokens.
         """
         if not temperature >= 0:
             raise ValueError(f"a temperature of {temperature} is out of range: expected 0 or more")
@@ -110,7 +112,7 @@ class TextToImage(nn.Module):
         return torch.stack(drawn, 1)
 
     def _text_inputs(self, text: Tensor) -> Tensor:
-        """[batch, 1 + text_length, hidden size]"""
+        """Return the embedded start token and captions, [batch, 1 + text_length, hidden size]."""
         start = self.start.expand(len(text), 1, -1)
         return torch.cat([start, self.text_tokens(text) + self.text_positions], 1)
 
@@ -122,7 +124,7 @@ class TextToImage(nn.Module):
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """[batch], of logits [batch, tokens]."""
+    """Draw one token per row, [batch], from logits [batch, tokens]."""
     if temperature == 0:
         return logits.argmax(-1)
     if top_k is not None:

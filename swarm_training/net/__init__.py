@@ -1,1 +1,1 @@
-"""Speaks gRPC: the service of a peer, and its calls of others."""
+"""The gRPC part of a peer: its service, and its calls to other peers."""

@@ -1,4 +1,4 @@
-"""Calls of other peers over gRPC. Each is known by the TLS certificate that its signed record promises."""
+"""Calls to other peers over gRPC. A peer is identified by the TLS certificate that its signed record names."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _CallTalk(Generic[Out, In]):
 
 
 class GrpcNetwork:
-    """Channels are kept open."""
+    """The calls to other peers (a ``Network``) over gRPC channels that are kept open."""
 
     def __init__(self, credentials: ClientCredentials) -> None:
         self._channels = PinnedChannels(credentials)
@@ -92,7 +92,7 @@ class GrpcNetwork:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             return True
-        except (OSError, TimeoutError, ValueError, OverflowError):  # no such port, among others
+        except (OSError, TimeoutError, ValueError, OverflowError):  # such as an invalid port
             return False
         writer.close()
         return False
@@ -109,7 +109,7 @@ class GrpcNetwork:
             call.cancel()
 
     async def channel(self, peer: Progress) -> grpc.aio.Channel:
-        """Raises PeerUnavailable if the peer cannot be reached."""
+        """Return the channel to a peer. Raise PeerUnavailable if the peer cannot be reached."""
         return await self._channels.to(peer.address, peer.tls_fingerprint, peer.peer_id)
 
     async def _stub(self, peer: Progress) -> TrainingStub:

@@ -1,4 +1,4 @@
-"""The gRPC service of a peer of a robust run, and its calls of others."""
+"""The gRPC service of a peer of a robust run, and its calls to other peers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _DIGEST_BYTES = 32
 
 
 class GrpcRobustNetwork:
-    """Calls of peers whose addresses their records say."""
+    """The calls to peers of a robust run, whose addresses are in their records."""
 
     def __init__(self, network: GrpcNetwork, record_of: Callable[[str], Progress | None]) -> None:
-        """``record_of``: the newest record of a peer, by its id."""
+        """Use the channels of ``network``. ``record_of``: returns the newest record of a peer, by its id."""
         self._network = network
         self._record_of = record_of
 
@@ -74,7 +74,7 @@ async def _joined(call: Any, max_bytes: int) -> bytes:
 
 class RobustTrainingService(RobustTrainingServicer):
     def __init__(self, handlers: RobustHandlers, access: AccessControl | None) -> None:
-        """``access``: that of a private run; None: everybody may take part."""
+        """Serve ``handlers``. ``access``: the access control of a private run; None: any peer may take part."""
         self._handlers = handlers
         self._access = access
 
@@ -105,6 +105,6 @@ async def _parts(data: bytes) -> AsyncIterator[bytes]:
 async def start_robust_service(
     handlers: RobustHandlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that listens, and its port. Raises ValueError if the address cannot be listened on."""
+    """Return a server that listens, and its port. Raise ValueError if listening on the address fails."""
     service = RobustTrainingService(handlers, access)
     return await start_server(partial(add_RobustTrainingServicer_to_server, service), certificate, host, port)

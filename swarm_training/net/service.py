@@ -1,4 +1,4 @@
-"""The gRPC service of a peer: who calls is authenticated here, what is asked is answered elsewhere."""
+"""The gRPC service of a peer, which authenticates callers and passes their requests to the handlers."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class _ServedTalk(Generic[Out, In]):
         return received
 
     async def finish(self) -> None:
-        """The stream ends when its handler returns."""
+        """Do nothing, because the stream ends when its handler returns."""
 
 
 class TrainingService(TrainingServicer):
     def __init__(self, handlers: Handlers, access: AccessControl | None) -> None:
-        """``access``: that of a private run; None: everybody may take part."""
+        """Serve ``handlers``. ``access``: the access control of a private run; None: any peer may take part."""
         self._handlers = handlers
         self._access = access
 
@@ -85,17 +85,17 @@ class TrainingService(TrainingServicer):
 
     async def Rounds(self, request: pb.RoundsRequest, context: _Context) -> pb.RoundsReply:
         async with errors_as_status(context):
-            peer_id = admitted(context, self._access, Role.CLIENT)  # every member may sum
+            peer_id = admitted(context, self._access, Role.CLIENT)  # every member may sum up contributions
             return await self._handlers.rounds(peer_id, request)
 
 
 async def start_service(
     handlers: Handlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that listens, and its port.
+    """Return a server that listens, and its port.
 
     Raises:
-        ValueError: the address cannot be listened on.
+        ValueError: listening on the address fails.
     """
     service = TrainingService(handlers, access)
     return await start_server(partial(add_TrainingServicer_to_server, service), certificate, host, port)

@@ -1,10 +1,10 @@
 """Sums, norms and orthogonalisation that give the same bits for any number of threads, vector width or device.
 
 Floating-point addition is not associative, so torch's reductions differ in the last bits between machines, and peers
-that must stay bit-identical cannot use them. Here every term is rounded to a multiple of one power of two, so that
-the sum is one of integers, which is exact in any order. Elementwise additions, products, divisions and square roots
-need no such care: IEEE 754 rounds each of them correctly (fused kernels such as ``addcmul`` and ``lerp`` do not
-promise that).
+that must stay bit-identical cannot use them. Here every term is rounded to a multiple of one power of two. The sum is
+then a sum of integers, which is exact in any order. Elementwise additions, products, divisions and square roots need
+no such care, because IEEE 754 rounds each of them correctly. Fused kernels such as ``addcmul`` and ``lerp`` do not
+promise correct rounding.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_SUM_BITS = 62  # of an int64, with room for the sign
-_CHUNK = 1 << 20  # elements that are float64 at a time
-_VANISHED = 1e-6  # relative: what is left of a column then is rounding
+_SUM_BITS = 62  # of the 64 of an int64, with room for the sign
+_CHUNK = 1 << 20  # elements converted to float64 at a time
+_VANISHED = 1e-6  # relative: a smaller rest of a column is only rounding
 
 
 def power(base: float, exponent: int) -> float:
-    """base ** exponent by multiplications alone: the C library's ``pow`` is not the same everywhere."""
+    """Return base ** exponent by multiplications alone: the C library's ``pow`` differs between machines."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -31,7 +31,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def dot(a: Tensor, b: Tensor) -> float:
-    """Of two flat float64 vectors; NaN or infinite if a product is."""
+    """Return the dot product of two flat float64 vectors; NaN or infinite if a product is."""
     products = a * b
     if not products.numel():
         return 0.0
@@ -42,7 +42,7 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 
 def norm(x: Tensor) -> float:
-    """The Euclidean norm of a tensor of at most 32 bits per element; NaN or infinite if an element is."""
+    """Return the Euclidean norm of a tensor of at most 32 bits per element; NaN or infinite if an element is."""
     flat = x.detach().reshape(-1)
     if not flat.numel():
         return 0.0
@@ -55,7 +55,7 @@ def norm(x: Tensor) -> float:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Its columns [n, r] by Gram–Schmidt in float64; a column that depends on those before it becomes 0."""
+    """Orthonormalise columns [n, r] by Gram–Schmidt in float64; a column that depends on earlier ones becomes 0."""
     columns: list[Tensor] = []
     for column in matrix.double().unbind(1):
         length = math.sqrt(dot(column, column))
@@ -67,7 +67,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.T of [n, r] and [m, r]: the columns' outer products, added in their order."""
+    """Return left @ right.T, [n, m], of [n, r] and [m, r]: the columns' outer products, added in their order."""
     product = left[:, :1] * right[:, 0]
     for column in range(1, left.shape[1]):
         product += left[:, column : column + 1] * right[:, column]
@@ -75,7 +75,7 @@ def outer_sum(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _fixed_point_sum(chunks: Iterable[Tensor], largest: float, count: int) -> float:
-    """Of float64 terms, none of which is larger in size; errs by at most count units of 2^-61 of count · largest."""
+    """Return the sum of float64 terms up to ``largest`` in size; the error is at most count² · largest · 2^-61."""
     shift = _SUM_BITS - math.frexp(largest)[1] - math.ceil(math.log2(count))
     scale = math.ldexp(1.0, shift)
     total = sum(int((chunk * scale).round_().to(torch.int64).sum()) for chunk in chunks)

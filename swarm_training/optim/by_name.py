@@ -21,7 +21,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def optimizer_by_name(name: str, parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    """Those of 8 bits keep their states in CPU memory. ``options``: ``lr``, ``weight_decay`` and others of its class.
+    """Return an optimizer; 8-bit ones keep their state in CPU memory. ``options``: arguments of its class, as ``lr``.
 
     Raises:
         ValueError: there is no such optimizer, or it does not take these options.

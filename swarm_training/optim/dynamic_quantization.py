@@ -1,8 +1,8 @@
-"""8-bit numbers whose precision adapts to their size, in blocks with a maximum each (Dettmers et al., 2022, section 2).
+"""Dynamic 8-bit quantisation, in blocks with one maximum each (Dettmers et al., 2022, section 2).
 
 A byte selects one of 256 values between −1 and 1, or 0 and 1: seven decades, the largest with the most values
-(dynamic tree quantisation, Dettmers, 2016). The values are those of bitsandbytes; the code is our own because peers
-must have the same bits on any processor, and what it computes on CPUs is not always the nearest value.
+(dynamic tree quantisation, Dettmers, 2016). The values are those of bitsandbytes. Its code is not used because peers
+must have the same bits on any processor, and on CPUs bitsandbytes does not always choose the nearest value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DECADES = 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0
 
 @functools.cache
 def code_values(signed: bool) -> Tensor:
-    """The 256 values, float32, ascending: 0, 1, and in each decade twice as many as in the one below."""
+    """Return the 256 values, [256] float32, ascending: 0, 1, and in each decade twice as many as in the one below."""
     positive = [
         decade * (0.1 + 0.9 * (number + 0.5) / count)
         for exponent, decade in enumerate(_DECADES)
@@ -36,9 +36,9 @@ def _borders(signed: bool) -> Tensor:
 
 
 def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Of a float32 tensor: codes (uint8, its shape) and the maxima of the blocks (float32).
+    """Return the codes of a float32 tensor (uint8, its shape) and the maxima of its blocks ([blocks] float32).
 
-    Without a sign, what is not 0 does not become 0: a second moment of 0 below a mean that is not 0 would be an
+    Unsigned numbers other than 0 do not become 0: a second moment of 0 below a mean that is not 0 would cause an
     unbounded step.
     """
     blocks = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
@@ -51,7 +51,7 @@ def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, maxima: Tensor, signed: bool) -> Tensor:
-    """float32, of the codes' shape; a block whose maximum is not finite has no element that is."""
+    """Return float32 numbers in the codes' shape; a block whose maximum is not finite has no finite element."""
     values = code_values(signed)[codes.reshape(-1).int()]
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
     return (blocks * maxima[:, None]).view(-1)[: codes.numel()].view(codes.shape)

@@ -1,4 +1,4 @@
-"""LAMB, for batches so large that Adam's steps no longer suit every layer (You et al., 2020)."""
+"""LAMB, an optimizer for batches so large that Adam's steps no longer suit every layer (You et al., 2020)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from swarm_training.optim.rules import Moments, StateInPlace, hyperparameters, l
 
 
 class LAMB(StateInPlace):
-    """Adam's direction with decoupled weight decay, each parameter's step as long as lr times the parameter itself.
+    """An optimizer with Adam's direction and decoupled weight decay, whose step length is lr times a parameter's norm.
 
-    Moments are float32 beside their parameter; the same gradients lead to the same bits on every machine. Biases and
+    Moments are float32 on the parameter's device. The same gradients lead to the same bits on every machine. Biases and
     norms usually belong into a parameter group with ``weight_decay=0``.
     """
 
@@ -28,7 +28,7 @@ class LAMB(StateInPlace):
         weight_decay: float = 0.01,
         max_weight_norm: float | None = None,
     ) -> None:
-        """max_weight_norm: a parameter's norm counts as no more in its step; 10 in the authors' code.
+        """Set the defaults. max_weight_norm: the most that a parameter's norm counts; 10 in the authors' code.
 
         Raises:
             ValueError: a value is out of range.
@@ -37,7 +37,7 @@ class LAMB(StateInPlace):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -55,7 +55,7 @@ class LAMB(StateInPlace):
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         moments = Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]))
-        weights = parameter.float()  # itself, if it is float32
+        weights = parameter.float()  # the parameter itself, if it is float32
         lamb_update(weights, parameter.grad.float(), moments, group)  # type: ignore[union-attr]
         if weights is not parameter:
             parameter.copy_(weights)

@@ -1,4 +1,4 @@
-"""Optimizers with states of 8 bits in CPU memory, for models that leave room for little else."""
+"""Optimizers with 8-bit state in CPU memory, for models that leave little other memory free."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MIN_QUANTIZED = 4096  # elements: smaller parameters, such as norms, keep float3
 
 
 class Offloaded8bit(StateInPlace):
-    """LAMB or AdamW with moments of a byte per element, in CPU memory (Dettmers et al., 2022).
+    """A LAMB or AdamW optimizer whose moments take a byte per element, in CPU memory (Dettmers et al., 2022).
 
-    Parameters are updated one after the other on the CPU, wherever they live, so that float32 moments of a single one
-    exist at a time, and peers with GPUs and without end with the same bits.
+    Parameters are updated one after the other on the CPU, whatever their device. Float32 moments therefore exist for
+    one parameter at a time, and peers with and without GPUs get the same bits.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Offloaded8bit(StateInPlace):
         weight_decay: float = 0.01,
         max_weight_norm: float | None = None,
     ) -> None:
-        """rule: "lamb" or "adamw"; ``max_weight_norm`` is for LAMB.
+        """Set the rule, "lamb" or "adamw", and the defaults; ``max_weight_norm`` is for LAMB.
 
         Raises:
             ValueError: the rule is unknown, or a value is out of range.
@@ -45,7 +45,7 @@ class Offloaded8bit(StateInPlace):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -58,13 +58,13 @@ class Offloaded8bit(StateInPlace):
 
     @property
     def state_bytes(self) -> int:
-        """Of all tensors of the state."""
+        """Return the bytes of all tensors of the state."""
         tensors = [value for state in self.state.values() for value in state.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        weights = parameter.detach().to("cpu", torch.float32)  # itself, if it is that already
+        weights = parameter.detach().to("cpu", torch.float32)  # the parameter itself, if it is that already
         gradient = parameter.grad.detach().to("cpu", torch.float32)  # type: ignore[union-attr]
         moments = _load(state, weights)
         self._rule(weights, gradient, moments, group)
@@ -74,14 +74,14 @@ class Offloaded8bit(StateInPlace):
 
 
 class LAMB8bit(Offloaded8bit):
-    """A name of its own: peers with different rules must not take each other for equals."""
+    """An ``Offloaded8bit`` with LAMB. Peers compare class names, so that different rules are noticed."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         super().__init__(params, "lamb", **options)
 
 
 class AdamW8bit(Offloaded8bit):
-    """See ``LAMB8bit``."""
+    """An ``Offloaded8bit`` with AdamW; see ``LAMB8bit``."""
 
     def __init__(self, params: ParamsT, **options: Any) -> None:
         super().__init__(params, "adamw", **options)

@@ -1,7 +1,7 @@
-"""How one parameter is updated, in place: LAMB and AdamW.
+"""The rules that update one parameter in place: LAMB and AdamW.
 
-Only elementwise operations that IEEE 754 rounds correctly, and norms that are exact in any order: peers that hold the
-same parameter, gradient and moments hold the same afterwards, bit by bit, whatever their machines.
+The rules use only elementwise operations that IEEE 754 rounds correctly, and norms that are exact in any order. Peers
+with the same parameter, gradient and moments therefore stay bit-identical, whatever their machines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarm_training.numerics.reproducible import norm, power
 
 @dataclass
 class Moments:
-    """Of one parameter, in float32: running means of its gradient and of that one's square, after ``step`` steps."""
+    """The float32 moments of one parameter: running means of its gradient and of the square, after ``step`` steps."""
 
     mean: Tensor
     square: Tensor
@@ -30,9 +30,9 @@ UpdateRule = Callable[[Tensor, Tensor, Moments, Mapping[str, Any]], None]
 
 
 def lamb_update(parameter: Tensor, gradient: Tensor, moments: Moments, group: Mapping[str, Any]) -> None:
-    """LAMB (You et al., 2020, Algorithm 2): r = m̂ / (√v̂ + ε) + λ w;  w ← w − lr φ(|w|) / |r| r.
+    """Apply LAMB (You et al., 2020, Algorithm 2): r = m̂ / (√v̂ + ε) + λ w;  w ← w − lr φ(|w|) / |r| r.
 
-    φ(z) = min(z, max_weight_norm), or z if that is None; the ratio is 1 where either norm is 0. All tensors: float32.
+    φ(z) = min(z, max_weight_norm), or z if that is None. The ratio is 1 if either norm is 0. All tensors are float32.
     """
     update = _adam_direction(gradient, moments, group)
     if group["weight_decay"]:
@@ -45,7 +45,7 @@ def lamb_update(parameter: Tensor, gradient: Tensor, moments: Moments, group: Ma
 
 
 def adamw_update(parameter: Tensor, gradient: Tensor, moments: Moments, group: Mapping[str, Any]) -> None:
-    """AdamW (Loshchilov and Hutter, 2019, Algorithm 2): w ← w − lr λ w − lr m̂ / (√v̂ + ε). All tensors: float32."""
+    """Apply AdamW (Loshchilov and Hutter, 2019, Algorithm 2): w ← w − lr λ w − lr m̂ / (√v̂ + ε), all float32."""
     update = _adam_direction(gradient, moments, group)
     if group["weight_decay"]:
         parameter *= 1 - group["lr"] * group["weight_decay"]
@@ -53,7 +53,7 @@ def adamw_update(parameter: Tensor, gradient: Tensor, moments: Moments, group: M
 
 
 def _adam_direction(gradient: Tensor, moments: Moments, group: Mapping[str, Any]) -> Tensor:
-    """m̂ / (√v̂ + ε), once the gradient is part of the moments."""
+    """Add the gradient to the moments, and return m̂ / (√v̂ + ε) in the gradient's shape."""
     beta1, beta2 = group["betas"]
     moments.step += 1
     moments.mean *= beta1
@@ -68,7 +68,7 @@ def _adam_direction(gradient: Tensor, moments: Moments, group: Mapping[str, Any]
 def hyperparameters(
     lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_weight_norm: float | None
 ) -> dict[str, Any]:
-    """The defaults of a parameter group; raises ValueError if one is out of range."""
+    """Return the defaults of a parameter group. Raise ValueError if a value is out of range."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} {value} is out of range: expected a finite number that is not negative")

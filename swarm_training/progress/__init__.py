@@ -1,1 +1,1 @@
-"""What peers know of each other: signed records of progress, and what follows from them."""
+"""The peers' knowledge of each other: signed records of progress, and the decisions that follow from them."""

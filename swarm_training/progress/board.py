@@ -1,4 +1,4 @@
-"""Where the peers of a run find each other: the DHT, on which each keeps its signed record. It is slow; see gossip."""
+"""The DHT keys where the peers of a run find each other: each stores its signed record. The DHT is slow; see gossip."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Board(Protocol):
     async def publish(self, record: pb.SignedProgress) -> None: ...
 
     async def read(self) -> list[pb.SignedProgress]:
-        """Of all peers; nobody has checked them."""
+        """Return the records of all peers, not yet verified."""
 
     async def read_orders(self) -> list[bytes]:
-        """Of moderators; nobody has checked them."""
+        """Return the orders of moderators, not yet verified."""
 
 
 class DhtBoard:
-    """A DHT node inside this process, and the key of one run there."""
+    """A DHT node inside this process, and the keys of one run on the DHT."""
 
     def __init__(self, node: DHTNode, run: str, identity: Identity, moderated_as: str | None = None) -> None:
-        """``moderated_as``: the name in moderators' orders, if it is another."""
+        """Use ``node`` for the keys of a run. ``moderated_as``: the run's name in moderators' orders, if it differs."""
         node.protocol.storage.__class__ = BoundedStorage
         node.protocol.storage.capacity = shards.CAPACITY
         node.protocol.storage.access = None
@@ -53,31 +53,31 @@ class DhtBoard:
     async def join(
         cls, run: str, initial_peers: Sequence[str], identity: Identity, listening: Listening, timeout_s: float
     ) -> DhtBoard:
-        """Joins through ``initial_peers``, or starts a new DHT if there are none.
+        """Join the DHT through ``initial_peers``, or start a new DHT if there are none.
 
         Raises:
             NoSwarm: no initial peer answered.
-            ValueError: one of them is no multiaddr with a peer id.
+            ValueError: an initial peer is not a multiaddr with a peer id.
         """
         node = await start_joined(identity, listening, initial_peers, timeout_s)
         return cls(node, run, identity)
 
     @property
     def node(self) -> DHTNode:
-        """For keys of other kinds."""
+        """Return the DHT node, for keys of other kinds."""
         return self._node
 
     def beside(self, run: str, moderated_as: str | None = None) -> DhtBoard:
-        """That of another run, on the same node; this one's ``close`` ends both."""
+        """Return the board of another run on the same node; closing this board ends both."""
         return DhtBoard(self._node, run, self._identity, moderated_as)
 
     async def addresses(self) -> list[str]:
-        """Multiaddrs under which others can join through this node."""
+        """Return multiaddrs with which other peers can join through this node."""
         return [str(address) for address in await self._node.p2p.get_visible_maddrs()]
 
     async def publish(self, record: pb.SignedProgress) -> None:
         self._expiration = max(get_dht_time() + LIFETIME_S, self._expiration + 0.001)
-        with suppress(TimeoutError):  # it is published again before long
+        with suppress(TimeoutError):  # it is published again soon
             async with asyncio.timeout(_TIMEOUT_S):
                 data = record.SerializeToString()
                 await self._node.store(self._key, data, self._expiration, subkey=self._subkey)
@@ -89,16 +89,16 @@ class DhtBoard:
         return [order async for each in self._values(self._orders_key, pb.PublishedOrders) for order in each.orders]
 
     async def own_orders(self) -> list[bytes]:
-        """Those that this peer has published, and that have not vanished since."""
+        """Return the orders that this peer has published and that have not expired."""
         found = await self._node.get(self._orders_key, latest=True)
         item = found.value.get(self._subkey) if found is not None and isinstance(found.value, dict) else None
         return [] if item is None else list(pb.PublishedOrders.FromString(item.value).orders)
 
     async def publish_orders(self, orders: Sequence[bytes]) -> None:
-        """In place of those that this peer has published before. Members hand them on, since this does not last.
+        """Publish orders in place of this peer's earlier ones. Members relay them, because entries of the DHT expire.
 
         Raises:
-            PeerUnavailable: nobody has stored them.
+            PeerUnavailable: no peer has stored the orders.
         """
         data = pb.PublishedOrders(orders=orders).SerializeToString()
         try:
@@ -118,7 +118,7 @@ class DhtBoard:
         except TimeoutError:
             return
         for item in found.value.values() if found is not None and isinstance(found.value, dict) else ():
-            with suppress(DecodeError, TypeError):  # from a stranger
+            with suppress(DecodeError, TypeError):  # a stranger's entry
                 yield kind.FromString(item.value)
 
     async def close(self) -> None:

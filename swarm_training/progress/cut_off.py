@@ -1,6 +1,6 @@
-"""Who stands aside where peers hear of each other by others, but cannot call each other. Decides from data alone.
+"""The rule for peers that hear of each other through others, but cannot call each other. Decides from data alone.
 
-They can neither average together nor take each other for gone: without a rule, each waits for the other.
+Such peers can neither average together nor treat each other as gone: without a rule, each waits for the other.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from swarm_training.progress.policy import View
 
 
 def must_stand_aside(view: View, failing_s: Mapping[str, float], patience_s: float) -> bool:
-    """Whether this peer is to take no part until it can call the others.
+    """Return whether this peer must take no part until it can call the others.
 
-    Of two parts of a network the smaller one stands aside; of two peers, or of equal parts, who is behind, or else has
-    the higher id. Who alone has the newest state never does.
+    The smaller part of a network stands aside. Between two peers or equal parts, the one that is behind stands aside,
+    or else the one with the higher id. A peer that alone has the newest state never stands aside.
 
-    Where some can call both sides, who would stand aside by this waits twice as long: those in a smaller part have done
-    so by then.
+    If some peers can call both sides, a peer of the larger part waits twice as long before it stands aside: the peers
+    of a smaller part have done so by then.
 
     Args:
-        failing_s: for how long calls have failed, in seconds, by peer.
-        patience_s: for how long they must have.
+        failing_s: by peer, for how long calls have failed, in seconds.
+        patience_s: for how long calls must have failed, in seconds.
     """
     own = view.own
     away = [peer for peer in view.others if peer.is_reachable and failing_s.get(peer.peer_id, 0.0) >= patience_s]

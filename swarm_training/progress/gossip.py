@@ -1,8 +1,8 @@
-"""Tells others of this peer's progress, and asks for theirs: straight between peers, and by the DHT to find them.
+"""The exchange of progress records: directly between peers, and over the DHT to find them.
 
 Each peer calls a few others several times a second while there is something new, and once a second otherwise. A reply
-has all records that have changed since the last call, signed by their owners, so that news also reach those who cannot
-be called and those who have not been called.
+has all records that have changed since the last call, signed by their owners. News therefore also reach peers that
+cannot be called, and peers that have not been called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm_training.progress.table import ProgressTable
 
 _FANOUT = 8  # calls at a time
 _PUBLISH_S = 15.0
-_READ_S, _READ_ALONE_S = 15.0, 2.0  # the second while nobody is known
+_READ_S, _READ_ALONE_S = 15.0, 2.0  # the second while no peer is known
 _TIMEOUT_S = 3.0
 _logger = logging.getLogger(__name__)
 
@@ -34,15 +34,17 @@ class OrderBook(Protocol):
     """The orders of moderators that this peer knows."""
 
     def digest(self) -> bytes:
-        """Of all of them; empty: this peer obeys none."""
+        """Return the digest of all orders; empty if this peer obeys none."""
 
     def take(self, orders: Iterable[bytes]) -> None:
-        """Those that are valid; from strangers."""
+        """Accept those of the orders that are valid; they come from strangers."""
 
 
 class Gossip:
-    """Attributes:
-    num_calls: exchanges that this peer has begun.
+    """One peer's exchange of progress records with the others.
+
+    Attributes:
+        num_calls: the number of exchanges that this peer has begun.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Gossip:
         orders: OrderBook,
         rng: random.Random,
     ) -> None:
-        """``renew``: this peer's record as it is now, in a new version."""
+        """Prepare the exchange. ``renew`` returns this peer's present record in a new version."""
         self._config = config
         self._table = table
         self._network = network
@@ -65,24 +67,24 @@ class Gossip:
         self._rng = rng
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._outdated = asyncio.Event()  # what the board says
-        self._since: dict[str, int] = {}  # by peer, what it has answered up to
+        self._outdated = asyncio.Event()  # the record on the board
+        self._since: dict[str, int] = {}  # by peer, ``until`` of its last reply
         self._calling: dict[str, asyncio.Task[None]] = {}
-        self._failing_since_s: dict[str, float] = {}  # by peer, since when none of its calls has been answered
+        self._failing_since_s: dict[str, float] = {}  # by peer, since when it has answered no call
         self.num_calls = 0
 
     def tell(self, *, urgent: bool = False) -> None:
-        """There is something new to say; what is ``urgent`` is said at once."""
+        """Announce that there is something new; what is ``urgent`` is sent at once."""
         self._news.set()
         if urgent:
             self._urgent.set()
 
     def publish_soon(self) -> None:
-        """What the board says of this peer is no longer of use to those who look there."""
+        """Publish this peer's record on the board soon, because the published one is outdated."""
         self._outdated.set()
 
     def failing_s(self) -> dict[str, float]:
-        """By peer that does not answer, for how long."""
+        """Return for how long, in seconds, each peer that fails to answer has done so."""
         now = asyncio.get_running_loop().time()
         return {peer_id: now - since_s for peer_id, since_s in self._failing_since_s.items()}
 
@@ -99,7 +101,7 @@ class Gossip:
             self._urgent.clear()
             said_s = loop.time()
             self.call_some(self._renew())
-            with suppress(TimeoutError):  # what is not urgent waits for more
+            with suppress(TimeoutError):  # news that are not urgent wait for more
                 async with asyncio.timeout_at(said_s + self._config.gossip_s):
                     await self._urgent.wait()
 
@@ -133,7 +135,7 @@ class Gossip:
             self.note(record)
 
     def note(self, record: pb.SignedProgress) -> None:
-        """Takes a record into the table, if it is one."""
+        """Add a record to the table if it is valid."""
         num_known = len(self._table.known())
         try:
             self._table.add(record, asyncio.get_running_loop().time())

@@ -1,16 +1,16 @@
-"""What follows from the progress that peers report. Decides from data alone.
+"""The decisions that follow from the peers' reported progress. Decides from data alone.
 
-Who is ahead of whom is a matter of moments, not of steps: after a rollback the run is at an earlier step than those who
-have not heard of it.
+Moments, not steps, show which peer is ahead: after a rollback the run is at an earlier step than peers that have not
+heard of it.
 
-Quorums make sure that a run never forks. The *roster* of a step are the peers that could be reached and took part in
-the averaging that led to it. The next averaging counts only if it has a majority of that roster, less those that are
-evidently gone; so of two halves of a network at most one goes on, and each step's roster is that step's electorate
-(dynamic voting: Jajodia and Mutchler, 1990). Half of them is enough if it has the first of them (dynamic-linear
-voting).
+Quorums ensure that a run never forks. The *roster* of a step is the set of reachable peers that took part in the
+averaging that led to the step. The next averaging counts only if it has a majority of that roster, without the peers
+that are evidently gone. At most one of two halves of a network therefore goes on, and each step's roster is that step's
+electorate (dynamic voting: Jajodia and Mutchler, 1990). Exactly half of the electorate is enough if it contains the
+first peer by id (dynamic-linear voting).
 
-Where a batch is made of named micro-batches, peers meet when their sets of them are disjoint and complete, and not when
-somebody else wants to: a meeting cannot succeed otherwise, but to hand on a result that may have been decided.
+If a batch consists of named micro-batches, peers meet when their sets are disjoint and complete, not when another peer
+wants to meet. Otherwise a meeting can only hand on a result that may have been decided.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from swarm_training.core.bitmap import are_disjoint, is_partition
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, PRESENT, Progress
 
-_MIN_VOTES = 2  # to exclude somebody
+_MIN_VOTES = 2  # to exclude a peer
 
 
 @dataclass(frozen=True)
 class View:
-    """What a peer knows of a run at one moment.
+    """A peer's knowledge of its run at one time.
 
     Attributes:
-        own: its own record.
-        others: those it has heard of lately that are part of the run, and not just joining.
-        silent: those it has not heard of for a moment.
-        gone: ids of those that have left, have not joined yet, stand aside or have been banned for a while, or whose
+        own: the peer's own record.
+        others: records of the other participants that it has heard from recently, without peers that are joining.
+        silent: records of participants that it has not heard from recently.
+        gone: ids of peers that have left, have not joined yet, stand aside or have been banned for a while, or whose
             process has evidently ended.
     """
 
@@ -53,12 +53,12 @@ class View:
 
 
 def samples_at(view: View, moment: Moment) -> int:
-    """Accumulated by all together towards the next step."""
+    """Return the samples that all peers together have accumulated towards the next step."""
     return sum(peer.samples for peer in view.at(moment))
 
 
 def is_batch_complete(view: View) -> bool:
-    """In this view, or in that of somebody who wants to meet already."""
+    """Return whether the batch is complete in this view, or in that of a peer that already wants to meet."""
     peers = view.at(view.own.moment)
     if view.own.counts_exactly:
         return _is_exactly_complete(peers, view.own)
@@ -67,16 +67,16 @@ def is_batch_complete(view: View) -> bool:
 
 
 def _is_exactly_complete(peers: Collection[Progress], own: Progress) -> bool:
-    """Or there is a result that may have been decided, and has to be handed on."""
+    """Return whether the micro-batches are complete, or a result that may have been decided must be handed on."""
     if decided := {peer.decided for peer in peers if peer.decided}:
-        return own.accepted in decided  # who does not hold the result waits for the others to step
+        return own.accepted in decided  # a peer without the result waits for the others to step
     parts = (peer.micro_batches for peer in peers)
     return any(peer.accepted for peer in peers) or is_partition(parts, own.target_batch_size)
 
 
 def must_discard(view: View) -> bool:
-    """Whether this peer has to give up what it has added up: a micro-batch of it counts at another peer too, that with
-    the lower id keeps it; or the batch is decided without this peer, which still could hold up a barrier."""
+    """Return whether this peer must discard its sums. Either a peer with a lower id, which keeps its sums, counts one
+    of the same micro-batches; or the batch is decided without this peer, which could still hold up a barrier."""
     own = view.own
     mates = [peer for peer in view.at(own.moment) if peer is not own]
     if not own.samples or own.decided:
@@ -88,7 +88,7 @@ def must_discard(view: View) -> bool:
 
 
 def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
-    """Whom more than half of the others say to exclude, and two of them at least: nobody can exclude one by itself."""
+    """Return the peers that more than half of the others, and at least two, exclude: no peer can exclude one alone."""
     votes = Counter(peer_id for peer in records for peer_id in set(peer.excludes) - {peer.peer_id})
     ids = {peer.peer_id for peer in records}
     return frozenset(
@@ -97,7 +97,7 @@ def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
 
 
 def seconds_to_step(view: View) -> float | None:
-    """Until the batch will be complete at the present speed; None if nobody has measured one yet."""
+    """Return the seconds until the batch is complete at the present speed; None if no speed has been measured yet."""
     peers = view.at(view.own.moment)
     missing = view.own.target_batch_size - sum(peer.samples for peer in peers)
     speed = sum(peer.samples_per_s for peer in peers)
@@ -107,18 +107,18 @@ def seconds_to_step(view: View) -> float | None:
 
 
 def expected_at(view: View, moment: Moment, roster: Collection[str]) -> frozenset[str]:
-    """Who is waited for: all that are at this moment, and those of its roster that are alive but not so far yet."""
+    """Return the peers to wait for: all at this moment, and peers of its roster that are alive but lag behind."""
     lagging = (peer.peer_id for peer in view.all if peer.peer_id in roster and peer.moment < moment)
     return frozenset(peer.peer_id for peer in view.at(moment)) | frozenset(lagging)
 
 
 def rank(run: str, moment: Moment, peer_id: str) -> bytes:
-    """Low ranks lead; whose it is changes with every step."""
+    """Return a peer's rank, which changes with every step; the lowest rank leads."""
     return sha256(f"{run}/{moment}/{peer_id}".encode()).digest()
 
 
 def leader_of(view: View, unreachable: Collection[str] = ()) -> Progress | None:
-    """Who leads the next meeting in this view; None if nobody can be called."""
+    """Return the peer that leads the next meeting in this view; None if no peer can be called."""
     moment, run = view.own.moment, view.own.run
     candidates = [
         peer
@@ -129,7 +129,7 @@ def leader_of(view: View, unreachable: Collection[str] = ()) -> Progress | None:
 
 
 def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection[str]) -> bool:
-    """Whether those who are present may decide for all of the roster, less those that are gone."""
+    """Return whether the present peers may decide for the whole roster, without the peers that are gone."""
     electorate = sorted(set(roster) - set(gone))
     votes = sum(peer in present for peer in electorate)
     if not electorate or 2 * votes > len(electorate):
@@ -138,21 +138,21 @@ def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection
 
 
 def known_at(view: View, moment: Moment) -> frozenset[str]:
-    """All that are at this moment, silent ones too: newcomers, who are in no roster yet, count as much as others when a
-    group is formed."""
+    """Return all peers at this moment, including silent ones. Newcomers, which are in no roster yet, count as much as
+    other peers when a group is formed."""
     silent = (peer.peer_id for peer in view.silent if peer.moment == moment)
     return frozenset(peer.peer_id for peer in view.at(moment)).union(silent)
 
 
 def is_behind(view: View, roster: Collection[str]) -> bool:
-    """Whether the others have gone on: a quorum of this moment's roster, or half of all others, are at a later one."""
+    """Return whether a quorum of this moment's roster, or half of the other peers, have gone on to a later moment."""
     later = {peer.peer_id for peer in view.others if peer.moment > view.own.moment}
     return bool(later) and (has_quorum(later, roster, view.gone) or 2 * len(later) >= len(view.others))
 
 
 def sources_of_state(view: View) -> tuple[Progress, ...]:
-    """Who can be asked for the state of the run: the most that agree on a moment and a digest, none of them behind this
-    peer; of two groups that are equally large, the one that is further."""
+    """Return the peers to ask for the state: the largest group that agrees on a moment and a digest, and is not behind
+    this peer; of two equally large groups, the one that is further ahead."""
     least = view.own.moment if view.own.state in PRESENT else Moment(0, 0)
     groups: dict[tuple[Moment, bytes], list[Progress]] = {}
     for peer in view.others:
@@ -163,13 +163,13 @@ def sources_of_state(view: View) -> tuple[Progress, ...]:
 
 
 def is_in_minority(view: View) -> bool:
-    """Whether most of the others at the same moment have another state, and agree on it."""
+    """Return whether the most common state of the peers at this moment is not this peer's."""
     return bool(view.own.state_digest) and majority_digest(view.at(view.own.moment)) != view.own.state_digest
 
 
 def majority_digest(records: Iterable[Progress]) -> bytes | None:
-    """The state that most have, of records of one moment; of two that equally many have, that of the peer which is
-    first by id. A peer counts once."""
+    """Return the most common state digest in the records of one moment. Of equally common ones, return the digest of
+    the first peer by id. Each peer counts once."""
     digests = {peer.peer_id: peer for peer in records if peer.state_digest}
     known = [digests[peer_id] for peer_id in sorted(digests)]
     counts = Counter(peer.state_digest for peer in known)

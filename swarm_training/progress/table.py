@@ -1,4 +1,4 @@
-"""The newest record of every peer of a run, and when it was heard of."""
+"""The newest record of every peer of a run, and the time when it arrived."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import View, majority_digest
 
 MAX_PEERS = 4096
-_SILENT_S = 60.0  # so long those that are silent are missed
-_KEPT_DIGESTS = 16  # steps, of each peer
-_FORGET_S = 600.0  # records of those that are long silent
+_SILENT_S = 60.0  # for this long a view lists a peer as silent
+_KEPT_DIGESTS = 16  # steps of each peer
+_FORGET_S = 600.0  # records of peers silent for this long are dropped
 _URGENT = (
     "state",
     "moment",
@@ -29,7 +29,7 @@ _URGENT = (
     "address",
     "excludes",
     "skipped_batches",
-)  # see ``ProgressTable``
+)  # a change of these fields sets ``urgent``
 
 
 @dataclass(frozen=True)
@@ -37,41 +37,41 @@ class _Entry:
     record: Progress
     signed: pb.SignedProgress
     heard_s: float
-    counter: int  # of changes to this table
+    counter: int  # number of the table's change
 
 
 class ProgressTable:
-    """Times are those of one clock, in seconds.
+    """The newest records of a run's peers. All times are read from one clock, in seconds.
 
     Attributes:
-        counter: of changes.
-        urgent: the last of them for which others may wait: somebody has come or gone, or is further than before.
+        counter: the number of changes so far.
+        urgent: the number of the last change that peers may wait for, such as a peer that comes, goes or advances.
     """
 
     def __init__(
         self, run: str, model: bytes | None, own_id: str, silence_s: float, presume_gone_s: float = inf
     ) -> None:
-        """``model``: the digest of what is trained, records of others are refused; None: it is not known."""
+        """Start empty. ``model``: the digest of the trained model; other models' records are refused. None: unknown."""
         self._run = run
         self._model = model
         self._own_id = own_id
         self._silence_s = silence_s
         self._presume_gone_s = presume_gone_s
         self._entries: dict[str, _Entry] = {}
-        self._gone: dict[str, int] = {}  # the version with which a peer was last seen to be gone
+        self._gone: dict[str, int] = {}  # by peer, the version of its record when it was found gone
         self._suspects: dict[str, int] = {}
         self._banned: frozenset[str] = frozenset()
-        self._ruled_out: dict[str, float] = {}  # since when
-        self._known: set[bytes] = set()  # the bytes of all entries, whose signatures need not be checked again
-        self._digests: dict[str, deque[Progress]] = {}  # of the last steps, by peer
+        self._ruled_out: dict[str, float] = {}  # by peer, since when
+        self._known: set[bytes] = set()  # bytes of all entries; their signatures are not checked again
+        self._digests: dict[str, deque[Progress]] = {}  # by peer, records of its last steps
         self.counter = self.urgent = 0
         self._news = asyncio.Event()
 
     def add(self, signed: pb.SignedProgress, now: float) -> Progress | None:
-        """Takes note of a record; returns it if it is newer than what was known of that peer.
+        """Store a record, and return it if it is newer than the known record of that peer.
 
         Raises:
-            ValueError: it is not signed by its peer, or trains something else.
+            ValueError: the record is not signed by its peer, or that peer trains another run or model.
         """
         if signed.progress in self._known:
             return None
@@ -99,14 +99,14 @@ class ProgressTable:
         return record
 
     def _keep_digest(self, record: Progress) -> None:
-        """One record for each step: a peer makes many while it accumulates samples."""
+        """Keep one record for each step, because a peer makes many while it accumulates samples."""
         kept = self._digests.setdefault(record.peer_id, deque(maxlen=_KEPT_DIGESTS))
         if kept and kept[-1].moment == record.moment:
             kept.pop()
         kept.append(record)
 
     def majority_digest(self, moment: Moment) -> bytes | None:
-        """The state that most others had at a moment, those too that have gone on since; None if nobody has said it."""
+        """Return the state that most other peers had at a moment, even if they have gone on since; None if unknown."""
         others = self._digests.keys() - {self._own_id} - self._banned
         records = (record for peer in others for record in self._digests[peer])
         return majority_digest(record for record in records if record.moment == moment)
@@ -120,19 +120,19 @@ class ProgressTable:
         return None if entry is None else entry.signed
 
     def since(self, counter: int, but_of: str) -> list[pb.SignedProgress]:
-        """Records that have come later than that."""
+        """Return the records that came after ``counter``, but none of banned peers or of the peer ``but_of``."""
         news = [entry for entry in self._entries.values() if entry.counter > counter]
         return [entry.signed for entry in news if entry.record.peer_id not in {but_of, *self._banned}]
 
     async def changed_since(self, counter: int, timeout_s: float, gather_s: float = 0.0) -> None:
-        """Returns once there are later records than that, or after that time. If nobody waits for the first of them,
-        others may follow for ``gather_s``."""
+        """Wait until there are records after ``counter``, at most ``timeout_s``. If no peer waits for the first of
+        them, wait up to ``gather_s`` for more."""
         await self._until(lambda: self.counter > counter, timeout_s)
         if self.counter > counter:
             await self._until(lambda: self.urgent > counter, gather_s)
 
     async def urgent_since(self, counter: int) -> None:
-        """Returns once there is a later record for which others may wait."""
+        """Wait until there is a record after ``counter`` for which peers may wait."""
         await self._until(lambda: self.urgent > counter, inf)
 
     async def _until(self, has_come: Callable[[], bool], timeout_s: float) -> None:
@@ -143,7 +143,7 @@ class ProgressTable:
                     await self._news.wait()
 
     def heard(self, now: float, states: Collection[int] = PRESENT) -> list[Progress]:
-        """All others that have been heard of lately, in one of these states: those that are part of the run."""
+        """Return the records of other peers heard from recently in one of these states, by default participants."""
         return [
             entry.record
             for peer_id, entry in self._entries.items()
@@ -154,23 +154,23 @@ class ProgressTable:
         ]
 
     def ban(self, peer_ids: Collection[str], ruled_out: Collection[str], now: float) -> None:
-        """These, and no others, are left out of views.
+        """Leave these peers, and no others, out of views.
 
-        ``ruled_out``: those of them that moderators have banned, or most peers exclude. For as long as silence is
-        suffered they are not *gone* unless they leave: one who has not heard of it yet may still vote together with
-        them. Then they are: who is heard of has heard of it, who is not counts as silent, and a run does not wait for
-        the vote of somebody whom it does not ask. Whom this peer alone excludes keeps its vote: it could go on alone.
+        ``ruled_out``: peers that moderators have banned, or most peers exclude. For ``silence_s`` they are not *gone*
+        unless they leave, because a peer that has not heard of the ban may still vote together with them. Then they are
+        *gone*: each peer that is heard from knows of the ban, the rest counts as silent, and a run needs no votes that
+        it does not ask for. A peer that only this peer excludes keeps its vote, or this peer could go on alone.
         """
         self._banned = frozenset(peer_ids)
         self._ruled_out = {peer_id: self._ruled_out.get(peer_id, now) for peer_id in ruled_out}
 
     def suspect(self, peer_id: str) -> None:
-        """It does not answer; it counts as silent until it is heard of again."""
+        """Count a peer that does not answer as silent until it is heard from again."""
         if peer_id in self._entries:
             self._suspects[peer_id] = self._entries[peer_id].record.version
 
     def note_gone(self, peer_id: str) -> None:
-        """Its process has evidently ended."""
+        """Record that the peer's process has evidently ended."""
         if peer_id in self._entries:
             self._gone[peer_id] = self._entries[peer_id].record.version
 
@@ -185,7 +185,7 @@ class ProgressTable:
             if self._has_ended(entry) or silence_s > self._presume_gone_s:
                 gone.add(peer_id)
             elif entry.record.state == JOINING:
-                gone.add(peer_id)  # it has no vote
+                gone.add(peer_id)  # a joining peer has no vote
             elif peer_id in self._banned:
                 continue
             elif entry.record.state in PRESENT and self._is_heard(entry, now):
@@ -196,7 +196,7 @@ class ProgressTable:
         return View(own, tuple(others), tuple(silent), frozenset(gone))
 
     def known(self) -> list[Progress]:
-        """All others, silent ones too, but not those that are gone."""
+        """Return the records of all other peers, including silent ones, without those that are gone."""
         return [
             entry.record
             for peer_id, entry in self._entries.items()

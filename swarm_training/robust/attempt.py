@@ -1,4 +1,4 @@
-"""What a peer knows of one attempt at a step, and which broadcasts it takes as valid. Pure."""
+"""A peer's knowledge of one attempt at a step, and the check that a broadcast is valid. No I/O."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from swarm_training.robust.messages import (
 )
 
 _DIGEST_BYTES = 32
-_LONGEST = 1e6  # of a projection, in units of tau: what is longer, or no number, might not even be added up
+_LONGEST = 1e6  # the largest projection, in units of tau: larger ones, or NaN, could break the sum
 
 
 @dataclass
 class Attempt:
-    """Grows with every phase.
+    """A peer's knowledge of one attempt, which grows with every phase.
 
     Attributes:
-        round: of this attempt; ``last``: the last step's.
-        validators: who audits in this step, and whom.
-        parts: digests of what has arrived here for oneself, by worker; aggregates: by owner.
+        round: the round of this attempt; ``last``: the last step that counted.
+        validators: the audits of this step: the target of each validator.
+        parts: digests of the parts that have arrived for this peer, by worker; aggregates: digests by owner.
         commitments: digests of parts, by worker; seed_hashes: by owner; committed_aggregates: digests by owner.
         demanded: items that must be opened in this phase, by worker.
-        projections: by worker.
-        cases: with who has accused and how; none of a case that everybody has seen.
+        projections: the published projections, by worker.
+        cases: each case with its accuser and accusation; None for a case that follows from what all have seen.
         passed: targets of audits that nobody has accused.
     """
 
@@ -61,14 +61,14 @@ class Attempt:
     passed: tuple[str, ...] = ()
 
     def digest(self, item: Item) -> bytes:
-        """That its worker has committed itself to."""
+        """Return the digest that the item's worker has committed to."""
         if item.step == self.round.step:
             return self.commitments[item.worker][self.round.owners.index(item.owner)]
         assert self.last is not None
         return self.last.commitments[item.worker][self.last.round.owners.index(item.owner)]
 
     def is_valid(self, message: Message) -> bool:
-        """Whether an expected message is what it should be; false statements in it are for others to find."""
+        """Return whether a message is well formed and fits the commitments. Later checks find false claims in it."""
         owners, name = self.round.owners, message.sender
         match message:
             case Commitment():
@@ -99,7 +99,7 @@ class Attempt:
         return True
 
     def _may_accuse(self, name: str, accusation: Accusation) -> bool:
-        """Owners, of projections on their part; validators, of whom they audit."""
+        """Return whether the accuser is the owner of the projected part, or the validator of the accused worker."""
         measured = accusation.measured
         is_wrong = measured is not None and 1 < measured < math.inf
         match accusation.case:

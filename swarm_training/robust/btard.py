@@ -1,20 +1,19 @@
-"""BTARD: cheating gradients and cheating aggregators are found by checks that every peer makes (Gorbunov et al., 2021,
-Algorithms 1 to 6). One peer's state machine, without tensors, sockets or clocks.
+"""One peer's state machine of BTARD, without tensors, sockets or clocks (Gorbunov et al., 2021, Algorithms 1 to 6).
+BTARD finds cheating gradients and cheating aggregators by checks that every peer makes.
 
-``handle(event)`` answers what has happened with what is to be done. A step is a sequence of phases, each of which
-waits for one kind of broadcast of certain peers, and closes when all have come or at the deadline::
+``handle(event)`` returns the instructions that follow from an event. A step is a sequence of phases. Each phase waits
+for one kind of broadcast from certain peers, and closes when all have come or at the deadline::
 
     Commitment ─► Receipt ─► (PartsOpened) ─► AggregateCommitted ─► Reveal ─► (AggregateOpened) ─► Projections
                ─► Accusations ─► (EvidenceOpened ─► Measurements) ─► Finish
 
-What does not come, or is malformed, counts as silence. Whoever is silent once it has committed itself is removed, and
-may come back as a newcomer; whoever a jury finds lying is banned. A step counts only if nobody was removed in it: it
-is repeated without them, with new parts and a new seed, so that who withholds its share of the seed gains nothing by
-it.
+A missing or malformed broadcast counts as silence. A peer that is silent after its commitment is removed, and may come
+back as a newcomer. A peer that a jury finds lying is banned. A step counts only if no peer was removed in it. Otherwise
+it is repeated without the removed peers, with new parts and a new seed: withholding a share of the seed gains nothing.
 
-We take for granted that signed broadcasts reach all honest peers before the same deadline, that those are a majority
-of the full members and of the measurements on any case, and that batches follow from (peer, step), so that anybody
-can recompute the gradients of this step and of the last one.
+The protocol assumes that signed broadcasts reach all honest peers before the same deadline. Honest peers must be a
+majority of the full members, and of the measurements on any case. Batches must follow from (peer, step), so that any
+peer can recompute the gradients of this step and of the last one.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from swarm_training.robust.roster import Roster, Rules, Standing, part_sizes, pr
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a newcomer must know: the standings, and what the next audits refer to. The same at all honest peers."""
+    """The state that a newcomer loads: standings, and the data of the next audits. All honest peers have the same."""
 
     standings: Mapping[str, Standing]
     last: Finished | None
@@ -46,10 +45,10 @@ class Snapshot:
 
 
 class Btard(PhaseMachine):
-    """A peer's view of the run."""
+    """One peer's state machine of a run by BTARD."""
 
     def __init__(self, me: str, founders: Iterable[str], num_elements: int, rules: Rules | None = None) -> None:
-        """num_elements: of the gradient, at least one for each peer."""
+        """Create the machine of peer ``me``. ``num_elements``: the size of the gradient, at least one for each peer."""
         super().__init__()
         self.me = me
         self.rules = rules or Rules()
@@ -57,31 +56,31 @@ class Btard(PhaseMachine):
         self.num_elements = num_elements
         self.removed: dict[str, todo.Remove] = {}
         self._last: Finished | None = None
-        self._audits: dict[str, str] = {}  # by validator, of the last step
-        self._absent: set[str] = set()  # in this step
+        self._audits: dict[str, str] = {}  # targets by validator: audits of the last step
+        self._absent: set[str] = set()  # peers that sent no commitment in this step
         self._known = Attempt(Round(-1, 0, ()), None, {})
-        self._gone: set[str] = set()  # in this attempt
-        self._early: list[Event] = []  # of rounds that have not begun here
+        self._gone: set[str] = set()  # peers removed in this attempt
+        self._early: list[Event] = []  # events of rounds that have not begun here
         self._secret = b""
 
     def handle(self, event: Event) -> list[Instruction]:
-        """What is to be done now. Events of the next attempt or step wait for it."""
+        """Return the instructions that follow now. Events of the next attempt or step wait until it begins."""
         self._out = []
         self._take(event)
         return self._out
 
     def snapshot(self) -> Snapshot:
-        """For a newcomer, between two steps."""
+        """Return the state that a newcomer loads, between two steps."""
         return Snapshot(dict(self.roster.standings), self._last, dict(self._audits), dict(self.removed))
 
     def load(self, snapshot: Snapshot) -> None:
-        """Of a peer whose snapshot is the majority's."""
+        """Load a snapshot. The caller must know that honest peers agree on it."""
         self.roster.standings, self._last = dict(snapshot.standings), snapshot.last
         self._audits, self.removed = dict(snapshot.audits), dict(snapshot.removed)
 
     @property
     def known(self) -> Attempt:
-        """What this peer knows of the present attempt."""
+        """Return what this peer knows of the present attempt."""
         return self._known
 
     # ---------------------------------------------------------------- events
@@ -230,7 +229,7 @@ class Btard(PhaseMachine):
         self._enter(msg.Receipt, self._round.owners)
 
     def _answer_if_complete(self) -> None:
-        """Says what has not come, once all has, or when it is late."""
+        """Broadcast which parts or aggregates are missing, once all have come or the time for them is over."""
         if self.me not in self._round.owners:
             return
         if self._phase is msg.Receipt and (self._is_late or self._known.parts.keys() >= set(self._round.workers)):
@@ -340,7 +339,7 @@ class Btard(PhaseMachine):
         verdict = judge(cases, accusations, measurements, self.rules)
         for name, reason in verdict.banned.items():
             self._remove(name, reason, is_banned=True)
-        for name in verdict.unfounded if not self._gone else ():  # who complains again does so in the next attempt
+        for name in verdict.unfounded if not self._gone else ():  # a repeated step repeats them
             if self.roster.complained(name):
                 self._remove(name, "unfounded complaints", is_banned=False)
         self._finish()

@@ -1,4 +1,4 @@
-"""CenteredClip: a mean that few far away vectors move little (Karimireddy, He, Jaggi, 2021, equation 7)."""
+"""CenteredClip, a mean that a few distant vectors move only little (Karimireddy, He, Jaggi, 2021, equation 7)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _MAX_ITERATIONS = 2000
 
 
 def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | None = None) -> Tensor:
-    """The v at which Σ w_i clip(x_i − v) = 0, clip(d) = d min(1, τ/|d|): the fixed point of v += Σ w_i clip(x_i − v)
-    / Σ w_i.
+    """Return the v at which Σ w_i clip(x_i − v) = 0, where clip(d) = d min(1, τ/|d|).
 
-    Each step is that one times Σ w_i / Σ w_i min(1, τ/|x_i − v|), which leads to the same point in fewer of them
-    (Weiszfeld), until the original one would be shorter than 1e-5 τ. Vectors that are not finite do not count.
+    It is the fixed point of v += Σ w_i clip(x_i − v) / Σ w_i. Each step here is that one, multiplied by
+    Σ w_i / Σ w_i min(1, τ/|x_i − v|): this reaches the same point in fewer steps (Weiszfeld). The iteration ends when
+    the original step would be shorter than 1e-5 τ. Vectors that are not finite do not count.
 
     Args:
-        vectors: [peers, n]; weights: [peers]; tau: usually the median distance to the last aggregate; infinite: the
-        mean. start: [n]; the median of every coordinate, if there is none.
+        vectors: [peers, n]; weights: [peers]; start: [n], or None for the median of every coordinate.
+        tau: the clipping radius, usually the median distance to the last aggregate; infinity gives the mean.
 
     Returns:
         [n], float32.
@@ -44,7 +44,7 @@ def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | 
 
 
 def clip(difference: Tensor, tau: float) -> Tensor:
-    """float64 [n]: not longer than tau; 0, if it is not finite."""
+    """Return the difference, [n], as float64: shortened to length tau if it is longer, zeros if it is not finite."""
     d = difference.double()
     if not bool(d.isfinite().all()):
         return torch.zeros_like(d)

@@ -1,4 +1,4 @@
-"""What a peer's BTARD machine wants done by whoever holds the tensors and the network."""
+"""The instructions that a peer's BTARD machine gives to the code that holds the tensors and the network."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from swarm_training.robust.messages import Case, Item, Message, Round
 
 @dataclass(frozen=True)
 class Finished:
-    """The round of a step that counted: what its audits refer to.
+    """The record of a step that counted, to which its audits refer.
 
-    ``commitments``: digests of parts by worker, newcomers' too; ``projections``: what the workers said.
+    ``commitments``: digests of parts by worker, including newcomers; ``projections``: the published ones, by worker.
     """
 
     round: Round
@@ -27,9 +27,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Compute:
-    """Computes one's gradient of this step, if that is not done yet, and splits it among the owners: ``Computed``.
+    """The instruction to compute this peer's gradient, once a step, and split it among the owners; gives ``Computed``.
 
-    ``contributes``: a validator does not, and has no parts.
+    ``contributes``: False for a validator, which computes no gradient and has no parts.
     """
 
     round: Round
@@ -38,7 +38,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class SendGradient:
-    """To the validator: one's parts of the last step."""
+    """The instruction to send this peer's parts of the last step to the validator ``to``."""
 
     to: str
     items: tuple[Item, ...]
@@ -46,28 +46,28 @@ class SendGradient:
 
 @dataclass(frozen=True)
 class SendParts:
-    """To their owners."""
+    """The instruction to send this peer's parts to their owners."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class Aggregate:
-    """One's own part, from all workers': ``Aggregated``."""
+    """The instruction to aggregate this peer's part from the parts of all workers; gives ``Aggregated``."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class SendAggregate:
-    """One's own part, to all."""
+    """The instruction to send the aggregate of this peer's part to all peers."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class Open:
-    """Broadcasts parts of one's own, with their data: as evidence, or because their owner lacks them."""
+    """The instruction to broadcast this peer's parts with their data, as evidence or because their owner lacks them."""
 
     round: Round
     items: tuple[Item, ...]
@@ -76,21 +76,21 @@ class Open:
 
 @dataclass(frozen=True)
 class OpenAggregate:
-    """Broadcasts one's aggregate with its data."""
+    """The instruction to broadcast this peer's aggregate with its data."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class Project:
-    """One's parts on random directions: ``Projected``."""
+    """The instruction to project this peer's parts on random directions; gives ``Projected``."""
 
     round: Round
 
 
 @dataclass(frozen=True)
 class Check:
-    """What others said of one's part, if one is an owner, and the target of one's audit: ``Checked``."""
+    """The instruction to check all projections of this peer's part, and the audited target; gives ``Checked``."""
 
     round: Round
     projections: Mapping[str, tuple[float, ...]]
@@ -100,7 +100,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Measure:
-    """Every case's suspects, from evidence: ``Measured``."""
+    """The instruction to measure the suspects of every case from the evidence; gives ``Measured``."""
 
     round: Round
     projections: Mapping[str, tuple[float, ...]]
@@ -110,7 +110,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Remove:
-    """The peer takes part no more. ``is_banned``: it has lied; else it was silent, and may return as a newcomer."""
+    """The removal of a peer. ``is_banned``: the peer has lied; otherwise it may return as a newcomer."""
 
     peer: str
     reason: str
@@ -119,7 +119,7 @@ class Remove:
 
 @dataclass(frozen=True)
 class Finish:
-    """The aggregates of this round are the step's gradient."""
+    """The end of a step: the aggregates of this round are the step's gradient."""
 
     round: Round
 

@@ -1,4 +1,4 @@
-"""Which evidence a case needs, and who is guilty by a jury's measurements. Pure."""
+"""The evidence that a case needs, and the verdict by a jury's measurements. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from swarm_training.robust.instructions import Finished
 from swarm_training.robust.messages import Accusation, Case, FalseAggregate, FalseGradient, FalseProjection, Item, Round
 from swarm_training.robust.roster import Rules
 
-_NEGLIGENCE = 2.0  # an owner that has let a projection pass which was off by no more than this may have measured less
+_NEGLIGENCE = 2.0  # an owner may let a projection pass that is off by up to this: it may have measured less
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``banned``: names and reasons; ``unfounded``: who complained of not being shown what everybody was shown then."""
+    """A jury's verdict. ``banned``: reasons by name; ``unfounded``: accusers whose missing data was then shown."""
 
     banned: Mapping[str, str]
     unfounded: tuple[str, ...]
 
 
 def evidence(case: Case, current: Round, last: Finished | None) -> list[Item]:
-    """The parts that a jury needs; their workers must open them."""
+    """Return the parts that a jury needs. Their workers must open them."""
     match case:
         case FalseProjection(worker, owner):
             return [Item(current.step, current.attempt, worker, owner)]
@@ -35,10 +35,10 @@ def evidence(case: Case, current: Round, last: Finished | None) -> list[Item]:
 
 
 def suspects(case: Case, current: Round, last: Finished | None) -> list[str]:
-    """The accused first.
+    """Return the suspects of a case, the accused first.
 
-    If projections do not add up, their workers may have lied as well as the owner. If a worker's projection was false
-    and its owner did not say so, the two were in it together.
+    If projections do not add up, the owner or any of the workers may have lied. If a worker's projection in the last
+    step was false and the owner of that part did not accuse it, the two colluded.
     """
     match case:
         case FalseProjection(worker, _):
@@ -56,12 +56,13 @@ def judge(
     measurements: Mapping[str, Sequence[Sequence[float]]],
     rules: Rules,
 ) -> Verdict:
-    """By the median of the jurors, most of whom are honest: those of them who differ from it have lied, as has an
-    accuser who said to have measured something else.
+    """Return the verdict by the median of the jurors' measurements: most jurors are honest.
+
+    A juror or an accuser has lied if its measurement differs from the median.
 
     Args:
-        cases: with their suspects; measurements: by juror, in the same order.
-        accusations: with their senders; a case that follows from what everybody has seen has none.
+        cases: each case with its suspects; measurements: values in the same order, by juror.
+        accusations: each with its sender; a case that follows from what all have seen has none.
     """
     banned: dict[str, str] = {}
     unfounded = []
@@ -86,7 +87,7 @@ def judge(
     return Verdict(banned, tuple(unfounded))
 
 
-_REASONS: dict[type[Case], tuple[str, str]] = {  # of the accused, and of the other suspects
+_REASONS: dict[type[Case], tuple[str, str]] = {  # reasons to ban the accused, and the other suspects
     FalseProjection: ("false projection", ""),
     FalseAggregate: ("false aggregate", "false projection"),
     FalseGradient: ("false gradient", "let a false projection pass"),

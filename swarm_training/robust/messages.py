@@ -1,4 +1,4 @@
-"""What peers broadcast in BTARD, what a peer's machine is told, and what it wants done. Data alone, no tensors."""
+"""The messages that peers broadcast in BTARD, and the events that a peer's machine handles. No tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Round:
     """One attempt at a step, as far as it is known.
 
     Attributes:
-        owners: who aggregates a part of the gradient each, in the parts' order.
-        workers: those of them who contribute gradients; the others are validators in this step.
-        tau: of CenteredClip, for whole gradients; a part has its share of it.
-        seed: of the random directions and the next audits; empty until it is revealed.
+        owners: peers that aggregate one part of the gradient each, in the order of the parts.
+        workers: the owners that contribute gradients; the other owners are validators in this step.
+        tau: the clipping radius of CenteredClip for whole gradients; a part has its share of it.
+        seed: the seed of the random directions and the next audits; empty until it is revealed.
     """
 
     step: int
@@ -26,7 +26,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Item:
-    """A worker's part for an owner."""
+    """The name of one part of a worker's gradient, which ``owner`` aggregates."""
 
     step: int
     attempt: int
@@ -39,7 +39,7 @@ class Item:
 
 @dataclass(frozen=True)
 class FalseProjection:
-    """Of the worker's part for the owner, in this round."""
+    """The charge that a worker published a false projection of its part for the owner, in this round."""
 
     worker: str
     owner: str
@@ -47,14 +47,14 @@ class FalseProjection:
 
 @dataclass(frozen=True)
 class FalseAggregate:
-    """The projections on this owner's part do not add up to 0, in this round."""
+    """The charge that the projections on an owner's part do not add up to 0, in this round."""
 
     owner: str
 
 
 @dataclass(frozen=True)
 class FalseGradient:
-    """What the worker contributed to the last step, or what it said of its projections there."""
+    """The charge that a worker contributed a false gradient to the last step, or published false projections of it."""
 
     worker: str
 
@@ -64,7 +64,7 @@ Case = FalseProjection | FalseAggregate | FalseGradient
 
 @dataclass(frozen=True)
 class Accusation:
-    """``measured``: in units of what is tolerated; None: the accused has not shown what it had to show."""
+    """A peer's accusation. ``measured``: the error in units of the tolerance; None: the data was not shown."""
 
     case: Case
     measured: float | None
@@ -82,7 +82,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Commitment(Message):
-    """Before anybody has seen anything. ``parts``: digests, none of a validator; ``distance``: to the last result."""
+    """A peer's commitment, made before the peer has seen another one.
+
+    ``parts``: digests, none if it is a validator; ``distance``: of its gradient to the last result.
+    """
 
     seed_hash: bytes
     distance: float
@@ -91,14 +94,14 @@ class Commitment(Message):
 
 @dataclass(frozen=True)
 class Receipt(Message):
-    """Of an owner: whose parts have not come, or are not those that were committed."""
+    """An owner's list of the workers whose parts have not come, or are not the committed ones."""
 
     missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class PartsOpened(Message):
-    """To everybody: parts that an owner lacks. Digests are those of the data, computed by who receives it."""
+    """Parts that an owner lacks, opened to all peers. The receiver computes the digests from the data."""
 
     items: tuple[Item, ...]
     digests: tuple[bytes, ...]
@@ -106,14 +109,14 @@ class PartsOpened(Message):
 
 @dataclass(frozen=True)
 class AggregateCommitted(Message):
-    """Of an owner, before the seed is known."""
+    """An owner's commitment to its aggregate, before the seed is known."""
 
     digest: bytes
 
 
 @dataclass(frozen=True)
 class Reveal(Message):
-    """Of the seed's share; ``missing``: owners whose aggregates have not come, or are not those that were committed."""
+    """An owner's share of the seed. ``missing``: owners whose aggregates have not come, or are the wrong ones."""
 
     seed: bytes
     missing: tuple[str, ...] = ()
@@ -121,28 +124,28 @@ class Reveal(Message):
 
 @dataclass(frozen=True)
 class AggregateOpened(Message):
-    """To everybody: an aggregate that somebody lacks."""
+    """An aggregate that some owner lacks, opened to all peers."""
 
     digest: bytes
 
 
 @dataclass(frozen=True)
 class Projections(Message):
-    """Of a worker: ⟨z_j, clip(g_ij − v_j)⟩ for every owner j."""
+    """A worker's projections: ⟨z_j, clip(g_ij − v_j)⟩ for every owner j."""
 
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Accusations(Message):
-    """Of owners and validators; usually none."""
+    """The accusations of one owner or validator; usually none."""
 
     items: tuple[Accusation, ...] = ()
 
 
 @dataclass(frozen=True)
 class EvidenceOpened(Message):
-    """To everybody: parts that a jury needs."""
+    """Parts that a jury needs, opened to all peers."""
 
     items: tuple[Item, ...]
     digests: tuple[bytes, ...]
@@ -150,7 +153,7 @@ class EvidenceOpened(Message):
 
 @dataclass(frozen=True)
 class Measurements(Message):
-    """Of a juror: for every case, how far each suspect is off, in units of what is tolerated."""
+    """A juror's measurements: for every case, how far each suspect is off, in units of the tolerance."""
 
     values: tuple[tuple[float, ...], ...]
 
@@ -160,7 +163,7 @@ class Measurements(Message):
 
 @dataclass(frozen=True)
 class Begin:
-    """A step begins. ``secret``: 32 random bytes of this peer's own; ``joined``: newcomers since the last step."""
+    """The beginning of a step. ``secret``: 32 random bytes of this peer; ``joined``: newcomers since the last step."""
 
     step: int
     secret: bytes
@@ -169,14 +172,14 @@ class Begin:
 
 @dataclass(frozen=True)
 class Received:
-    """A broadcast, one's own included. All honest peers receive the same ones before the same deadline."""
+    """A broadcast, possibly this peer's own. All honest peers receive the same ones before the same deadline."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class Computed:
-    """One's own gradient: its parts' digests and its distance to the last aggregate."""
+    """This peer's gradient: the digests of its parts, and its distance to the last aggregate."""
 
     round: Round
     parts: tuple[bytes, ...]
@@ -191,7 +194,7 @@ class PartArrived:
 
 @dataclass(frozen=True)
 class Aggregated:
-    """One's own part."""
+    """The digest of the aggregate that this peer has computed."""
 
     round: Round
     digest: bytes
@@ -213,7 +216,7 @@ class Projected:
 
 @dataclass(frozen=True)
 class Checked:
-    """What one had to check, in units of what is tolerated; None: it was not shown."""
+    """The results of this peer's checks, in units of the tolerance; None: the data was not shown."""
 
     round: Round
     measured: tuple[tuple[Case, float | None], ...]
@@ -227,12 +230,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Late:
-    """There is no more time for data that only this peer waits for."""
+    """The end of the time for data that only this peer waits for."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """There is no more time for broadcasts of this phase."""
+    """The end of the time for broadcasts of this phase."""
 
 
 Event = (
@@ -251,7 +254,7 @@ Event = (
 
 
 def place(event: Event) -> tuple[int, int]:
-    """Step and attempt of an event that belongs to one."""
+    """Return the step and attempt of an event that belongs to an attempt."""
     match event:
         case Received(message):
             return message.step, message.attempt

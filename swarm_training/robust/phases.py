@@ -1,4 +1,4 @@
-"""A state machine that waits for one kind of broadcast of certain peers at a time. Pure."""
+"""A state machine that waits for one kind of broadcast from certain peers at a time. No I/O."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from swarm_training.robust.instructions import Broadcast, Instruction
 from swarm_training.robust.messages import Message
 
-Spoken = Mapping[str, Any]  # messages of the phase that has closed, of the type that it waited for, by sender
+Spoken = Mapping[str, Any]  # valid messages of the phase that has closed, all of its type, by sender
 
 
 class PhaseMachine(ABC):
-    """A phase closes when all who are expected have spoken, or at the deadline; malformed messages count as silence."""
+    """A machine whose phase ends once all expected peers have spoken, or at the deadline. Malformed means silent."""
 
     def __init__(self) -> None:
         self._phase: type[Message] | None = None
@@ -21,35 +21,35 @@ class PhaseMachine(ABC):
         self._heard: dict[type[Message], dict[str, Message]] = {}
         self._said: set[type[Message]] = set()
         self._equivocators: set[str] = set()
-        self._is_late = False  # for data that only this peer waits for
+        self._is_late = False  # True: the time for data that only this peer waits for is over
         self._out: list[Instruction] = []
 
     @abstractmethod
     def _is_valid(self, message: Message) -> bool:
-        """Of a peer that is expected to speak."""
+        """Return whether a message of an expected peer is valid."""
 
     @abstractmethod
     def _answer_if_complete(self) -> None:
-        """Says what this peer says once its data has come, or is late."""
+        """Broadcast this peer's message once its data has come, or the time for the data is over."""
 
     @abstractmethod
     def _follow(self, phase: type[Message], spoken: Spoken, silent: list[str]) -> None:
-        """What the end of a phase leads to."""
+        """Do what follows the end of a phase."""
 
     @property
     def waits_for(self) -> tuple[type[Message], frozenset[str]] | None:
-        """A kind of broadcast, and of whom."""
+        """Return the kind of broadcast that is waited for, and its expected senders; None if no phase is open."""
         return None if self._phase is None else (self._phase, self._expected)
 
     def _forget(self) -> None:
-        """Another attempt begins."""
+        """Clear all messages, because another attempt begins."""
         self._phase, self._heard, self._said, self._equivocators = None, {}, set(), set()
 
     def _do(self, instruction: Instruction) -> None:
         self._out.append(instruction)
 
     def _say(self, message: Message) -> None:
-        """Once for each kind: what would be said later is no correction but equivocation."""
+        """Broadcast a message, once for each kind: a second one would not correct the first but be an equivocation."""
         if type(message) not in self._said:
             self._said.add(type(message))
             self._do(Broadcast(message))

@@ -1,4 +1,4 @@
-"""Who takes part in BTARD, how much they are trusted, and who checks whom. Pure."""
+"""The members of a run by BTARD: how much each is trusted, and which peer audits which. No I/O."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rules:
-    """What all peers of a run must agree on.
+    """The protocol's settings, on which all peers of a run must agree.
 
     Attributes:
-        audit_share: of the full members, who check somebody else's gradient in a step instead of computing one.
-        audits_to_join: that a newcomer passes before its gradients count and it aggregates, audits and judges.
-        max_absences: in a row; who misses more steps must join again.
-        max_unfounded: complaints about audits that were then answered.
-        gradient_tolerance: relative; other hardware and other batches change 1e-7 of a gradient.
-        projection_tolerance: of a part's tau, divided by the root of its size.
-        dissent: by which a juror may differ from the median, in units of what is tolerated (of the median, if that is
-        more).
+        audit_share: the share of full members that check another peer's gradient in a step instead of computing one.
+        audits_to_join: the audits that a newcomer passes before its gradients count and it aggregates, audits, judges.
+        max_absences: the steps in a row that a peer may miss; after more of them it must join again.
+        max_unfounded: the complaints about missing audit data that a peer may make and that are then answered.
+        gradient_tolerance: a relative error; other hardware and other batches change about 1e-7 of a gradient.
+        projection_tolerance: the tolerated error, relative to a part's tau divided by the root of the part's size.
+        dissent: the distance by which a juror may differ from the median: in units of the tolerance, or of the median
+            if that is larger.
     """
 
     audit_share: float = 0.2
@@ -34,7 +34,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Standing:
-    """Of a peer. ``absences``: in a row."""
+    """The standing of one peer. ``absences``: the steps that it has missed in a row."""
 
     audits_passed: int
     absences: int = 0
@@ -42,22 +42,22 @@ class Standing:
 
 
 def part_sizes(num_elements: int, num_parts: int) -> list[int]:
-    """Of a gradient's parts, as ``torch.tensor_split`` makes them."""
+    """Return the sizes of a gradient's parts, as ``torch.tensor_split`` makes them."""
     return [num_elements // num_parts + (part < num_elements % num_parts) for part in range(num_parts)]
 
 
 def part_tau(tau: float, size: int, num_elements: int) -> float:
-    """Of a part, if its share of squared distances is as large as that of elements."""
+    """Return the tau of a part whose share of squared distances is as large as its share of elements."""
     return tau * math.sqrt(size / num_elements)
 
 
 def projection_limit(rules: Rules, tau: float, size: int, num_elements: int) -> float:
-    """By which one projection of a part of that size may be wrong."""
+    """Return by how much one projection of a part of ``size`` elements may be wrong."""
     return rules.projection_tolerance * part_tau(tau, size, num_elements) / math.sqrt(size)
 
 
 class Roster:
-    """Members and newcomers. Every honest peer has the same one."""
+    """The registry of members and newcomers. Every honest peer has the same one."""
 
     def __init__(self, founders: Iterable[str], rules: Rules) -> None:
         self.rules = rules
@@ -65,7 +65,7 @@ class Roster:
 
     @property
     def full(self) -> tuple[str, ...]:
-        """Those whose gradients count, sorted."""
+        """Return the peers whose gradients count, sorted."""
         return tuple(name for name in self.all if self.standings[name].audits_passed >= self.rules.audits_to_join)
 
     @property
@@ -86,13 +86,13 @@ class Roster:
         self.standings[name] = replace(self.standings[name], absences=0)
 
     def missed(self, name: str) -> bool:
-        """Whether that was once too often."""
+        """Count an absence. Return whether the peer has now missed too many steps in a row."""
         standing = self.standings[name]
         self.standings[name] = replace(standing, absences=standing.absences + 1)
         return standing.absences + 1 > self.rules.max_absences
 
     def complained(self, name: str) -> bool:
-        """Without reason; whether that was once too often."""
+        """Count an unfounded complaint. Return whether the peer has now made too many."""
         standing = self.standings[name]
         self.standings[name] = replace(standing, unfounded=standing.unfounded + 1)
         return standing.unfounded + 1 > self.rules.max_unfounded
@@ -103,7 +103,7 @@ class Roster:
             self.standings[name] = replace(standing, audits_passed=standing.audits_passed + 1)
 
     def audits(self, seed: bytes, contributors: Iterable[str]) -> dict[str, str]:
-        """Of a step that is over: validators, from the full members, and whose gradient each of them recomputes."""
+        """Draw the audits of a finished step: validators among the full members, and the peer that each recomputes."""
         full = self.full
         number = min(max(1, round(self.rules.audit_share * len(full))), len(full) // 2)
         validators = _shuffled(full, seed + b"validators")[:number]

@@ -1,7 +1,7 @@
-"""What a peer of BTARD computes: it carries out the machine's instructions with tensors.
+"""The computations of a BTARD peer, which carries out the machine's instructions with tensors.
 
-Projections are on random directions whose elements are ±1/√n, by a seed that nobody knew when the aggregator
-committed itself: if its aggregate v is not the one at which Σ clip(g_i − v) = 0, they add up to 0 by accident only.
+Projections are on random directions whose elements are ±1/√n. Nobody knew their seed when the aggregator committed to
+its aggregate v. If v is not the point at which Σ clip(g_i − v) = 0, the projections add up to 0 only by accident.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from swarm_training.robust.messages import (
 )
 from swarm_training.robust.roster import Rules, part_sizes, part_tau, projection_limit
 
-_LEAST_DISTANCE = 1e-3  # of a gradient's norm: float32 must still resolve tolerances of tau
-_MOST = 1e6  # of a measurement, in units of what is tolerated
-_FLAGGED = 4.0  # an aggregate is wrong by this part of what would be noticed on average
+_LEAST_DISTANCE = 1e-3  # the least distance, relative to the gradient's norm: float32 must resolve tolerances of tau
+_MOST = 1e6  # the largest measurement, in units of the tolerance
+_FLAGGED = 4.0  # an aggregate is false if its error is above a quarter of what would be noticed on average
 
 Place = tuple[int, int]  # step and attempt
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What travels: to one peer or, if ``to`` is None, to all, the sender included."""
+    """A message and data on their way to the peer ``to`` or, if that is None, to all peers including the sender."""
 
     sender: str
     place: Place
@@ -79,11 +79,11 @@ def digest(tensor: Tensor) -> bytes:
 
 
 class Workbench:
-    """Holds the tensors of this step and the last one. ``result``: the gradient of the last step that finished."""
+    """The tensors of this step and the last one. ``result``: [n] float32, the gradient of the last finished step."""
 
     def __init__(self, me: str, num_elements: int, gradient_of: Callable[[str, int], Tensor], rules: Rules) -> None:
-        """gradient_of: (peer, step) → [num_elements], float32, from the batch that follows from them; of this step and
-        the last one."""
+        """Create the workbench of peer ``me``. ``gradient_of``: (peer, step) → [num_elements] float32, from the batch
+        that follows from both; it is called for this step and the last one."""
         self.me = me
         self.rules = rules
         self.result = torch.zeros(num_elements)
@@ -91,11 +91,11 @@ class Workbench:
         self._gradient_of = gradient_of
         self._own: dict[int, Tensor] = {}
         self._owners: dict[Place, tuple[str, ...]] = {}
-        self._parts: dict[Item, Tensor] = {}  # those of others, as received; not yet compared with what they committed
+        self._parts: dict[Item, Tensor] = {}  # as received, not yet compared with the commitments
         self._aggregates: dict[Place, dict[str, Tensor]] = {}
 
     def carry_out(self, instruction: Instruction) -> list[Event | Delivery]:
-        """What happened by it, and what is to be sent."""
+        """Carry out an instruction. Return the events that follow from it, and the deliveries to send."""
         match instruction:
             case Broadcast(message):
                 return [Delivery(self.me, (message.step, message.attempt), message=message)]
@@ -134,7 +134,7 @@ class Workbench:
         return []
 
     def receive(self, delivery: Delivery) -> list[Event]:
-        """What the machine must know of it: digests of data are of what has arrived, whatever the sender says."""
+        """Store a delivery. Return its events, with digests of the data that has arrived, whatever the sender says."""
         events: list[Event] = []
         for item, part in delivery.parts.items():
             if item.worker == delivery.sender:
@@ -154,28 +154,28 @@ class Workbench:
     # ---------------------------------------------------------------- what an honest peer computes
 
     def gradient(self, step: int) -> Tensor:
-        """That this peer contributes."""
+        """Return the gradient that this peer contributes, [num_elements]."""
         return self._gradient_of(self.me, step)
 
     def part(self, item: Item) -> Tensor:
-        """Of one's own gradient."""
+        """Return one part of this peer's gradient."""
         owners = self._owners[_place(item)]
         return self._own[item.step].tensor_split(len(owners))[owners.index(item.owner)]
 
     def aggregate(self, current: Round) -> Tensor:
-        """Of one's own part."""
+        """Return the aggregate of the part that this peer owns, float32."""
         parts = torch.stack([self._parts[Item(*_place(current), worker, self.me)] for worker in current.workers])
         return centered_clip(parts, torch.ones(len(parts)), self._tau(current, self.me))
 
     def projections(self, current: Round) -> tuple[float, ...]:
-        """Of one's own parts."""
+        """Return the projections of this peer's parts, one for each owner."""
         return tuple(
             self._projection(current, owner, self.part(Item(*_place(current), self.me, owner)))
             for owner in current.owners
         )
 
     def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
-        """All projections on one's own part, and the gradient of the target of one's audit."""
+        """Measure all projections on this peer's part, and the audited target's gradient; None: it was not shown."""
         cases: list[Case] = [FalseProjection(worker, self.me) for worker in instruction.round.workers]
         measured: list[tuple[Case, float | None]] = [
             (case, self.measure(case, instruction.round, instruction.projections, instruction.last)[0])
@@ -196,7 +196,7 @@ class Workbench:
     def measure(
         self, case: Case, current: Round, said: Mapping[str, Sequence[float]], last: Finished | None
     ) -> list[float]:
-        """How far each suspect is off, in units of what is tolerated."""
+        """Return how far each suspect is off, in units of the tolerance."""
         match case:
             case FalseProjection(worker, owner):
                 return [self._projection_error(current, said, worker, owner)]
@@ -212,7 +212,7 @@ class Workbench:
                 assert last is not None
                 return self._gradient_errors(worker, last)
 
-    # ---------------------------------------------------------------- parts of that
+    # ---------------------------------------------------------------- helpers of these computations
 
     def _compute(self, current: Round, contributes: bool) -> Computed:
         self._owners[_place(current)] = current.owners
@@ -240,7 +240,7 @@ class Workbench:
         return _bounded(abs(said[worker][current.owners.index(owner)] - true) / limit)
 
     def _gradient_errors(self, worker: str, last: Finished) -> list[float]:
-        """Of the worker, and what its projections were off on each owner's part, if it had to publish them."""
+        """Return the worker's largest error, then its projections' errors by owner if it had to publish them."""
         items = evidence(FalseGradient(worker), last.round, last)
         sent = torch.cat([self._parts[item] for item in items]).double()
         true = self._gradient_of(worker, last.round.step).detach().cpu().double()
@@ -264,7 +264,7 @@ class Workbench:
 
 
 def direction(seed: bytes, owner: str, size: int) -> Tensor:
-    """float64 [size], of length 1: signs, since normal numbers would not have the same bits everywhere."""
+    """Return random signs as a float64 [size] of length 1: normal numbers would not have the same bits everywhere."""
     number = int.from_bytes(hashlib.sha256(seed + owner.encode()).digest()[:7], "little")
     signs = torch.randint(2, (size,), generator=torch.Generator().manual_seed(number))
     return (2.0 * signs.double() - 1) / math.sqrt(size)
@@ -275,5 +275,5 @@ def _place(of: Round | Item) -> Place:
 
 
 def _bounded(value: float) -> float:
-    """What is not finite is as wrong as can be."""
+    """Limit a measurement to ``_MOST``, which also stands for values that are not finite."""
     return min(value, _MOST) if math.isfinite(value) else _MOST

@@ -1,1 +1,1 @@
-"""A run among cheaters: BTARD over the network, step by step."""
+"""A run in which some peers may cheat: BTARD over the network, step by step."""

@@ -1,4 +1,4 @@
-"""The tensors of a step on the network: given out by their hashes, fetched, and handed to the workbench."""
+"""The tensors of a step on the network: served by their hashes, fetched from peers, and passed to the workbench."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from swarm_training.robust.workbench import Delivery, Workbench
 Found = Coroutine[Any, Any, list[Event]]
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _RETRY_S = 0.2
-_WAIT_S = 5.0  # others may ask for data before it is here
+_WAIT_S = 5.0  # other peers may ask for data before it is here
 _ELEMENT_BYTES = 4
 
 
 @dataclass
 class _Blob:
     data: bytes
-    readers: frozenset[str] | None  # None: all
+    readers: frozenset[str] | None  # None: all peers
     step: int
 
 
 class Blobs:
-    """Data by its SHA-256: parts, aggregates, states. Some of it is for certain peers only."""
+    """A store of data by SHA-256: parts, aggregates, states. Some entries are for certain peers only."""
 
     def __init__(self) -> None:
         self._blobs: dict[bytes, _Blob] = {}
         self._changed = asyncio.Condition()
 
     async def put(self, data: bytes, step: int, readers: Iterable[str] | None = None) -> bytes:
-        """``readers``: who may have it, besides those who might before; None: everybody. Returns its digest."""
+        """Store data and return its digest. ``readers``: more peers that may read the data; None: all peers."""
         digest = hashlib.sha256(data).digest()
         async with self._changed:
             known = self._blobs.get(digest)
@@ -67,7 +67,7 @@ class Blobs:
         return None if blob is None else blob.data
 
     async def read(self, digest: bytes, reader: str) -> bytes:
-        """Waits a moment for what is not here yet. Raises RequestRejected if it does not come, or is for others."""
+        """Return data, once it is here. Raises RequestRejected if it does not come soon, or is for other peers."""
         try:
             async with asyncio.timeout(_WAIT_S), self._changed:
                 await self._changed.wait_for(lambda: self._may_read(digest, reader))
@@ -84,7 +84,7 @@ class Blobs:
 
 
 class StepData:
-    """Of one peer. The workbench is used by one call at a time, in a thread."""
+    """One peer's exchange of a step's data. The workbench is used by one call at a time, in a thread."""
 
     def __init__(
         self, bench: Workbench, num_elements: int, network: RobustNetwork, config: RobustConfig, in_thread: InThread
@@ -102,7 +102,7 @@ class StepData:
             return await self._in_thread(call)
 
     async def give(self, delivery: Delivery) -> Message | None:
-        """Lets others fetch it. Returns the message that goes with it, with the digests of what is given."""
+        """Let other peers fetch a delivery's data. Return its message, if any, with the digests of that data."""
         readers = None if delivery.to is None else {delivery.to}
         step = max([delivery.place[0], *(item.step for item in delivery.parts)])
         digests = [await self.blobs.put(to_bytes(part), step + 1, readers) for part in delivery.parts.values()]
@@ -114,7 +114,7 @@ class StepData:
         return message
 
     def parts_for(self, me: str, known: Attempt) -> list[Found]:
-        """Those that others have committed for this peer."""
+        """Return coroutines that fetch the parts that other workers have committed for this peer."""
         current, place = known.round, (known.round.step, known.round.attempt)
         mine = current.owners.index(me)
         wanted = {worker: Item(*place, worker, me) for worker in current.workers if worker != me}
@@ -124,7 +124,7 @@ class StepData:
         ]
 
     def aggregates(self, me: str, known: Attempt, holders: Iterable[str]) -> list[Found]:
-        """Those of other owners: from themselves or, if they withhold them, from whoever has them."""
+        """Return coroutines that fetch the aggregates of other owners, from the owner or else from any holder."""
         place, names = (known.round.step, known.round.attempt), [name for name in holders if name != me]
         digests = {owner: known.committed_aggregates[owner] for owner in known.round.owners if owner != me}
         return [
@@ -132,14 +132,14 @@ class StepData:
         ]
 
     def audited(self, target: str, last: Finished) -> Found:
-        """What this peer must check of the last step."""
+        """Return a coroutine that fetches the parts of the last step that this peer must audit."""
         items = evidence(FalseGradient(target), last.round, last)
         parts = dict(zip(items, last.commitments.get(target, ()), strict=False))
         place = last.round.step, last.round.attempt
         return self._soon("commitment", self.take_parts(target, parts, place))
 
     async def _soon(self, kind: str, found: Found) -> list[Event]:
-        """Nothing, if it takes longer than such a phase."""
+        """Return the events of ``found``; none if it takes longer than a phase of this kind."""
         deadlines = Deadlines.of(kind, self._config, self._max_bytes // _ELEMENT_BYTES)
         try:
             async with asyncio.timeout(deadlines.deadline_s):
@@ -148,7 +148,7 @@ class StepData:
             return []
 
     async def take_parts(self, worker: str, parts: Mapping[Item, bytes], place: tuple[int, int]) -> list[Event]:
-        """``parts``: with their digests; fetched from the worker, again and again until all are there."""
+        """Fetch parts from their worker, with retries until all are there. ``parts``: digests by item."""
         found = {item: await self.fetch(digest, [worker]) for item, digest in parts.items()}
         tensors = {item: to_tensor(data) for item, data in found.items()}
         return await self._received(Delivery(worker, place, parts=tensors))
@@ -157,11 +157,11 @@ class StepData:
         self, owner: str, digest: bytes, holders: Iterable[str], place: tuple[int, int]
     ) -> list[Event]:
         data = await self.fetch(digest, [owner, *holders])
-        await self.blobs.put(data, place[0] + 1)  # others may ask this peer, if the owner has not given it to them
+        await self.blobs.put(data, place[0] + 1)  # other peers may ask this one, if the owner withholds it
         return await self._received(Delivery(owner, place, aggregate=to_tensor(data)))
 
     async def take_message(self, message: Message) -> list[Event]:
-        """Of a phase that is over; its data has been fetched when it was heard, if it is what it should be."""
+        """Return the events of a message whose phase is over. Its data was fetched before the message was taken."""
         place = message.step, message.attempt
         if isinstance(message, PartsOpened | EvidenceOpened):
             data = [self.blobs.get(digest) for digest in message.digests]
@@ -177,7 +177,7 @@ class StepData:
         return await self._received(Delivery(delivery.sender, delivery.place, parts=parts, aggregate=aggregate))
 
     async def fetch(self, digest: bytes, holders: Iterable[str]) -> bytes:
-        """From whoever gives it, again and again: the caller says for how long."""
+        """Fetch data from any of the holders, with endless retries: the caller limits the time."""
         names = list(holders)
         while True:
             if (known := self.blobs.get(digest)) is not None:
@@ -188,7 +188,7 @@ class StepData:
             await asyncio.sleep(_RETRY_S)
 
     async def fetch_once(self, digest: bytes, holder: str) -> bytes | None:
-        """None if it does not give it, or gives something else."""
+        """Fetch data from one holder. Return None if the holder gives nothing, or other data."""
         seconds = self._config.phase_s + self._max_bytes / self._config.bytes_per_s
         try:
             async with asyncio.timeout(seconds):

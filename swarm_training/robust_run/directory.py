@@ -1,4 +1,4 @@
-"""Where the peers of a robust run are: signed records on the DHT, the newest of each."""
+"""The addresses of a robust run's peers: signed records on the DHT, the newest of each peer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from swarm_training.core.signing import read_signed, sign
 from swarm_training.progress.board import Board
 
 _PUBLISH_S, _READ_S, _READ_EARLY_S = 15.0, 2.0, 0.5
-_FRESH_S = 45.0  # records of those who are gone stay on the DHT for a while
+_FRESH_S = 45.0  # records of peers that are gone stay on the DHT for a while
 _MOST_RECORDS = 1024
 
 
 class Directory:
-    """Attributes:
-    others: ids of peers of this run that train something else, by what their records say.
+    """The registry of a run's peers on the DHT.
+
+    Attributes:
+        others: ids of peers of this run whose records say that they train another model, or by other rules.
     """
 
     def __init__(self, own: Progress, identity: Identity, board: Board) -> None:
@@ -43,17 +45,17 @@ class Directory:
         return frozenset(self._records)
 
     def joining(self) -> list[str]:
-        """Who would take part, by records that are fresh."""
+        """Return the ids of the peers that want to join, according to fresh records."""
         now = asyncio.get_running_loop().time()
         fresh = [name for name, heard_s in self._heard_s.items() if now - heard_s < _FRESH_S]
         return [name for name in fresh if self._records[name].state == JOINING]
 
     def has_joined(self) -> None:
-        """This peer takes part."""
+        """Publish from now on that this peer takes part."""
         self._own = dataclasses.replace(self._own, state=TRAINING)
 
     def session(self, founders: Collection[str]) -> bytes:
-        """Tells this run from an earlier one of the same peers: their certificates are new whenever they start."""
+        """Return an id that no earlier run of the same peers has: their certificates are new at each start."""
         facts = [(name, self._records[name].tls_fingerprint.hex()) for name in sorted(founders)]
         return hashlib.sha256(repr((self._own.run, facts)).encode()).digest()
 

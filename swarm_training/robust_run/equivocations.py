@@ -1,7 +1,7 @@
-"""Two statements of one peer where there must be one, as evidence that others can check.
+"""Evidence of equivocation: two statements of one peer where only one is allowed.
 
-Which of them a phase has counted is agreed upon, so nobody is misled; but that there were two, some may not have seen.
-Who has seen it attaches both to what it says next, on which all agree.
+All peers agree on which of the two counts, so no peer is misled. But some peers may have seen only one statement.
+A peer that has seen both attaches them to its next statement, on which all agree.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from swarm_training.robust import messages as msg
 
 _MAX_BYTES = wire.MAX_SAID_BYTES // 2  # of all evidence in one statement
 _MOST = 64
-_SILENT_KINDS = frozenset({"ready", "welcome"})  # the machine knows nothing of them
+_SILENT_KINDS = frozenset({"ready", "welcome"})  # the machine does not handle these
 
 
 def attached(agreements: Iterable[Agreement]) -> list[pb.Equivocation]:
-    """One of each sender, as many as fit."""
+    """Return evidence of equivocation, one pair for each sender, as many as fit."""
     found: dict[str, pb.Equivocation] = {}
     for agreement in agreements:
         if agreement.kind not in _SILENT_KINDS:
@@ -32,7 +32,7 @@ def attached(agreements: Iterable[Agreement]) -> list[pb.Equivocation]:
 
 
 def proven(statement: Statement, session: bytes) -> list[msg.Event]:
-    """Both messages of everybody whom the evidence convicts, as if they had been heard; from a stranger."""
+    """Return both messages of each peer that the evidence convicts, as events. Invalid evidence is skipped."""
     events: list[msg.Event] = []
     for evidence in list(statement.said.equivocations)[:_MOST]:
         try:
@@ -43,7 +43,7 @@ def proven(statement: Statement, session: bytes) -> list[msg.Event]:
 
 
 def _messages(first: Statement, second: Statement, session: bytes) -> list[msg.Event]:
-    """Raises ValueError if they are not two of one peer in one place of this session."""
+    """Return two messages as events. Raises ValueError unless they are of one peer, in one phase of this session."""
     if (
         first.sender != second.sender
         or first.place != second.place

@@ -1,4 +1,4 @@
-"""Anybody's gradient of this step or the last one, from the batch that follows from its name."""
+"""Any peer's gradient of this step or the last one, from the batch that follows from the peer's id."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Loss = Callable[[int, str], Tensor]
 
 
 class Gradients:
-    """Keeps the parameters of the last step: audits recompute what others contributed then."""
+    """The gradients of all peers. The last step's parameters are kept, because audits recompute its gradients."""
 
     def __init__(self, state: TrainedState, loss: Loss) -> None:
-        """``loss``: of a step and a peer id; a scalar that follows from those and the parameters alone."""
+        """Use the parameters of ``state``. ``loss``: (step, peer id) → a scalar, from both and the parameters alone."""
         self._state = state
         self._loss = loss
         self._before: list[Tensor] | None = None
 
     def __call__(self, peer: str, step: int) -> Tensor:
-        """[n] float32.
+        """Return the gradient of a peer's batch of a step, [n] float32 on the CPU.
 
         Raises:
-            ValueError: the loss is no scalar that depends on the parameters.
+            ValueError: the loss is no scalar that depends on the parameters, or the step's parameters are not kept.
         """
         with self._parameters_of(step), torch.enable_grad():
             loss = self._loss(step, peer)
@@ -38,7 +38,7 @@ class Gradients:
         return torch.cat([part.detach().reshape(-1).to("cpu", torch.float32) for part in parts])
 
     def remember(self) -> None:
-        """The parameters are about to change."""
+        """Keep a copy of the parameters, which are about to change."""
         self._before = [parameter.detach().clone() for parameter in self._state.parameters]
 
     @contextmanager

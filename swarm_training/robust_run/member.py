@@ -1,7 +1,7 @@
-"""One peer of a robust run: carries out what BTARD's machine decides, among others that do the same.
+"""One peer of a robust run, which carries out what its BTARD machine decides.
 
-All on one event loop. The machine hears of a phase when it is over: what counts then is the same for all honest peers,
-see ``swarm_training.broadcast.agreement``.
+All of it runs on one event loop. The machine gets the statements of a phase when the phase is over. The statements
+that count are then the same for all honest peers, see ``swarm_training.broadcast.agreement``.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _NEEDS_MODEL = todo.Compute | todo.Check | todo.Measure
 
 @dataclass(frozen=True)
 class Finished:
-    """``gradient``: [n] float32, the same bits for all; ``removed``: since the last step."""
+    """A finished step. ``gradient``: [n] float32, the same bits at all peers; ``removed``: since the last step."""
 
     step: int
     gradient: Tensor
     workers: tuple[str, ...]
     removed: tuple[todo.Remove, ...]
-    joined: tuple[str, ...]  # before the next step
+    joined: tuple[str, ...]  # newcomers before the next step
 
 
 @dataclass(frozen=True)
 class Offered:
-    """Between two steps."""
+    """The state that newcomers are offered between two steps. ``result``: [n] float32, the last aggregate."""
 
     snapshot: Snapshot
     result: Tensor
@@ -70,7 +70,7 @@ class Member:
         candidates: Callable[[], list[str]] = list,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """``candidates``: peers that would join."""
+        """Create a member that has not begun. ``candidates``: returns the ids of peers that want to join."""
         self._random_bytes = random_bytes
         self.machine = machine
         self.data = StepData(bench, machine.num_elements, network, config, in_thread)
@@ -80,10 +80,10 @@ class Member:
         self._candidates = candidates
         self._events: deque[msg.Event] = deque()
         self._is_pumping = self._is_closing = False
-        self._place: Place | None = None  # of the phase
+        self._place: Place | None = None  # of the open phase
         self._agreement: Agreement | None = None
         self._welcoming: Welcoming | None = None
-        self._offered: Offered | None = None  # to newcomers
+        self._offered: Offered | None = None  # for newcomers
         self._standings = b""
         self._finished: asyncio.Queue[Finished | Exception] = asyncio.Queue()
         self._removed: list[todo.Remove] = []
@@ -105,15 +105,15 @@ class Member:
         self._open_welcome(step)
 
     def ready(self) -> frozenset[str]:
-        """Founders that have found all others."""
+        """Return the founders that have found all other founders."""
         return frozenset(self.broadcasts.agreement(Place(0, 0, "ready")).statements)
 
     async def finished(self) -> Finished:
-        """The next step that is over; this peer computes until then.
+        """Wait for the next finished step, and return it. This peer starts to compute gradients only during this call.
 
         Raises:
             AccessDenied: this peer has been banned.
-            PeerUnavailable: it has been removed, or hears nothing of most others.
+            PeerUnavailable: this peer has been removed, or hears nothing of most other peers.
         """
         if self._finished.empty():
             self._may_compute.set()
@@ -131,7 +131,7 @@ class Member:
         for task in self._tasks:
             task.cancel()
 
-    # ------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------ requests of other peers
 
     async def tell(self, peer_id: str, request: pb.TellRequest) -> None:
         if peer_id not in self.broadcasts.peers:
@@ -150,7 +150,7 @@ class Member:
                 self._spawn(self._take_with_data(statement, message, peer_id, digests))
 
     async def offer(self, finished: Finished, state: bytes) -> None:
-        """To those who have joined: the parameters and optimizer state after that step."""
+        """Offer newcomers the parameters and optimizer state after that step, and the standings to start from."""
         if self._offered is None or self.machine.known.round.step != finished.step + 1:
             return
         step, readers = finished.step + 1, finished.joined
@@ -160,7 +160,7 @@ class Member:
         self._standings = Standings(session, step, readers, snapshot, digest, len(state), result).to_bytes()
 
     async def standings(self, peer_id: str) -> bytes:
-        """Raises PeerUnavailable while there are none."""
+        """Return the standings for newcomers. Raises PeerUnavailable while there are none for the caller."""
         if not self._standings or peer_id not in self.broadcasts.peers:
             raise PeerUnavailable("this peer has not welcomed the caller, or not yet")
         return self._standings
@@ -175,7 +175,7 @@ class Member:
         self._pump()
 
     def _pump(self) -> None:
-        """Until nothing follows from what has happened."""
+        """Handle events, and carry out the machine's instructions, until no event is left."""
         if self._is_pumping:
             return
         self._is_pumping = True
@@ -247,7 +247,7 @@ class Member:
             self._post(msg.Late())
 
     def _look(self) -> None:
-        """Votes, and closes what is over."""
+        """Vote on what was heard, and close the vote on newcomers and the phase if they are over."""
         if self._welcoming is not None and not self._welcoming.is_over.is_set():
             self._vote(Place(self.machine.known.round.step, 0, "welcome"), self._welcoming.agreement)
             self._welcoming.look(_now())
@@ -281,10 +281,10 @@ class Member:
             events += await self.data.take_message(message)
         if place == self._place:
             self._post(*events)
-        if place == self._place:  # some have not spoken
+        if place == self._place:  # the phase is still open: some peers have not spoken
             self._post(msg.Deadline())
 
-    # ------------------------------------------------------------ what it wants done
+    # ------------------------------------------------------------ the machine's instructions
 
     def _say(self, message: msg.Message) -> None:
         said = wire.to_said(message)
@@ -331,7 +331,7 @@ class Member:
     async def _take_with_data(
         self, statement: Statement, message: pb.Statement, teller: str, digests: tuple[bytes, ...]
     ) -> None:
-        """It counts when its data is there, which whoever tells of it must have."""
+        """Take a statement once its data is here. The data is fetched from ``teller``, which must have it."""
         for digest in digests:
             if self.data.blobs.get(digest) is None:
                 data = await self.data.fetch_once(digest, teller)

@@ -1,4 +1,4 @@
-"""A member's presence on the network: its service, its DHT node, its channels, and how it comes to take part."""
+"""A member's presence on the network: its service, its DHT node, its channels, and how it enters the run."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ Load = Callable[[Member, Standings, bytes, bytes], Awaitable[None]]
 
 
 class RobustPresence:
-    """Attributes:
-    addresses: multiaddrs for others to join by.
-    member: None until the run has begun.
+    """A peer's service, DHT node and channels in a robust run.
+
+    Attributes:
+        addresses: multiaddrs by which other peers join.
+        member: None until the run has begun.
     """
 
     def __init__(self, config: RobustConfig, board: DhtBoard, network: GrpcNetwork, directory: Directory) -> None:
@@ -63,7 +65,7 @@ class RobustPresence:
         access: AccessControl | None,
         token: bytes,
     ) -> RobustPresence:
-        """``model``: the digest of what must be equal. Raises as ``RobustRun`` does."""
+        """Start the service and join the DHT. ``model``: the digest of what must be equal. Raises as ``RobustRun``."""
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(host, config.dht_port, config.announce_host)
         board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
@@ -94,11 +96,11 @@ class RobustPresence:
             raise
 
     async def take_part(self, founders: Sequence[str], make: MakeMember, load: Load) -> Member:
-        """With all founders, once they have come, or in a run that has begun.
+        """Start the run with all founders once they have come, or join a run that has begun.
 
         Args:
-            make: a member, from the session and the network.
-            load: from the standings of the others, the bytes of their state, and their last aggregate.
+            make: creates a member from the session and the network.
+            load: fills a member from the standings of other peers, the bytes of their state, and their last aggregate.
 
         Raises:
             PeerUnavailable: not all founders have come in time, and none of them is in a run.
@@ -183,7 +185,7 @@ class RobustPresence:
 
 
 class _Answers:
-    """What this peer answers, as soon as it takes part."""
+    """The handlers of this peer's service, which work as soon as the peer takes part."""
 
     presence: RobustPresence | None = None
 

@@ -1,4 +1,4 @@
-"""``RobustRun``: known peers train one model in step, some of whom may cheat."""
+"""``RobustRun``: known peers train one model in lockstep, although some of them may cheat."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ MAX_PEERS = 64
 
 @dataclass(frozen=True)
 class GlobalStep:
-    """Attributes:
-    number: of the step that has been taken, from 1 on.
-    workers: ids of those whose gradients were aggregated.
-    removed: who takes part no more since this step, why, and whether it may come back.
+    """A global step that has been taken.
+
+    Attributes:
+        number: the number of the step, from 1 on.
+        workers: ids of the peers whose gradients were aggregated.
+        removed: peers removed since the last step, each with the reason, and whether the peer may come back.
     """
 
     number: int
@@ -45,12 +47,12 @@ class GlobalStep:
 
 
 class RobustRun:
-    """One peer of a run by BTARD (Gorbunov et al., 2021). All take each step together, and stay equal bit for bit.
+    """One peer of a run by BTARD (Gorbunov et al., 2021). All peers take each step together, and stay bitwise equal.
 
-    Batches must follow from step and peer id, so that anybody can recompute anybody's gradient: ``loss(step, peer_id)``
-    is the loss of the peer's batch of that step as a scalar, and follows from them and the parameters alone: no dropout
-    and no statistics of batches. It is called in another thread while ``advance`` is under way, for other peers and for
-    the parameters of the last step too. The optimizer's own ``step`` is not to be called.
+    Batches must follow from step and peer id, so that any peer can recompute any gradient. ``loss(step, peer_id)`` is
+    the loss of the peer's batch of that step, a scalar. It depends on these two and the parameters alone: no dropout,
+    no batch statistics. ``advance`` calls ``loss`` in another thread, also for other peers, and also at the parameters
+    of the last step. Do not call the optimizer's own ``step``.
     """
 
     def __init__(
@@ -68,18 +70,18 @@ class RobustRun:
         access: AccessControl | None = None,
         token: bytes = b"",
     ) -> None:
-        """Goes where the others are; the first ``advance`` waits for all founders, or joins if they have begun.
+        """Enter the network. The first ``advance`` waits for all founders, or joins their run if it has begun.
 
         Args:
-            founders: peer ids of those who begin, the same for all; more than two thirds of them must be honest.
-                Others, and who was removed for silence, join as newcomers: their gradients count after some audits.
+            founders: ids of the peers that begin, the same for all peers; more than two thirds must be honest.
+                Other peers, and peers removed for silence, join as newcomers: their gradients count after some audits.
             identity: this peer's key.
-            initial_peers: of one that is there already; empty: the others come to this one.
-            rules: the same for all peers.
-            access, token: of a private run.
+            initial_peers: multiaddrs of a peer that is there already; empty: the other peers come to this one.
+            rules: the protocol's settings, the same for all peers.
+            access, token: access control and this peer's token, for a private run.
 
         Raises:
-            ValueError: nothing can be trained so.
+            ValueError: an argument is wrong, or nothing can be trained with these arguments.
             NoSwarm: no initial peer answered.
         """
         if not name or not name.isprintable() or len(name) > 200:
@@ -105,7 +107,7 @@ class RobustRun:
 
     @property
     def initial_peers(self) -> list[str]:
-        """For others to join by."""
+        """Return the multiaddrs by which other peers join."""
         return self._presence.addresses
 
     @property
@@ -114,21 +116,21 @@ class RobustRun:
 
     @property
     def num_steps(self) -> int:
-        """Global steps taken."""
+        """Return the number of global steps taken."""
         return self._state.step
 
     @property
     def members(self) -> list[str]:
-        """Ids of those who take part."""
+        """Return the ids of the peers that take part."""
         return list(self._founders if self._member is None else self._member.machine.roster.all)
 
     def advance(self) -> GlobalStep:
-        """Takes one global step with the others, who wait for this call for ``compute_s``.
+        """Take one global step with the other peers, which wait up to ``compute_s`` for this call.
 
         Raises:
-            ValueError: the run is closed, or the loss is no loss.
-            PeerUnavailable: not all founders have come; later: this peer has been silent and was removed, or hears
-                nothing of most others.
+            ValueError: the run is closed, or the loss is no scalar that depends on the parameters.
+            PeerUnavailable: not all founders have come; later: this peer was removed for silence, or hears nothing of
+                most other peers.
             AccessDenied: this peer has been banned.
         """
         if self._is_closed:
@@ -145,7 +147,7 @@ class RobustRun:
         return GlobalStep(finished.step + 1, finished.workers, finished.removed)
 
     def close(self) -> None:
-        """Leaves the run; the others lose one deadline by it."""
+        """Leave the run. The other peers wait for this one until one deadline has passed."""
         if not self._is_closed:
             self._is_closed = True
             network_loop.run(self._presence.leave())
@@ -166,7 +168,7 @@ class RobustRun:
         return Member(self._identity, session, machine, bench, network, self._config, in_thread, candidates)
 
     async def _load(self, member: Member, standings: Standings, state: bytes, result: bytes) -> None:
-        """Raises ValueError if it is not that of such parameters."""
+        """Fill a new member from other peers' data. Raises ValueError if the state does not fit the parameters."""
         await in_thread(lambda: self._state.load(Moment(0, standings.step), state))
         member.machine.load(standings.snapshot)
         member.data.bench.result = to_tensor(result)
@@ -175,7 +177,7 @@ class RobustRun:
         return Workbench(self.peer_id, self._state.length, self._gradients, self._rules)
 
     def _model_digest(self) -> bytes:
-        """Of all that must be equal for two peers to train together."""
+        """Return the digest of all that must be equal for two peers to train together."""
         config = self._config
         times = config.compute_s, config.phase_s, config.spread_s, config.bytes_per_s
         facts = self._state.model_digest.hex(), self._founders, sorted(asdict(self._rules).items()), times

@@ -1,4 +1,4 @@
-"""What a newcomer must know, as bytes: the same at all honest peers, so that they can be compared."""
+"""The state that a newcomer loads, as bytes: the same at all honest peers, so that answers can be compared."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_PEERS = 4096
 
 @dataclass(frozen=True)
 class Standings:
-    """Before a step.
+    """The state that a newcomer loads before a step.
 
     Attributes:
         joined: newcomers of that step.
-        state, result: SHA-256 of the state of so many bytes, and of the last aggregate.
+        state, result: SHA-256 of the trained state, which has ``state_bytes`` bytes, and of the last aggregate.
     """
 
     session: bytes
@@ -68,7 +68,7 @@ class Standings:
 
     @classmethod
     def parse(cls, data: bytes) -> Standings:
-        """Raises ValueError if these bytes are none."""
+        """Parse standings. Raises ValueError if the bytes are invalid."""
         try:
             message = pb.Standings.FromString(data)
         except DecodeError:
@@ -96,7 +96,7 @@ class Standings:
 
 
 def vouched(answers: Iterable[bytes], founders: Collection[str]) -> bytes | None:
-    """The answer, one of each founder, that so many have given that one of them is honest."""
+    """Return the answer that so many founders have given that one of them is honest. Each founder answers once."""
     counts = Counter(answers)
     found = [answer for answer, votes in counts.items() if votes > most_cheaters(len(founders))]
     return max(found, key=lambda answer: (counts[answer], answer), default=None)

@@ -1,4 +1,4 @@
-"""Who joins before the next step: those whom most full members propose, by statements on which all agree."""
+"""The newcomers of the next step: peers that most full members propose, by statements on which all agree."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST = 8  # newcomers at a time
 
 
 class Welcoming:
-    """In one step.
+    """The vote on newcomers in one step.
 
     Attributes:
-        is_over: set once all agree on what was proposed.
+        is_over: an event that is set once all agree on what was proposed.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -35,5 +35,5 @@ class Welcoming:
 
 
 def proposal(step: int, candidates: Callable[[], Collection[str]], known: Collection[str]) -> pb.Said:
-    """``known``: who takes part already, or never again."""
+    """Return this peer's proposal. ``known``: peers that take part already, or never again."""
     return pb.Said(step=step, welcome=pb.Welcome(peers=sorted(set(candidates()).difference(known))[:_MOST]))

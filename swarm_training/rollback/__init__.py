@@ -1,1 +1,1 @@
-"""When a run goes back to a checkpoint, to which, and what a peer needs for it."""
+"""The rollbacks of a run: when it goes back to a checkpoint, to which one, and what a peer needs for that."""

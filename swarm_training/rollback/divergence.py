@@ -1,6 +1,6 @@
-"""When a run has diverged: decided from losses alone.
+"""The decision that a run has diverged, from losses alone.
 
-As in PaLM (Chowdhery et al., 2022, §5.1): train on from a checkpoint before the spike, without the batches seen since.
+The remedy is PaLM's (Chowdhery et al., 2022, §5.1): train from a checkpoint before the spike, skip the batches since.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from swarm_training.core.config import RollbackPolicy
 
 @dataclass(frozen=True)
 class LossHistory:
-    """Since the run began, or went back.
+    """The losses since the run began, or last went back.
 
     Attributes:
         usual: the last losses that were not too high.
-        num_high: steps in a row, up to now, whose loss was too high.
+        num_high: the number of steps in a row, up to now, whose loss was too high.
     """
 
     usual: tuple[float, ...] = ()
@@ -28,9 +28,10 @@ class LossHistory:
 
 @dataclass(frozen=True)
 class Diverged:
-    """
+    """The finding that a run has diverged.
+
     Attributes:
-        first_step: the first whose loss shows it.
+        first_step: the first step whose loss shows that the run has diverged.
     """
 
     first_step: int
@@ -38,16 +39,16 @@ class Diverged:
 
     @property
     def wanted_step(self) -> int:
-        """A checkpoint of it, or an older one, is free of what went wrong: that of ``first_step`` itself is not, since
-        it had the wrong loss. The beginning of a run has no older one."""
+        """Return the last step whose checkpoint is good: the state of ``first_step`` already had the wrong loss. There
+        is none before the beginning of a run, step 0."""
         return max(self.first_step - 1, 0)
 
 
 def observe(
     policy: RollbackPolicy, history: LossHistory, step: int, loss: float
 ) -> tuple[LossHistory, Diverged | None]:
-    """``loss``: of the batch of ``step``, before that step was taken. If the run goes on although it has diverged,
-    since it has no checkpoint for instance, the next loss that is too high says so again."""
+    """Return the new history, and a divergence if there is one. ``loss``: the loss of the batch of ``step``, before the
+    step. If a run goes on although it has diverged, for lack of a checkpoint, the next high loss shows it again."""
     if isfinite(loss) and not _is_high(policy, history, loss):
         return LossHistory((*history.usual, loss)[-policy.window :]), None
     later = LossHistory(history.usual, history.num_high + 1)
@@ -62,10 +63,10 @@ def observe(
 
 
 def agreed_loss(losses: Sequence[float | None]) -> float | None:
-    """Of a group: the highest that more than half of its members reach; of an odd number, the median.
+    """Return the highest loss that more than half of a group's members reach: the median, if their number is odd.
 
-    ``losses``: one for each member, None if it does not know its own. Every member counts once, as in a quorum, since
-    how many samples it had is its own claim; a minority can neither raise nor hide a loss. None: too few know theirs.
+    ``losses``: one for each member, None if unknown. The result is None if too few are known. Every member counts once,
+    as in a quorum, since its number of samples is its own claim. A minority can neither raise nor hide a loss.
     """
     descending = sorted((loss for loss in losses if loss is not None), reverse=True)
     needed = len(losses) // 2 + 1

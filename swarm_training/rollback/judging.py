@@ -1,8 +1,8 @@
-"""Whether a meeting goes back to a checkpoint instead of averaging, and to which. Decides from data alone.
+"""The decision whether a meeting goes back to a checkpoint instead of averaging, and to which one. No I/O.
 
-The leader proposes, and every member judges again before it accepts: by the losses of all members, which each has
-signed, and the losses of the run so far, or by the order of a moderator. So neither a leader nor any minority can roll
-a run back, whatever losses they claim: ``agreed_loss`` says why.
+The leader proposes, and every member judges the proposal before it accepts. A member judges by the losses that all
+members have signed and the losses of the run so far, or by a moderator's order. Neither a leader nor any minority can
+roll a run back, whatever losses they claim: ``agreed_loss`` says why.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import has_quorum, majority_digest
 from swarm_training.rollback.divergence import Diverged, LossHistory, agreed_loss, observe
 
-_MAX_CHECKPOINTS = MAX_WINDOW + 1  # of a member
+_MAX_CHECKPOINTS = MAX_WINDOW + 1  # that a member may claim
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What a peer judges by.
+    """The data by which a peer judges whether to go back.
 
     Attributes:
-        policy: None: losses do not matter.
-        orders: of moderators, for this number of rollbacks: as signed, with the step to go back to.
+        policy: the limits of losses; None: losses do not matter.
+        orders: the moderators' orders for this number of rollbacks, as signed, with the step to go back to.
     """
 
     policy: RollbackPolicy | None = None
@@ -36,12 +36,12 @@ class Judge:
     orders: Mapping[bytes, int] = field(default_factory=dict)
 
     def diverged(self, moment: Moment, records: Iterable[Progress]) -> Diverged | None:
-        """By what the members of a group said of their losses when they joined it."""
+        """Return the divergence that a group's losses show, as its members reported them at joining; else None."""
         loss = agreed_loss(losses_of(moment, records))
         return None if self.policy is None or loss is None else observe(self.policy, self.history, moment.step, loss)[1]
 
     def due(self, moment: Moment) -> list[bytes]:
-        """The orders that may be carried out now, that to the earliest step first."""
+        """Return the orders that may be carried out now, the one to the earliest step first."""
         return sorted(
             (order for order, step in self.orders.items() if step < moment.step),
             key=lambda order: (self.orders[order], order),
@@ -49,7 +49,7 @@ class Judge:
 
 
 def losses_of(moment: Moment, records: Iterable[Progress]) -> list[float | None]:
-    """Of the batch that is being averaged: in another state, a record tells of another one."""
+    """Return the losses of the batch that is being averaged; None for a record that is about another batch."""
     return [
         record.loss if record.loss_samples and record.state == MEETING and record.moment == moment else None
         for record in records
@@ -57,11 +57,11 @@ def losses_of(moment: Moment, records: Iterable[Progress]) -> list[float | None]
 
 
 def proposal(judge: Judge, moment: Moment, joins: Sequence[pb.Join], records: Sequence[Progress]) -> pb.Rollback | None:
-    """What the leader has a group decide instead of its average; None: it is to average. ``records``: those in the
-    joins.
+    """Return the rollback that a leader proposes instead of an average; None: the group averages. ``records``: the
+    records in the joins.
 
-    An order that cannot be carried out, as no checkpoint is that old, stands in the way of no other, and of no loss.
-    If nobody has a gradient, as when all losses are NaN, and no checkpoint is agreed on, the batch is dropped: the run
+    An order that cannot be carried out, because no checkpoint is that old, blocks neither other orders nor losses. If
+    no member has a gradient (all losses may be NaN) and no checkpoint is agreed on, the batch is dropped. The run then
     "goes back" to where it stands.
     """
     wanted = [(order, judge.orders[order]) for order in judge.due(moment)]
@@ -90,9 +90,9 @@ def _agreed_up_to(step: int, joins: Sequence[pb.Join]) -> tuple[int, bytes] | No
 
 
 def agreed_checkpoint(claims: Iterable[Mapping[int, bytes]]) -> tuple[int, bytes] | None:
-    """The newest that more than half of those hold who hold any, with its digest.
+    """Return the newest checkpoint that a majority of the members with checkpoints hold: its step and its digest.
 
-    ``claims``: of each member, the digests of its checkpoints by step. Who joined later may hold none.
+    ``claims``: the digests of each member's checkpoints, by step. A member that joined later may hold none.
     """
     holders = [claim for claim in claims if claim]
     counts = Counter(checkpoint for claim in holders for checkpoint in claim.items())
@@ -107,7 +107,7 @@ def is_justified(
     roster: Collection[str],
     gone: Collection[str],
 ) -> bool:
-    """Whether a member accepts what the leader proposes. ``evidence``: the records in it, each signed by its peer."""
+    """Return whether a member accepts the leader's proposal. ``evidence``: its records, each signed by its peer."""
     if go_back.order:
         wanted = judge.orders.get(go_back.order)
     else:
@@ -120,6 +120,6 @@ def is_justified(
 
 
 def digest_of(run: str, moment: Moment, go_back: pb.Rollback) -> bytes:
-    """By which members say that they accept it: SHA-256 of run, moment and checkpoint."""
+    """Return the digest by which members accept a rollback: SHA-256 of run, moment and checkpoint."""
     checkpoint = f"{go_back.step}/{go_back.state_digest.hex()}"
     return sha256(f"swarm.training.v1.Rollback:{run}/{moment}/{checkpoint}".encode()).digest()

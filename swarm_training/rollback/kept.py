@@ -1,4 +1,4 @@
-"""The states that a peer can go back to: of the last few steps that are multiples of some number."""
+"""The states that a peer can go back to, from the last few steps that are multiples of some number."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class _Kept:
 
 
 class KeptCheckpoints:
-    """In memory, or in a new directory of this process's own, which ``close`` removes. May be used by several threads:
-    one keeps, others read."""
+    """A store of checkpoints in memory, or in a new directory of this process, which ``close`` removes. One thread may
+    keep checkpoints while other threads read them."""
 
     def __init__(self, every: int, most: int, directory: Path | None) -> None:
-        """``every``: steps; 0: none is kept. ``directory``: in which the new one is made; None: in memory.
+        """Keep up to ``most`` checkpoints, one every ``every`` steps (0: none). ``directory``: the parent of the new
+        directory; None: in memory.
 
-        Raises ValueError if there can be no such directory."""
+        Raises ValueError if ``directory`` cannot be created."""
         self._every = every
         self._most = most
         self._parent = directory
@@ -40,11 +41,11 @@ class KeptCheckpoints:
         return self._every > 0 and step % self._every == 0
 
     def keep(self, step: int, digest: bytes, data: bytes) -> None:
-        """Raises OSError if it cannot be written."""
+        """Keep a state. Raises OSError if it cannot be written."""
         self.keep_written(step, digest, lambda file: file.write(data))
 
     def keep_written(self, step: int, digest: bytes, write: Callable[[BinaryIO], object]) -> None:
-        """``write``: writes all of it to a file. Raises OSError if that fails."""
+        """Keep a state. ``write``: writes all of the state to a file. Raises OSError if that fails."""
         kept: bytes | Path
         if self._parent is None:
             file = io.BytesIO()
@@ -64,11 +65,11 @@ class KeptCheckpoints:
         self._replace(dict(newest))
 
     def digests(self) -> dict[int, bytes]:
-        """By step."""
+        """Return the digests of the kept states, by step."""
         return {step: kept.digest for step, kept in self._kept.items()}
 
     def read(self, digest: bytes) -> bytes | None:
-        """None if there is none with this digest."""
+        """Return the state with this digest; None if there is none."""
         for kept in self._kept.values():
             if kept.digest == digest:
                 try:
@@ -78,7 +79,7 @@ class KeptCheckpoints:
         return None
 
     def discard_after(self, step: int) -> None:
-        """Those of steps which a rollback has undone."""
+        """Discard the states after ``step``, which a rollback has undone."""
         self._replace({each: kept for each, kept in self._kept.items() if each <= step})
 
     def close(self) -> None:

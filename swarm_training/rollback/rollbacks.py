@@ -1,4 +1,4 @@
-"""One peer's part in rollbacks: losses by which it judges, checkpoints it keeps, and those it asks others for."""
+"""One peer's part in rollbacks: losses by which it judges, checkpoints that it keeps or fetches from other peers."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ class RollbackOrders(Protocol):
     """The orders of moderators that this peer knows."""
 
     def rollbacks_due(self, rollbacks: int) -> Mapping[bytes, int]:
-        """As signed, with the step to go back to: those for a run that has gone back so often."""
+        """Return the orders for a run that has gone back so often, as signed, with the step to go back to."""
 
     def take(self, orders: Sequence[bytes]) -> None:
-        """Those that are valid; from strangers."""
+        """Take the valid ones of some orders, which come from strangers."""
 
 
 class Rollbacks:
-    """Attributes:
-    history: of the losses that groups have agreed on.
-    went_back_to: the step of the last rollback's checkpoint; 0: there was none.
-    kept: checkpoints of this peer.
+    """The rollback state of one peer.
+
+    Attributes:
+        history: the history of the losses that groups have agreed on.
+        went_back_to: the step of the last rollback's checkpoint; 0: there was none.
+        kept: the checkpoints of this peer.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class Rollbacks:
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         rng: random.Random,
     ) -> None:
-        """``fetch``: asks a peer for the checkpoint with that digest; what it returns has it. ``in_thread``: calls a
-        function that takes long."""
+        """Use ``fetch`` to ask a peer for the checkpoint with a digest: the data that it returns has that digest.
+        ``in_thread``: calls a function that takes long."""
         self.history = LossHistory()
         self.went_back_to = 0
         self.kept = KeptCheckpoints(config.checkpoint_every, config.checkpoints_kept, config.checkpoint_directory)
@@ -69,12 +71,12 @@ class Rollbacks:
         return Judge(self._policy, self.history, self._orders.rollbacks_due(moment.rollbacks))
 
     def claims(self) -> list[pb.Checkpoint]:
-        """What a peer says that it holds when it joins a meeting."""
+        """Return the checkpoints that this peer claims to hold when it joins a meeting."""
         return [pb.Checkpoint(step=step, state_digest=digest) for step, digest in self.kept.digests().items()]
 
     def cannot_wait(self, view: View) -> bool:
-        """Whether to meet before the batch is complete: most peers lose their gradients to infinite losses, so that it
-        never will be; or a moderator has ordered to go back, and it is this peer who leads."""
+        """Return whether to meet before the batch is complete. Either most peers lose their gradients to infinite
+        losses, so that the batch never completes, or a moderator has ordered a rollback and this peer leads."""
         peers = view.at(view.own.moment)
         losses = [peer.loss if peer.loss_samples else None for peer in peers]
         is_lost = self._policy is not None and agreed_loss(losses) == inf
@@ -85,11 +87,11 @@ class Rollbacks:
         return bool(self.kept.digests()) and (is_lost or leader_of(view) is view.own)
 
     async def checkpoint(self, group: Group, own: Progress, roster: Sequence[str], view: View) -> bytes | None:
-        """The state that a group goes back to, if that is justified; None: the one that this peer has already.
+        """Return the state that a group goes back to, if that is justified; None: this peer has that state already.
 
         Raises:
-            RequestRejected: it is not.
-            PeerUnavailable: nobody gives the checkpoint.
+            RequestRejected: the rollback is not justified, or its checkpoint differs from this peer's.
+            PeerUnavailable: no peer gives the checkpoint.
         """
         go_back = group.go_back
         assert go_back is not None
@@ -108,7 +110,7 @@ class Rollbacks:
         return data if data is not None else await self._fetched(held, group, view)
 
     async def _fetched(self, digest: bytes, group: Group, view: View) -> bytes:
-        """It goes on if this meeting fails meanwhile: the next one may need it too."""
+        """Fetch a checkpoint. The fetch goes on if this meeting fails meanwhile: the next meeting may need it too."""
         if digest not in self._fetching:
             sources = {peer.peer_id: peer for peer in (*(member.record for member in group.members), *view.others)}
             others = [peer for peer in sources.values() if peer.is_reachable and peer.peer_id != view.own.peer_id]
@@ -131,7 +133,7 @@ class Rollbacks:
     # ------------------------------------------------------------ what has happened
 
     def averaged(self, moment: Moment, records: Sequence[Progress]) -> None:
-        """The batch of that moment was averaged. ``records``: those that the members joined with."""
+        """Note that the batch of that moment was averaged. ``records``: the records with which members joined."""
         judge = self.judge(moment)
         for order in judge.due(moment):
             if order not in self._futile:
@@ -154,7 +156,7 @@ class Rollbacks:
         _logger.warning("the run goes back from step %d to step %d: %s", group.step, go_back.step, why)
 
     def took_over(self, history: LossHistory, went_back_to: int) -> None:
-        """From another peer, or after a rollback."""
+        """Take over the history of another peer, or the one after a rollback."""
         self.history, self.went_back_to = history, went_back_to
         self._has_diverged = False
         self._futile.clear()

@@ -1,1 +1,1 @@
-"""The run itself: accumulates, takes part in meetings, steps, and gives its state to those who join."""
+"""One peer's part in a run: it accumulates gradients, averages with others, steps, and sends its state to joiners."""

@@ -1,4 +1,4 @@
-"""This peer's meetings: it attends them, leads those of others, and owns chunks in the rounds that follow."""
+"""A peer's part in averaging: it attends meetings, leads some of them, and owns chunks in the rounds that follow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from swarm_training.run.standing import Standing, now, smoothed
 
 _RETRY_S = 0.1
 NO_LOSS = 0.0, 0
-_FAILURES = 2.0  # times the silence that is suffered, before a leader who has failed is asked again
+_FAILURES = 2.0  # times ``silence_s`` before a leader that has failed is asked again
 _logger = logging.getLogger(__name__)
 
 
@@ -47,8 +47,10 @@ class Compression:
 
 
 class Meetings:
-    """Attributes:
-    loss: of this peer's share of the batch, and over how many of its samples.
+    """The meetings that one peer attends or leads.
+
+    Attributes:
+        loss: the mean loss of this peer's share of the batch, and the number of samples behind it.
     """
 
     def __init__(
@@ -86,21 +88,21 @@ class Meetings:
             config.silence_s,
             book.crediting,
         )
-        self._unreachable_s: dict[str, float] = {}  # when a leader has failed
-        self._usual_s = 0.0  # that a round takes
+        self._unreachable_s: dict[str, float] = {}  # by leader, when it failed last
+        self._usual_s = 0.0  # the duration of a round
         self.loss = NO_LOSS
 
     def is_due(self, view: View) -> bool:
-        """Whether to meet now. Nobody meets for a batch of which there is nothing."""
+        """Return whether to meet now. Without any samples, peers meet only to go back to a checkpoint."""
         has_some = policy.samples_at(view, view.own.moment) > 0
         return (has_some and policy.is_batch_complete(view)) or self._rollbacks.cannot_wait(view)
 
     async def average(self, gradient: Tensor) -> Averaged | WentBack | None:
-        """The mean over all who meet, weighted by samples, or the checkpoint that all go back to instead; None if this
-        peer has fallen behind, or if the batch is not complete after all.
+        """Return the mean over all peers that meet, weighted by samples, or the checkpoint that all go back to instead.
+        Return None if this peer has fallen behind, or if the batch is not complete after all.
 
-        ``gradient``: [n] float32, the mean over this peer's own samples. If micro-batches are counted exactly, the sum
-        over those that it has reported, which must not change meanwhile; float64 if the codec is fp64.
+        ``gradient``: [n] float32, the mean over this peer's own samples. If micro-batches are counted exactly, it is
+        the sum over the reported ones, which must not change meanwhile; it is float64 if the codec is fp64.
         """
         self._standing.update(state=MEETING, loss=self.loss[0], loss_samples=self.loss[1])
         self._gossip.tell(urgent=True)
@@ -140,14 +142,14 @@ class Meetings:
             await asyncio.sleep(_RETRY_S * self._rng.uniform(0.5, 1.0))
 
     def _show_accepted(self) -> None:
-        """Where batches are counted exactly, others meet with this peer because of its result, complete or not."""
+        """Publish the accepted result if counting is exact: it makes others meet even if the batch is incomplete."""
         digest = self._ballots.accepted.digest
         if self._standing.own.counts_exactly and self._standing.own.accepted != digest:
             self._standing.update(accepted=digest)
             self._gossip.tell(urgent=True)
 
     def stepped(self, averaged: Averaged) -> tuple[int, int]:
-        """The average has been applied. Returns the bytes that this peer has sent and received for it."""
+        """Record that the average was applied. Return the bytes that this peer has sent and received for it."""
         if self._compression.encoder is not None:
             self._compression.encoder.commit()
         self._usual_s = smoothed(self._usual_s, averaged.seconds)
@@ -155,17 +157,17 @@ class Meetings:
         return sum(each.bytes_sent for each in phases), sum(each.bytes_received for each in phases)
 
     def took_over_state(self) -> None:
-        """What encoding has lost belongs to an older one."""
+        """Discard the errors of encoding, which belong to the replaced state."""
         if self._compression.encoder is not None:
             self._compression.encoder.forget()
 
     def forget(self) -> None:
-        """What was promised at the last step does not matter at the next."""
+        """Discard the promises and the loss of the last step, which do not matter at the next one."""
         self._ballots = Ballots()
         self._rounds.end_step()
         self.loss = NO_LOSS
 
-    # ------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------ requests of other peers
 
     async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None:
         self._standing.require_admitted(peer_id)
@@ -188,7 +190,7 @@ class Meetings:
 
     @property
     def _unreachable(self) -> frozenset[str]:
-        """Who has not led when asked to, not long ago."""
+        """Return the ids of the peers that recently failed to lead."""
         since_s = now() - _FAILURES * self._config.silence_s
         return frozenset(peer_id for peer_id, failed_s in self._unreachable_s.items() if failed_s > since_s)
 
@@ -227,7 +229,7 @@ class Meetings:
             )
 
         if self._compression.encoder is not None and self._ballots.gradient is None:
-            self._compression.encoder.rollback()  # of a meeting that came to nothing
+            self._compression.encoder.rollback()  # discards the errors of a failed meeting
         phases = self._compression.compressor.phases(gradient)
         if leader.peer_id != self._standing.own.peer_id:
             async with self._network.meet(leader) as talk:
@@ -242,7 +244,7 @@ class Meetings:
 
     @property
     def _given(self) -> int:
-        """This peer's samples: in the result that it holds, or to be given."""
+        """Return the number of this peer's samples in the result that it holds, or else in the next one."""
         return self._ballots.given if self._ballots.accepted.group else self._standing.own.samples
 
     def _make_round(self, group: Group, me: int, phase: int, vector: Tensor) -> Round:
@@ -281,7 +283,7 @@ class Meetings:
         return pb.Dismissal(reason="another peer leads", leader=self._standing.table.signed_of(best.peer_id))
 
     def _confirmed(self, view: View) -> Averaged | WentBack | None:
-        """The result that this peer holds, if another says that it has led to the next moment, or will."""
+        """Return this peer's result if another peer's record says that it led, or will lead, to the next moment."""
         result = self._ballots.result
         if result is None:
             return None
@@ -305,7 +307,7 @@ class Meetings:
         )
 
     def _has_shrunk(self, view: View) -> bool:
-        """Somebody has left before the meeting, and nobody waits at it, or there is nothing to wait for."""
+        """Return whether peers have left so that no samples remain, or too few and no other peer waits to meet."""
         if self._rollbacks.cannot_wait(view):
             return False
         if view.own.counts_exactly:

@@ -1,4 +1,4 @@
-"""What moderators have ordered, as far as this peer has heard: whom it leaves out, and where it goes back to."""
+"""Moderators' orders that this peer knows: which peers are banned, and to which step the run must go back."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _logger = logging.getLogger(__name__)
 
 
 class Moderation:
-    """An ``OrderBook``: peers hand orders on, so that they get to those who join after they were published."""
+    """The moderators' orders known to a peer, an ``OrderBook``. Peers relay orders, so that late joiners get them."""
 
     def __init__(self, orders: Orders | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """``orders``: of a run with an organiser; without one, nobody may order anything."""
+        """Keep ``orders``, which is None in a run without an organiser: nobody may order anything there."""
         self._orders = orders
         self._clock = clock
         self._bans: dict[str, Order] = {}
-        self._bans_until_s = 0.0  # to be looked up again then: signatures take time to check
+        self._bans_until_s = 0.0  # cached until then, because checking signatures takes time
         self._due: dict[bytes, int] = {}
         self._due_for, self._due_until_s = -1, 0.0
 
@@ -49,7 +49,7 @@ class Moderation:
                 self._due_until_s = 0.0
 
     def signed_unless(self, digest: bytes) -> list[bytes]:
-        """All orders, as many as fit into a reply, if they are not those that the caller knows."""
+        """Return all orders that fit into a reply, or none if ``digest`` is empty or equals ``self.digest()``."""
         if self._orders is None or not digest or digest == self.digest():
             return []
         size, found = 0, []
@@ -64,21 +64,21 @@ class Moderation:
         return frozenset(self.bans())
 
     def bans(self) -> dict[str, Order]:
-        """In force now, by peer id."""
+        """Return the bans that are in force now, by peer id."""
         if self._orders is not None and self._clock() >= self._bans_until_s:
             self._bans = self._orders.bans()
             self._bans_until_s = self._clock() + _FRESH_S
         return self._bans
 
     def rollbacks_due(self, rollbacks: int) -> dict[bytes, int]:
-        """In force now, for a run that has had so many rollbacks: orders, as signed, with the step to go back to."""
+        """Return the signed orders in force in a run after so many rollbacks, each with the step to go back to."""
         if self._orders is not None and (rollbacks != self._due_for or self._clock() >= self._due_until_s):
             self._due = self._orders.rollbacks_due(rollbacks)
             self._due_for, self._due_until_s = rollbacks, self._clock() + _FRESH_S
         return self._due
 
     def require_admitted(self, peer_id: str) -> None:
-        """Raises AccessDenied if the peer is banned."""
+        """Raise AccessDenied if the peer is banned."""
         ban = self.bans().get(peer_id)
         if ban is not None and isinstance(ban.action, Ban):
             raise AccessDenied(

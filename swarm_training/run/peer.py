@@ -1,4 +1,4 @@
-"""One peer of a run: joins, reports, catches up and leaves; its meetings are in ``meetings``."""
+"""One peer of a run: how it joins, reports its progress, catches up and leaves. ``meetings`` has the averaging."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from swarm_training.run.transfer import Arrival, Downloaded, Offer, StateServer,
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
 _RETRY_S = 0.1
-_GATHER_S = 0.1  # news that can wait are told together
+_GATHER_S = 0.1  # how long a reply waits for more records that are not urgent
 _REPLICAS = 2
 _FOUND_SOON_S = 10.0
-_MOST_OTHERS = 64  # records of others in a request
-_CUT_OFF_SILENCES = 2.0  # times the silence that is suffered: so long, calls must fail
+_MOST_OTHERS = 64  # records of other peers that are read from one request
+_CUT_OFF_SILENCES = 2.0  # times ``silence_s``: for this long calls must have failed
 _logger = logging.getLogger(__name__)
 
 
 class TrainingPeer:
-    """All on one event loop. Answers what others ask, see ``Handlers``.
+    """One peer of a run, used from one event loop. It answers the requests of other peers, see ``Handlers``.
 
     Attributes:
-        replicas: checkpoints of another run that this peer keeps for it.
-    offer: what else others may ask for.
+        replicas: checkpoints of another run that this peer keeps for that run.
+        offer: other data that peers may request.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class TrainingPeer:
         archive: Archive | None = None,
         token: bytes = b"",
     ) -> None:
-        """``orders``: of a run that has moderators. ``ledger``: what is known of the run so far; ``archive``: where
-        it is kept. ``token``: of a private run."""
+        """Create a peer that has not joined yet. ``orders``: orders of the run's moderators, if it has any. ``ledger``:
+        the contributions known so far; ``archive``: the file that keeps them. ``token``: admits to a private run."""
         if config.counting == "exact":
             if not 1 <= own.target_batch_size <= MAX_MICRO_BATCHES:
                 raise ValueError(
@@ -128,7 +128,7 @@ class TrainingPeer:
     def view(self) -> View:
         return self._standing.view()
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ joining and leaving
 
     def listens_at(self, address: str, tls_fingerprint: bytes) -> None:
         self._standing.update(address=address, tls_fingerprint=tls_fingerprint)
@@ -137,9 +137,9 @@ class TrainingPeer:
         self._tasks += [asyncio.ensure_future(self.gossip.run()), asyncio.ensure_future(self._book.collect())]
 
     async def found(self, state_digest: bytes, resumed_at: Moment | None = None) -> None:
-        """Begins the run, as its only peer so far, or goes on from a checkpoint of that moment.
+        """Found the run with this peer alone, at step 0 or at the step of the checkpoint of ``resumed_at``.
 
-        What was after it is undone, as by a rollback: so no moment comes twice, in the ledger above all.
+        Resuming, or having a ledger, counts as a rollback, so that no moment occurs twice, above all in the ledger.
         """
         earlier = [each for each in (resumed_at, self.ledger.newest) if each is not None]
         rollbacks = 1 + max(each.rollbacks for each in earlier) if earlier else 0
@@ -150,10 +150,12 @@ class TrainingPeer:
         await self._arrive(Arrival(moment, roster, b"", went_back_to=moment.step), state_digest)
 
     async def find_others(self) -> None:
-        """Raises:
-        PeerUnavailable: nobody trains this run.
-        ValueError: who does has another model, or another target.
-        AccessDenied: a moderator has banned this peer.
+        """Find other peers of this run.
+
+        Raises:
+            PeerUnavailable: no peer trains this run.
+            ValueError: a peer of this run has another model, or another target batch size.
+            AccessDenied: a moderator has banned this peer.
         """
         deadline_s = now() + self._config.join_timeout_s
         warning = asyncio.get_running_loop().call_later(_FOUND_SOON_S, self._say_nobody_is_found)
@@ -164,7 +166,7 @@ class TrainingPeer:
         self.require_same_batch()
 
     def require_same_batch(self) -> None:
-        """Raises ValueError if somebody else trains with other batches."""
+        """Raise ValueError if a known peer has another target batch size."""
         for peer in self.table.known():
             if peer.target_batch_size != self.own.target_batch_size:
                 theirs, own = peer.target_batch_size, self.own.target_batch_size
@@ -183,7 +185,7 @@ class TrainingPeer:
             await asyncio.sleep(_RETRY_S)
 
     async def look(self) -> None:
-        """Once, for others who train this run. Raises as ``find_others``, but for being alone."""
+        """Look once for other peers of this run. Raise the errors of ``find_others``, except PeerUnavailable."""
         if self._moderation.digest():
             self._moderation.take(await self._board.read_orders())
         self._standing.require_admitted(self.own.peer_id)
@@ -194,7 +196,7 @@ class TrainingPeer:
             await self._compare(record)
 
     async def _compare(self, record: pb.SignedProgress) -> None:
-        """Raises ValueError that says what differs, if the record is that of somebody who trains another model."""
+        """Raise a ValueError that names the difference if the record's peer is in this run but trains another model."""
         try:
             peer = read_signed(record)
         except ValueError:
@@ -204,7 +206,7 @@ class TrainingPeer:
                 await compare(self._network, peer, self._state)
 
     async def leave(self) -> None:
-        """Says goodbye: others do not wait for this peer, and its samples are withdrawn."""
+        """Leave the run: the other peers stop waiting for this peer, and its samples are withdrawn."""
         self._standing.update(state=LEFT, **self._nothing())
         record = self._standing.renew()
         if self._averaging is not None:
@@ -218,31 +220,31 @@ class TrainingPeer:
             async with asyncio.timeout(self._config.silence_s):
                 await asyncio.gather(self._board.publish(record), self._book.close(), *calls, return_exceptions=True)
 
-    # ------------------------------------------------------------ what the run asks
+    # ------------------------------------------------------------ called by the training loop
 
     def require_admitted(self) -> None:
-        """Raises AccessDenied if a moderator has banned this peer, or most others exclude it."""
+        """Raise AccessDenied if a moderator has banned this peer, or most other peers exclude it."""
         self._standing.require_admitted(self.own.peer_id)
 
     def banned(self) -> frozenset[str]:
-        """Ids of those that a moderator has banned, or that compute wrongly."""
+        """Return the ids of peers that a moderator has banned, or that are excluded for computing wrongly."""
         return self._standing.banned()
 
     def exclude(self, peer_id: str) -> None:
-        """It computes wrongly, as has been found here: this peer takes nothing from it, and says so in its record."""
+        """Exclude a peer that this peer has found to compute wrongly: accept nothing from it, and publish this."""
         _logger.warning("%s has computed wrongly, and is excluded", peer_id)
         self._standing.exclude(peer_id)
         self.gossip.tell(urgent=True)
 
     def shows_move(self, *, may_move: bool, next_stage: int | None = None) -> None:
-        """What the record says of moving to another stage."""
+        """Publish in the record whether this peer may move to another stage, and to which stage it will go."""
         self._standing.update(may_move=may_move, next_stage=next_stage)
         self.gossip.tell(urgent=True)
 
     async def measure(self, computed: int, could_per_s: float | None = None) -> None:
-        """So many samples have been computed since the last call, or the last global step.
+        """Update the speed in the record by the samples computed since the last call, or the last global step.
 
-        ``could_per_s``: how many this peer could compute, if it is not always given some; 0: it does not know yet."""
+        ``could_per_s``: the speed that this peer could reach, if it is not always given samples; 0: not known yet."""
         measured_s = now()
         if self._measured_s is not None and computed:
             call_s = max(measured_s - self._measured_s, 1e-3)
@@ -254,9 +256,9 @@ class TrainingPeer:
         self._measured_s = measured_s
 
     async def report(self, samples: int, loss: float, loss_samples: int) -> None:
-        """So many samples have been accumulated since the last global step.
+        """Publish the number of samples accumulated since the last global step.
 
-        ``loss``: the mean over so many; infinity if one of them was not finite.
+        ``loss`` is the mean over ``loss_samples`` samples, or infinity if the loss of a sample was not finite.
 
         Raises:
             AccessDenied: a moderator has banned this peer.
@@ -269,25 +271,25 @@ class TrainingPeer:
         self.gossip.tell(urgent=self._meetings.is_due(self.view()))
 
     async def report_micro_batches(self, done: Collection[int], loss: float, loss_samples: int) -> None:
-        """These of the batch are in this peer's sums. For the rest, as ``report``."""
+        """Publish which micro-batches of the batch are in this peer's sums. The rest is as in ``report``."""
         size = self.own.target_batch_size
         self._standing.update(micro_batches=to_bits(done, size))
         await self.report(len(done), loss, loss_samples)
 
     def hold(self, averaged: Averaged, shared: bytes = b"") -> None:
-        """The average has been decided, and is applied only when others, of whom this peer does not decide, are as far:
-        ``stepped`` says so. Until then the peer stays at its moment, and tells its mates and all who watch.
+        """Hold a decided average until peers of other runs have theirs too; ``stepped`` follows when it is applied.
+        Until then this peer stays at its moment, and publishes the decision to its group and to observers.
 
-        ``shared``: digest of an offer, what others need of the average."""
+        ``shared``: the digest of an ``Offer`` with the part of the average that these peers need."""
         offered = Kept(averaged.group.step, shared) if shared else None
         self._standing.update(decided=averaged.digest, shared=offered)
         self.gossip.tell(urgent=True)
 
     async def go_back(self, moment: Moment, state_digest: bytes) -> None:
-        """The run has gone back to a moment, as it has been decided elsewhere, and this peer has taken over its
-        checkpoint of that step.
+        """Record that the run has gone back to a moment, as was decided elsewhere, and that this peer has taken over
+        the checkpoint of that step.
 
-        Those who took part in the last step decide about the next one: nobody else is known to be there.
+        The roster of the last step decides about the next one, because no other peers are known to be there.
         """
         self._meetings.took_over_state()
         self.rollbacks.took_over(LossHistory(), moment.step)
@@ -297,7 +299,7 @@ class TrainingPeer:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether this peer is to stand aside, as it cannot call others that take part: see ``must_stand_aside``."""
+        """Return whether this peer must stand aside because it cannot call other participants: ``must_stand_aside``."""
         return must_stand_aside(self.view(), self.gossip.failing_s(), _CUT_OFF_SILENCES * self._config.silence_s)
 
     @property
@@ -306,11 +308,11 @@ class TrainingPeer:
 
     @property
     def calls_all(self) -> bool:
-        """Whether all others that take part answer."""
+        """Return whether all other participants answer calls."""
         return self.gossip.failing_s().keys().isdisjoint(peer.peer_id for peer in self.view().others)
 
     def stand_aside(self) -> None:
-        """Takes no part until ``take_part``, or until it has loaded the state; others do not wait for this peer."""
+        """Pause until ``take_part``, or until this peer has loaded the state; the other peers do not wait for it."""
         self._standing.update(state=JOINING, **self._nothing())
         self.gossip.tell(urgent=True)
 
@@ -319,28 +321,28 @@ class TrainingPeer:
         self.gossip.tell(urgent=True)
 
     def skip_batches(self, skipped: int) -> None:
-        """So many batches of the data have been passed over since the run began."""
+        """Publish how many batches of the data have been skipped since the run began."""
         self._standing.update(skipped_batches=skipped)
 
     def show_replica(self) -> None:
-        """``replicas`` have another one."""
+        """Publish the newest checkpoint in ``replicas``."""
         self._standing.update(replica=_newest_of(self.replicas))
         self.gossip.tell()
 
     async def is_due(self) -> bool:
-        """Whether there is something to do before the next batch: averaging, or loading the state."""
+        """Return whether this peer must average or load the state before the next batch."""
         return self._meetings.is_due(self.view()) or self._standing.is_lost
 
     async def is_lost(self) -> bool:
-        """Whether the others have gone on without this peer, or have another state."""
+        """Return whether the other peers have gone on without this peer, or have another state."""
         return self._standing.is_lost
 
     async def start_averaging(self, gradient: Tensor) -> None:
-        """Starts ``average`` and returns; nothing may be reported until ``averaged``."""
+        """Start ``average`` and return at once; nothing may be reported until ``averaged`` returns."""
         self._averaging = asyncio.create_task(self._average_while_due(gradient))
 
     async def _average_while_due(self, gradient: Tensor) -> Averaged | WentBack | None:
-        """A meeting may come to nothing, when its leader has fallen behind for instance."""
+        """Repeat ``average`` while it is due, since a meeting may fail, for example if its leader has fallen behind."""
         while (averaged := await self.average(gradient)) is None and not self._standing.is_lost:
             if not self._meetings.is_due(self.view()):
                 return None
@@ -350,13 +352,13 @@ class TrainingPeer:
         return self._averaging is not None and self._averaging.done()
 
     async def averaged(self) -> Averaged | WentBack | None:
-        """What ``average`` returns, when it does."""
+        """Wait for the ``average`` that was started, and return its result."""
         assert self._averaging is not None
-        await asyncio.wait([self._averaging])  # which goes on if the caller is interrupted
+        await asyncio.wait([self._averaging])  # the task goes on if the caller is cancelled
         return self._averaging.result()
 
     async def stepped(self, averaged: Averaged, state_digest: bytes, loss: float, loss_samples: int) -> None:
-        """The average has been applied; ``loss``: the mean over so many of this peer's samples in it."""
+        """Record that the average was applied. ``loss``: the mean over ``loss_samples`` of this peer's samples."""
         sent, received = self._meetings.stepped(averaged)
         loss, loss_samples = (loss, loss_samples) if isfinite(loss) else NO_LOSS
         self._standing.update(loss=loss, loss_samples=loss_samples, bytes_sent=sent, bytes_received=received)
@@ -365,7 +367,7 @@ class TrainingPeer:
         await self._arrive(self._arrival(group, averaged.digest), state_digest)
 
     async def went_back(self, back: WentBack, state_digest: bytes, skipped_batches: int = 0) -> None:
-        """The state of the checkpoint has been taken over. ``skipped_batches``: see ``skip_batches``."""
+        """Record that the state of the checkpoint was taken over. ``skipped_batches``: see ``skip_batches``."""
         self.skip_batches(skipped_batches)
         self._meetings.took_over_state()
         self.rollbacks.went_back(back.group)
@@ -373,7 +375,7 @@ class TrainingPeer:
         await self._arrive(self._arrival(back.group, back.digest), state_digest)
 
     def keep(self, state_digest: bytes) -> None:
-        """The state as it is now, if it is one that the run may go back to. May be called from another thread."""
+        """Keep the present state as a checkpoint if one is due and the state is finite. Any thread may call this."""
         kept = self.rollbacks.kept
         if kept.is_due(self._state.step) and self._state.is_finite():
             try:
@@ -382,7 +384,7 @@ class TrainingPeer:
                 _logger.warning("the state of step %d is not kept: %s", self._state.step, error.strerror)
 
     async def copy_checkpoint(self) -> None:
-        """Keeps the newest checkpoint of the others too: who has joined since could not go back if they died."""
+        """Copy the newest checkpoint of the other peers, so that later joiners can go back even if those peers die."""
         own, kept = self.own, self.rollbacks.kept
         others = [peer for peer in self.view().others if peer.kept is not None and peer.rollbacks == own.rollbacks]
         wanted = max((peer.kept.step for peer in others if peer.kept and peer.kept.step <= own.step), default=-1)
@@ -402,7 +404,7 @@ class TrainingPeer:
                 return
 
     def show_kept(self) -> None:
-        """What it keeps has changed since it came to this moment, and others may copy it."""
+        """Publish the newest checkpoint that this peer keeps, so that other peers can copy it."""
         newest = _newest_of(self.rollbacks.kept)
         if self.own.counts_exactly and newest != self.own.kept:
             self._standing.update(kept=newest)
@@ -415,10 +417,10 @@ class TrainingPeer:
         return await download_checkpoint(self._network, source, self._state, digest, self._in_thread)
 
     async def download(self) -> Downloaded | None:
-        """The state that most others have; None if this peer has caught up by itself, or is alone.
+        """Download and return the state that most other peers have; None if no peer has a newer one, or gives it.
 
         Raises:
-            ValueError: they train another model than this peer, which has not joined yet.
+            ValueError: a source trains another model than this peer, which has not joined yet.
         """
         view = self.view()
         sources = list(policy.sources_of_state(view))
@@ -435,14 +437,14 @@ class TrainingPeer:
         return None
 
     async def refuse(self, downloaded: Downloaded, error: ValueError) -> None:
-        """What was downloaded is no state."""
+        """Suspect the source of a download that is not a valid state."""
         _logger.warning("%s has not given its state: %s", downloaded.source, error)
         self.table.suspect(downloaded.source)
 
     async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> bool:
-        """The state has been taken over; it counts if it is the one that most peers have had at that moment."""
+        """Record that the state was taken over. Return whether it is the state that most peers had at that moment."""
         arrival = downloaded.arrival
-        with suppress(TimeoutError):  # news of that step may be on their way
+        with suppress(TimeoutError):  # records of that step may still arrive
             async with asyncio.timeout(self._config.silence_s):
                 while self.table.majority_digest(arrival.moment) is None:
                     await asyncio.sleep(_RETRY_S)
@@ -456,24 +458,24 @@ class TrainingPeer:
             return False
         self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
         if arrival.moment.rollbacks != self.own.rollbacks:
-            self.rollbacks.kept.discard_after(-1)  # how far back the run has been in between is not known
+            self.rollbacks.kept.discard_after(-1)  # the run may have gone back further in between
         self._meetings.took_over_state()
         self.rollbacks.took_over(arrival.history, arrival.went_back_to)
         await self._arrive(arrival, state_digest)
         return True
 
-    # ------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------ requests of other peers
 
     async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply:
         if request.HasField("own") and self._standing.note(request.own).peer_id != peer_id:
             raise RequestRejected("the record of progress is that of another peer")
         for record in request.others[:_MOST_OTHERS]:
-            with suppress(ValueError):  # from a stranger
+            with suppress(ValueError):  # a stranger's record
                 self._standing.note(record)
         if request.wait_s > 0:
             await self.table.changed_since(request.since, min(request.wait_s, self._config.silence_s), _GATHER_S)
         orders = self._moderation.signed_unless(request.orders_digest)
-        if peer_id in self._standing.banned():  # it should know why nobody meets it
+        if peer_id in self._standing.banned():  # a banned peer should learn why nobody meets it
             own = self.table.signed_of(self.own.peer_id)
             return pb.ExchangeReply(records=[] if own is None else [own], orders=orders)
         records = self.table.since(request.since, peer_id)
@@ -491,7 +493,7 @@ class TrainingPeer:
         return self._book.answer(request)
 
     def _nothing(self) -> dict[str, Any]:
-        """What a record says of the batch when none of it has been computed."""
+        """Return the fields of a record whose peer has computed nothing of the batch."""
         none = to_bits((), self.own.target_batch_size) if self.own.counts_exactly else b""
         return {"samples": 0, "micro_batches": none, "accepted": b"", "decided": b""}
 

@@ -1,4 +1,4 @@
-"""A peer's presence on the network: its service, its DHT node, its channels, and their end."""
+"""A peer's network resources (gRPC service, DHT node and channels), which start and close together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ _GRACE_S = 0.2
 
 @dataclass
 class Presence:
-    """Attributes:
-    addresses: multiaddrs for others to join by.
+    """A peer of a run with its network resources.
+
+    Attributes:
+        addresses: multiaddrs through which other peers can join.
     """
 
     peer: TrainingPeer
@@ -60,7 +62,7 @@ class Presence:
         access: AccessControl | None,
         token: bytes,
     ) -> Presence:
-        """Raises as ``TrainingRun`` does."""
+        """Start the network resources and the peer. Raise the same errors as ``TrainingRun``."""
         archive = None if config.ledger is None else await asyncio.to_thread(Archive, Path(config.ledger))
         ledger = await asyncio.to_thread(ledger_of, run, target_batch_size, access, archive)
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
@@ -111,16 +113,16 @@ class Presence:
 
 
 def ledger_of(run: str, target_batch_size: int, access: AccessControl | None, archive: Archive | None) -> Ledger:
-    """What the archive has, if there is one."""
+    """Return the ledger restored from the archive, or an empty ledger if there is no archive."""
     limits, organiser = LedgerLimits.of(target_batch_size), None if access is None else access.swarm_key
     return Ledger(run, limits, organiser) if archive is None else restored(archive.path, run, limits, organiser)
 
 
 def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
-    """``host``, or the address of this machine that leads to an initial peer; loopback if there are none.
+    """Return ``host``, else this machine's address on the route to an initial peer, else loopback if there are none.
 
     Raises:
-        ValueError: an initial peer is no multiaddr, or no way leads there.
+        ValueError: an initial peer is not a multiaddr, or no route leads to any of the initial peers.
     """
     if host is not None:
         return host
@@ -129,7 +131,7 @@ def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
         family = socket.AF_INET6 if ":" in peer_host else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((peer_host, _ANY_PORT))  # sends nothing
+                probe.connect((peer_host, _ANY_PORT))  # UDP: this selects a route and sends nothing
                 return str(ip_address(probe.getsockname()[0]))
         except OSError:
             continue

@@ -1,4 +1,4 @@
-"""One peer's share of a batch, and what is done when the batch is complete."""
+"""One peer's share of a batch, and the steps that follow when the batch is complete."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Share:
-    """Gradients since the last global step.
+    """The gradients that one peer has accumulated since the last global step.
 
-    What the peer must be asked is yielded as coroutines, whose results are sent back: the caller says on which loop
-    they run. Everything else, the optimizer's step above all, happens in the caller's thread.
+    Methods yield coroutines of the peer and expect their results to be sent back, so that the caller decides on which
+    loop they run. Everything else, above all the optimizer's step, happens in the caller's thread.
 
     Attributes:
-        samples: behind the gradients that have been accumulated.
-        last_group: ids of those who were averaged for the last step, in the order of the sum.
-        last_batch_size: samples that they had.
+        samples: the number of samples behind the accumulated gradients.
+        last_group: ids of the peers that were averaged for the last step, in the order of the sum.
+        last_batch_size: the number of samples in that average.
     """
 
     def __init__(self, peer: TrainingPeer, state: TrainedState) -> None:
@@ -37,13 +37,13 @@ class Share:
         self.last_batch_size = 0
         self._peer = peer
         self._state = state
-        self._sum = torch.zeros(state.length)  # of gradients times samples
-        self._losses, self._loss_samples = NO_LOSS  # the sum over so many of the samples
+        self._sum = torch.zeros(state.length)  # gradients times samples
+        self._losses, self._loss_samples = NO_LOSS  # the sum of loss times samples, and the number of these samples
         self._computed = 0  # samples since the last call of ``report``
 
     def add(self, samples: int, loss: float | None = None) -> None:
-        """Takes the gradients of the parameters, which are means over so many samples, as the loss is. A loss that is
-        not finite counts even where such gradients do not: it may cause a rollback."""
+        """Take the parameters' gradients, which are means over ``samples`` samples, like ``loss``. Gradients that are
+        not finite are left out, but a loss that is not finite counts, because it may cause a rollback."""
         if loss is not None and not isfinite(loss):
             self._losses = inf
             self._loss_samples += samples
@@ -60,7 +60,7 @@ class Share:
         self._computed += samples
 
     def report(self) -> Asking:
-        """Tells the others, and steps with them if the batch is complete."""
+        """Publish the progress, and step together with the other peers if the batch is complete."""
         yield from self._measure()
         yield self._tell()
         yield from self.catch_up()
@@ -76,7 +76,7 @@ class Share:
                 yield from self.load()
 
     def load(self) -> Asking:
-        """Takes over the state that most others have; gradients that belong to an older one are dropped."""
+        """Take over the state that most other peers have, and drop gradients that belong to an older state."""
         downloaded = yield self._peer.download()
         if downloaded is None:
             return
@@ -98,7 +98,7 @@ class Share:
         yield self._peer.measure(computed)
 
     def _apply(self, decided: Averaged | WentBack, losses: tuple[float, int]) -> Asking:
-        """``losses``: the sum over so many of this peer's samples in it."""
+        """Apply the average or go back. ``losses``: the sum over this peer's averaged samples, and their number."""
         if isinstance(decided, WentBack):
             yield from self._go_back(decided)
             return
@@ -111,7 +111,7 @@ class Share:
         yield self._peer.stepped(decided, digest, total / max(samples, 1), samples)
 
     def _go_back(self, back: WentBack) -> Asking:
-        """Gradients of the abandoned moment are dropped."""
+        """Take over the checkpoint, and drop the gradients of the abandoned moment."""
         self._clear()
         self._state.go_to(back.group.next_moment, back.state)
         digest = self._state.digest()
@@ -141,7 +141,7 @@ class DelayedShare(Share):
         yield from self.catch_up()
 
     def catch_up(self) -> Asking:
-        """Starts averaging if the batch is complete, and does not wait for the result."""
+        """Start averaging if the batch is complete, without waiting for the result."""
         while (yield self._peer.is_due()):
             if (yield self._peer.is_lost()):
                 yield from self.load()
@@ -153,7 +153,7 @@ class DelayedShare(Share):
             return
 
     def _finish(self) -> Asking:
-        """Applies the average; if there is none, what was given for it belongs to this share again."""
+        """Apply the average; if there is none, add the gradients that were given for it back to this share."""
         decided = yield self._peer.averaged()
         assert self._given is not None
         given, self._given = self._given, None

@@ -1,4 +1,4 @@
-"""Where this peer stands: its own record, those of the others, and who decides about the next step."""
+"""A peer's state in the run: its own record, the other peers' records, and the roster that decides the next step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from swarm_training.progress.policy import View
 from swarm_training.progress.table import ProgressTable
 from swarm_training.run.moderation import Moderation
 
-_SMOOTHING = 0.3  # of the newest measurement
+_SMOOTHING = 0.3  # weight of the newest measurement
 
 
 class Standing:
-    """Attributes:
-    own: this peer's record.
-    roster: ids of those who decide about the next step.
-    moderation: whom the moderators have banned.
+    """One peer's state in the run, together with what it knows of the other peers.
+
+    Attributes:
+        own: this peer's record.
+        roster: ids of the peers that decide about the next step.
+        moderation: the moderators' orders, bans among them.
     """
 
     def __init__(self, own: Progress, identity: Identity, table: ProgressTable, moderation: Moderation) -> None:
-        self.own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)  # an identity may come again
+        self.own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)  # still grows after a restart
         self.roster: tuple[str, ...] = (own.peer_id,)
         self.table = table
         self.moderation = moderation
@@ -40,16 +42,16 @@ class Standing:
         return self.table.view(self.own, now())
 
     def exclude(self, peer_id: str) -> None:
-        """This peer has found that one computes wrongly: nothing is taken from it, and all may know."""
+        """Exclude a peer that this peer has found to compute wrongly: accept nothing from it, and publish this."""
         if peer_id not in self.own.excludes:
             self.update(excludes=(*self.own.excludes, peer_id)[-MAX_EXCLUDED:])
 
     def banned(self) -> frozenset[str]:
-        """By moderators, by this peer, or by most peers."""
+        """Return the ids of the peers that moderators have banned, or that this peer or most peers exclude."""
         return self.moderation.banned().union(self.own.excludes)
 
     def require_admitted(self, peer_id: str) -> None:
-        """Raises AccessDenied if the peer is banned."""
+        """Raise AccessDenied if the peer is banned or excluded."""
         self.moderation.require_admitted(peer_id)
         if peer_id in self.own.excludes or (peer_id == self.own.peer_id and peer_id in self._excluded_by_most()):
             raise AccessDenied(
@@ -58,7 +60,7 @@ class Standing:
             )
 
     def _adopt(self) -> frozenset[str]:
-        """What most say, so that those who come later do not outvote them; returns whom they exclude."""
+        """Exclude the peers that most peers exclude, so that later joiners cannot outvote them. Return their ids."""
         excluded = self._excluded_by_most() - {self.own.peer_id}
         for peer_id in sorted(excluded):
             self.exclude(peer_id)
@@ -69,7 +71,7 @@ class Standing:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the others have gone on without this peer, or have another state."""
+        """Return whether the other peers have gone on without this peer, or have another state."""
         view = self.view()
         return policy.is_behind(view, self.roster) or policy.is_in_minority(view)
 
@@ -77,20 +79,20 @@ class Standing:
         self.own = dataclasses.replace(self.own, **changes)
 
     def renew(self) -> pb.SignedProgress:
-        """The own record as it is now, in a new version."""
+        """Sign and return this peer's present record in a new version."""
         self.update(version=self.own.version + 1)
         signed = sign(self.own, self._identity)
         self.table.add(signed, now())
         return signed
 
     def note(self, signed: pb.SignedProgress) -> Progress:
-        """Takes note of a record, and returns what it says; raises ValueError if it is none of this run."""
+        """Add a record to the table, and return its content. Raise ValueError if it is not a record of this run."""
         self.table.add(signed, now())
         return read_signed(signed)
 
 
 def smoothed(old: float, new: float) -> float:
-    """A mean that follows measurements; 0: there were none."""
+    """Return the exponential moving average after the measurement ``new``; ``old`` is 0 if there was none."""
     return new if old == 0 else old + _SMOOTHING * (new - old)
 
 

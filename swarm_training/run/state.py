@@ -1,4 +1,4 @@
-"""What is trained: parameters, their optimizer and its state; as one vector of gradients, as bytes, as a digest."""
+"""The trained state of a peer (parameters and optimizer): as a vector of gradients, as bytes and as a digest."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NO_STATE = "the state that a peer has sent is no safetensors file of a training
 
 
 class TrainedState:
-    """Of one peer. Its methods may be called from several threads.
+    """The parameters, optimizer and compressor of one peer. Several threads may call its methods.
 
     Attributes:
-        moment: of the run: how often it has gone back, and global steps taken.
-        parameters: those that need gradients.
-        shapes: one text for each of them, by which peers find that they train the same model.
-        common: settings that all peers must have.
+        moment: the run's moment: the number of rollbacks and of global steps taken.
+        parameters: the parameters that need gradients.
+        shapes: one text per parameter, its shape and type; peers compare them to check that they train the same model.
+        common: the settings that must be equal at all peers.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class TrainedState:
         compressor: Compressor | None = None,
         common: Mapping[str, str] | None = None,
     ) -> None:
-        """``compressor``: has state that all peers share. ``common``: settings that all peers must have.
+        """Check what is trained. All peers share the state of ``compressor`` and the settings in ``common``.
 
-        Frozen parameters are not trained; those that are given must be equal at all peers, bit for bit.
+        Frozen parameters are not trained, but those in ``parameters`` must be bit-identical at all peers.
 
-        Raises ValueError if there is nothing to train, or the optimizer has something else or needs a closure.
+        Raise ValueError if there is nothing to train, or the optimizer lacks a parameter or needs a closure.
         """
         self.moment = Moment(0, 0)
         self.common = dict(common or {})
@@ -78,12 +78,12 @@ class TrainedState:
 
     @property
     def model_digest(self) -> bytes:
-        """SHA-256 of what must be equal for two peers to train together."""
+        """Return the SHA-256 of everything that must be equal for two peers to train together."""
         facts = self.shapes, self.optimizer_name, self.common
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
 
     def add_gradients(self, vector: Tensor, weight: float) -> None:
-        """Adds the gradients, times ``weight``, to ``vector``, [length] float32 on the CPU, and takes them away."""
+        """Add the gradients, times ``weight``, to ``vector`` ([length] float32 on the CPU), and clear the gradients."""
         at = 0
         for parameter in self.parameters:
             stop = at + parameter.numel()
@@ -93,7 +93,7 @@ class TrainedState:
             at = stop
 
     def apply(self, gradient: Tensor) -> None:
-        """One step of the optimizer with this gradient, [length] float32 or float64."""
+        """Take one step of the optimizer with this gradient, [length] float32 or float64."""
         with self._lock:
             at = 0
             for parameter in self.parameters:
@@ -106,33 +106,33 @@ class TrainedState:
                 parameter.grad = None
 
     def digest(self) -> bytes:
-        """SHA-256 of all that ``to_bytes`` has."""
+        """Return the SHA-256 of everything that ``to_bytes`` contains."""
         with self._lock:
             tensors, metadata = self._contents()
             return _digest(tensors, metadata)
 
     def is_finite(self) -> bool:
-        """Whether parameters and optimizer state have neither NaN nor infinity in them."""
+        """Return whether parameters, optimizer state and compressor state contain neither NaN nor infinity."""
         with self._lock:
             return all(bool(torch.isfinite(tensor).all()) for tensor in self._contents()[0].values())
 
     def to_bytes(self) -> tuple[Moment, bytes]:
-        """The moment, and a safetensors file: no code can be in it."""
+        """Return the moment, and the state as a safetensors file, which cannot contain code."""
         with self._lock:
             tensors, metadata = self._contents()
             return self.moment, safetensors_bytes.to_bytes(tensors, {"optimizer": metadata})
 
     def write(self, file: BinaryIO) -> None:
-        """What ``to_bytes`` gives, without a copy in memory. Raises OSError."""
+        """Write the bytes of ``to_bytes`` to ``file`` without a copy in memory. Raise OSError if writing fails."""
         with self._lock:
             tensors, metadata = self._contents()
             safetensors_bytes.write(file, tensors, {"optimizer": metadata})
 
     def load(self, moment: Moment, data: bytes) -> None:
-        """Takes the state over that ``to_bytes`` of another peer has given.
+        """Take over the state that ``to_bytes`` of another peer has returned.
 
         Raises:
-            ValueError: it is not that of such parameters; nothing has been changed then.
+            ValueError: the data are not a state of these parameters; nothing has been changed then.
         """
         tensors, metadata = _parsed(data)
         try:
@@ -161,7 +161,7 @@ class TrainedState:
                 own.update({key: _as_was(own.get(key), value) for key, value in theirs.items() if key != "params"})
 
     def go_to(self, moment: Moment, data: bytes | None) -> None:
-        """Takes the state of a checkpoint over; None: it is the one that is here. Raises ValueError as ``load``."""
+        """Take over the state of a checkpoint; None means the present state. Raise ValueError as ``load`` does."""
         if data is not None:
             self.load(moment, data)
         else:
@@ -171,7 +171,7 @@ class TrainedState:
     def _state_of(
         self, number: int, parameter: nn.Parameter, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """As this peer's optimizer would have it: its tensors where the older ones were, else beside the parameter."""
+        """Return a parameter's optimizer state. Tensors keep their device; new ones get its device, or CPU if 0-d."""
         old = self._optimizer.state.get(parameter, {})
         state: dict[str, Any] = dict(scalars.get(str(number), {}))
         prefix = f"{_STATE}/{number}/"
@@ -184,7 +184,7 @@ class TrainedState:
         return state
 
     def _contents(self) -> tuple[dict[str, Tensor], str]:
-        """All tensors by name, and the rest as JSON."""
+        """Return all tensors by name, and the rest as JSON."""
         tensors = {f"{_PARAMETER}/{number}": each.detach().cpu() for number, each in enumerate(self.parameters)}
         tensors |= {f"{_COMPRESSOR}{name}": each.cpu() for name, each in self._compressor.state_dict().items()}
         scalars: dict[str, dict[str, Any]] = {}
@@ -200,7 +200,7 @@ class TrainedState:
 
 
 def _require_plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if the optimizer's step cannot be called without arguments."""
+    """Raise ValueError if the optimizer's step cannot be called without arguments."""
     needed = [each.name for each in inspect.signature(optimizer.step).parameters.values() if _is_needed(each)]
     if needed:
         raise ValueError(
@@ -227,7 +227,7 @@ def _shown_digest(tensors: Iterable[Tensor]) -> str:
 
 
 def digest_of(data: bytes) -> bytes:
-    """Of the state that ``to_bytes`` has given. Raises ValueError if it is none."""
+    """Return the digest of a state that ``to_bytes`` has returned. Raise ValueError if ``data`` is not such a state."""
     tensors, metadata = _parsed(data)
     return _digest(tensors, metadata)
 
@@ -249,7 +249,7 @@ def _digest(tensors: Mapping[str, Tensor], metadata: str) -> bytes:
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of the optimizer's groups. Raises ValueError if one of them is no plain value."""
+    """Return the settings of the optimizer's groups. Raise ValueError if a setting is not a plain value."""
     groups = []
     for group in optimizer.param_groups:
         plain = {}
@@ -267,7 +267,7 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _as_was(before: object, value: object) -> object:
-    """In the type that it had here: JSON has no tuples."""
+    """Return ``value`` in the type of ``before``, because JSON has neither tuples nor tensors."""
     if isinstance(before, tuple) and isinstance(value, list):
         return tuple(value)
     return torch.tensor(value, dtype=before.dtype) if isinstance(before, Tensor) else value

@@ -1,4 +1,4 @@
-"""``TrainingRun``: one model that many peers train together, for any training loop."""
+"""``TrainingRun``, with which any training loop trains one model together with other peers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from swarm_training.run.state import TrainedState
 
 
 class TrainingRun:
-    """One peer of a run.
+    """One peer's membership in a run.
 
-    After ``loss.backward()``, ``step(samples)`` takes the gradients; when all peers together have the target batch,
-    they are averaged, weighted by samples, and all peers take the same step, so that their parameters are equal bit for
-    bit. ``loss`` must be a mean over the samples. The optimizer's own ``step`` and ``zero_grad`` are not to be called.
+    After ``loss.backward()``, call ``step(samples)``, which takes the gradients. Once all peers together have the
+    target batch, the gradients are averaged, weighted by samples. All peers then take the same step, so that their
+    parameters stay bit-identical. ``loss`` must be a mean over the samples. Do not call the optimizer's own ``step``
+    or ``zero_grad``.
     """
 
     def __init__(
@@ -50,23 +51,23 @@ class TrainingRun:
         token: bytes = b"",
         resumed_at: Moment | None = None,
     ) -> None:
-        """Joins the run through ``initial_peers`` and loads its state, or founds it if there are none.
+        """Join the run through ``initial_peers`` and load its state, or found the run if there are none.
 
         Args:
-            name: of the run, the same for all peers.
-            parameters: of the model, or those of them that are trained. Frozen ones that are given must be equal at all
-                peers, bit for bit. Buffers, such as a BatchNorm's means, are each peer's own.
-            optimizer: has all parameters that are trained, and steps without a closure.
-            target_batch_size: samples of all peers together between two global steps.
-            identity: this peer's key; a new one if it is None.
-            compressor: what is averaged in place of the gradient.
-            encoder: keeps what encoding has lost, see ``Encoder``.
-            access, token: of a private run.
-            resumed_at: what the founder's parameters and optimizer are of, if they are those of a checkpoint:
-                ``Checkpoint.moment``.
+            name: the run's name, the same for all peers.
+            parameters: the model's parameters, or only the trained ones. Frozen parameters in this list must be
+                bit-identical at all peers. Each peer has its own buffers, such as a BatchNorm's means.
+            optimizer: an optimizer that has all trained parameters and steps without a closure.
+            target_batch_size: the number of samples of all peers together between two global steps.
+            identity: this peer's key; None creates a new one.
+            compressor: the object that decides which vectors are averaged in place of the gradient.
+            encoder: the memory of what encoding loses, see ``Encoder``.
+            access, token: the access control and this peer's token, for a private run.
+            resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which the founder has loaded its
+                parameters and optimizer, if it has.
 
         Raises:
-            ValueError: nothing can be trained so, or the peers of the run train another model.
+            ValueError: an argument makes training impossible, or the peers of the run train another model.
             NoSwarm, PeerUnavailable: no initial peer answered, or none of them trains this run.
         """
         if not name or not name.isprintable() or len(name) > 200:
@@ -115,7 +116,7 @@ class TrainingRun:
 
     @property
     def initial_peers(self) -> list[str]:
-        """For others to join by."""
+        """Return multiaddrs through which other peers can join."""
         return self._presence.addresses
 
     @property
@@ -124,50 +125,50 @@ class TrainingRun:
 
     @property
     def num_steps(self) -> int:
-        """Global steps taken, by whoever it was."""
+        """Return the number of global steps that the run has taken, including steps before this peer joined."""
         return self._state.step
 
     @property
     def num_rollbacks(self) -> int:
-        """So often has the run gone back to a checkpoint; ``num_steps`` has become less each time."""
+        """Return how often the run has gone back to a checkpoint, which sets ``num_steps`` to the checkpoint's step."""
         return self._state.moment.rollbacks
 
     @property
     def went_back_to(self) -> int:
-        """The step of the checkpoint that the run went back to last; 0 before the first time."""
+        """Return the step of the checkpoint that the run went back to last; 0 before the first rollback."""
         return self._presence.peer.rollbacks.went_back_to
 
     @property
     def last_group(self) -> list[str]:
-        """Peer ids of those whose gradients were averaged last, in the order in which they were added up."""
+        """Return the ids of the peers whose gradients were averaged last, in the order of the sum."""
         return list(self._share.last_group)
 
     @property
     def last_batch_size(self) -> int:
-        """How many samples they had together: at least the target, as peers end what they have begun."""
+        """Return the number of samples in the last average, usually at least the target: peers finish begun samples."""
         return self._share.last_batch_size
 
     @property
     def seconds_to_step(self) -> float | None:
-        """Until the next global step, as far as can be told now."""
+        """Return the estimated seconds until the next global step; None while no peer has measured its speed."""
         return policy.seconds_to_step(network_loop.run(self._view()))
 
     @property
     def num_peers(self) -> int:
-        """That have been heard of lately, this one included."""
+        """Return the number of peers that have been heard from recently, including this one."""
         return len(network_loop.run(self._view()).all)
 
     @property
     def ledger(self) -> dict[str, UserTotal]:
-        """Samples and rounds by user, most samples first, of all steps that this peer has heard of: signed by who gave
-        them, and countersigned. A user is the name in a peer's token, or in a run without an organiser the peer id."""
+        """Return samples and rounds by user, most samples first, for all known steps. Contributors have signed them,
+        and they are countersigned. A user is the name in a token, or the peer id in a run without an organiser."""
         return network_loop.run(self._totals())
 
     def step(self, samples: int, loss: float | None = None) -> None:
-        """Takes the gradients, a mean over so many samples; if the batch is complete, blocks while they are averaged,
-        unless ``delay`` is on.
+        """Take the gradients, which must be a mean over ``samples`` samples. If the batch is complete, block while the
+        gradients are averaged, unless ``delay`` is on.
 
-        ``loss``, the mean over the same samples, is shown to those who watch the run, and says when it has diverged.
+        ``loss`` is the mean over the same samples. Observers of the run see it, and it shows when the run has diverged.
 
         Raises:
             ValueError: ``samples`` is less than 1, or the run is closed.
@@ -182,7 +183,7 @@ class TrainingRun:
             self._drive(self._share.report())
 
     def close(self) -> None:
-        """Leaves the run: what has been accumulated since the last global step is withdrawn."""
+        """Leave the run, and withdraw what has been accumulated since the last global step."""
         if not self._is_closed:
             self._is_closed = True
             network_loop.run(self._presence.leave())
@@ -203,7 +204,7 @@ class TrainingRun:
                 raise PeerUnavailable("no peer of the run has given its state")
 
     def _drive(self, asking: Asking) -> None:
-        """Answers what is asked from the network loop."""
+        """Run each coroutine that ``asking`` yields on the network loop, and send its result back to ``asking``."""
         answer: Any = None
         try:
             while True:

@@ -1,4 +1,4 @@
-"""How the state of a run gets to those who join, or have fallen behind."""
+"""State transfer: how peers that join or have fallen behind download the state of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swarm_training.run.state import TrainedState, digest_of
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _REMEMBERED = 4  # steps
-_IDLE_S = 10.0  # between two parts
+_IDLE_S = 10.0  # the longest wait for a part
 _POLL_S = 0.02
 _STATE_FACTOR = 16  # bytes of parameters and optimizer state for each parameter; Adam in fp32 takes 12
 _SPARE_BYTES = 16 << 20
@@ -31,13 +31,13 @@ _SPARE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Arrival:
-    """How a run came to a moment.
+    """A moment of a run, and the decision that led to it.
 
     Attributes:
-        roster: who decided it, and can be reached.
-        result_digest: of the average that led to it, or of the rollback.
-        history: the losses up to then, by which the next one is judged.
-        went_back_to: the step of the last rollback's checkpoint; 0: there was none.
+        roster: ids of the peers that decided it and can be reached.
+        result_digest: the digest of the average that led to the moment, or of the rollback.
+        history: the losses up to the moment, by which the next loss is judged.
+        went_back_to: the step of the last rollback's checkpoint; 0 if there was none.
     """
 
     moment: Moment
@@ -56,17 +56,17 @@ class Downloaded:
 
 class Store(Protocol):
     def read(self, digest: bytes) -> bytes | None:
-        """None if there is nothing with this digest."""
+        """Return the data with this digest, or None if there are none."""
 
 
 class Offer:
-    """Data for others, until there is something newer."""
+    """The data that a peer offers to others; newer data replace them."""
 
     def __init__(self) -> None:
         self._entry = b"", b""
 
     def add(self, data: bytes) -> bytes:
-        """Returns its SHA-256, by which it can be asked for."""
+        """Offer ``data``, and return the SHA-256 by which peers request them."""
         digest = sha256(data).digest()
         self._entry = digest, data
         return digest
@@ -78,8 +78,8 @@ class Offer:
 
 class StateServer:
     def __init__(self, state: TrainedState, kept: Sequence[Store], in_thread: InThread) -> None:
-        """``kept``: what can be asked for by its digest, checkpoints of this run and of others above all.
-        ``in_thread``: calls a function that takes long."""
+        """Serve ``state``, and by digest the contents of ``kept``, mainly checkpoints of this and other runs.
+        ``in_thread``: calls a slow function in a thread."""
         self._state = state
         self._kept = kept
         self._in_thread = in_thread
@@ -91,7 +91,7 @@ class StateServer:
             del self._arrivals[next(iter(self._arrivals))]
 
     async def parts(self, arrived: Callable[[], Moment]) -> AsyncIterator[pb.StatePart]:
-        """``arrived``: the moment that this peer is known to be at; the state is there a moment earlier."""
+        """Yield the state's header and data. ``arrived`` returns the published moment, which may lag behind."""
         moment, data = await self._in_thread(self._state.to_bytes)
         while arrived() < moment:
             await asyncio.sleep(_POLL_S)
@@ -111,7 +111,7 @@ class StateServer:
             yield part
 
     async def checkpoint_parts(self, digest: bytes) -> AsyncIterator[pb.StatePart]:
-        """Raises RequestRejected if this peer has no checkpoint with that digest."""
+        """Yield a checkpoint's header and data. Raise RequestRejected if this peer has none with that digest."""
         found = [await self._in_thread(partial(kept.read, digest)) for kept in self._kept]
         data = next((each for each in found if each is not None), None)
         if data is None:
@@ -130,14 +130,16 @@ class StateServer:
 
 
 async def compare(network: Network, source: Progress, own: TrainedState) -> None:
-    """Asks for no more than what the source trains. Raises as ``download``."""
+    """Request only the header, and check that the source trains the same model. Raise the errors of ``download``."""
     await _header(network.state(source, pb.StateRequest()), own)
 
 
 async def download(network: Network, source: Progress, own: TrainedState, in_thread: InThread) -> Downloaded:
-    """Raises:
-    PeerUnavailable, TimeoutError: the source is gone, or too slow.
-    ValueError: it trains another model.
+    """Download the newest state of the source.
+
+    Raises:
+        PeerUnavailable, TimeoutError: the source is gone, or too slow.
+        ValueError: the source trains another model.
     """
     header, data = await _received(network, source, pb.StateRequest(), _most_bytes(own), in_thread, own)
     losses = tuple(header.usual_losses)
@@ -158,11 +160,12 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
 async def download_checkpoint(
     network: Network, source: Progress, own: TrainedState, digest: bytes, in_thread: InThread
 ) -> bytes:
-    """The checkpoint with that digest.
+    """Download the checkpoint with that digest.
 
     Raises:
         PeerUnavailable, TimeoutError: the source is gone, or too slow.
-        ValueError: it does not have it, or has sent something else.
+        RequestRejected: the source does not have the checkpoint.
+        ValueError: the source has sent something else.
     """
     _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), _most_bytes(own), in_thread, own)
     return await _checked(data, digest, in_thread)
@@ -171,8 +174,8 @@ async def download_checkpoint(
 async def download_replica(
     network: Network, source: Progress, digest: bytes, most_bytes: int, in_thread: InThread
 ) -> bytes:
-    """A checkpoint of another run than the one that this peer, or the source, is in: what is trained there is not
-    known here. Raises as ``download_checkpoint``."""
+    """Download a checkpoint of a run that this peer, or the source, is not in. The parameters of that run are not
+    known here, so only the digest is checked. Raise the errors of ``download_checkpoint``."""
     _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread)
     return await _checked(data, digest, in_thread)
 
@@ -180,7 +183,7 @@ async def download_replica(
 async def download_offer(
     network: Network, source: Progress, digest: bytes, most_bytes: int, in_thread: InThread
 ) -> bytes:
-    """The source's ``Offer``. Raises as ``download_checkpoint``."""
+    """Download the source's ``Offer``. Raise the errors of ``download_checkpoint``."""
     _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread)
     if (await in_thread(partial(sha256, data))).digest() != digest:
         raise ValueError("the peer has sent something else than what was asked for")
@@ -201,12 +204,12 @@ async def _received(
     in_thread: InThread,
     expected: TrainedState | None = None,
 ) -> tuple[pb.StateHeader, bytes]:
-    """``expected``: what the state must be one of."""
+    """Return the header and the data. ``expected``: a state whose model and settings the header must match."""
     parts = network.state(source, request)
     header = await _header(parts, expected)
     if header.size_bytes > most_bytes:
         raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
-    received = io.BytesIO()  # which gives what it has without a copy of it
+    received = io.BytesIO()  # its getvalue returns the data without a copy
     missing = header.size_bytes
     while missing > 0:
         async with asyncio.timeout(_IDLE_S):
@@ -219,7 +222,7 @@ async def _received(
 
 
 async def _header(parts: AsyncIterator[pb.StatePart], expected: TrainedState | None) -> pb.StateHeader:
-    """``expected``: what the state must be one of."""
+    """Receive the header. ``expected``: a state whose model and settings the header must match."""
     async with asyncio.timeout(_IDLE_S):
         header = (await anext(parts)).header
     if expected is not None:

@@ -1,1 +1,1 @@
-"""The file that says what a run trains, on what and how; everybody who joins has the same."""
+"""The run file, which says what a run trains, on which data and how. All peers of a run have the same file."""

@@ -1,4 +1,4 @@
-"""The run file that ``swarm train init`` writes: what must be chosen, and in comments what may be."""
+"""The run file that ``swarm train init`` writes: the settings that are required, and optional ones in comments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a run file: every key that is there is known and of its type, and every key that is needed is there."""
+"""The reader of run files. It requires that every key is known and of its type, and that no needed key is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def read_run_file(path: Path) -> RunFile:
-    """Raises ValueError if the file cannot be read, or something in it is wrong: file, table and key are named."""
+    """Read a run file. Raises ValueError if it cannot be read or is wrong: the message names file, table and key."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -38,7 +38,7 @@ def read_run_file(path: Path) -> RunFile:
 
 
 def parse_run_file(text: str) -> RunFile:
-    """Raises ValueError, which names table and key."""
+    """Parse the text of a run file. Raises ValueError, which names table and key."""
     content = tomllib.loads(text)
     kinds = get_type_hints(RunFile)
     _require_known(content, kinds, "the file", "table")

@@ -1,4 +1,4 @@
-"""What stands in a run file, in frozen values; their docstrings are the file's documentation."""
+"""The settings in a run file, as frozen values. Their docstrings are the file's documentation."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """
+    """The table ``[run]``.
+
     Attributes:
-        target_batch_size: samples of all peers together, after which they average and step.
-        checkpoint_every: steps; peers keep the states of the last ones, to go back to when the run diverges.
-        checkpoints: a directory; empty: this machine writes none.
-        keep: so many checkpoints.
-        hub: a repository on the hub that gets a copy of each; empty: none.
+        target_batch_size: the samples of all peers together, after which they average and step.
+        checkpoint_every: the steps between checkpoints; peers keep the last ones, to go back to when the run diverges.
+        checkpoints: the directory for checkpoints; empty: this machine writes none.
+        keep: the number of newest checkpoints that stay in the directory.
+        hub: a repository on the hub that gets a copy of each checkpoint; empty: none.
     """
 
     name: str
@@ -60,13 +61,14 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """
+    """The table ``[model]``.
+
     Attributes:
         name_or_path: a causal language model on the hub, or a directory.
-        preset: or else a Llama of this size.
-        init: random weights in the model's shape, or the pretrained ones.
-        tokenizer: on the hub or a directory; empty: the model's own.
-        seed: of random weights: all who found or join begin with the same.
+        preset: the size of a new Llama, instead of ``name_or_path``.
+        init: ``random`` weights in the model's shape, or the ``pretrained`` weights.
+        tokenizer: a tokenizer on the hub, or a directory; empty: the model's own.
+        seed: the seed of random weights: all peers that found or join a run begin with the same weights.
     """
 
     name_or_path: str = ""
@@ -89,11 +91,12 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """
+    """The table ``[optimizer]``.
+
     Attributes:
-        name: those of 8 bits keep their states in CPU memory.
-        lr: the highest, after the warm-up.
-        total_steps: at which linear and cosine schedules arrive at 0; 0: of constant ones, which never do.
+        name: the name of the optimizer; optimizers of 8 bits keep their states in CPU memory.
+        lr: the highest learning rate, after the warm-up.
+        total_steps: the step at which linear and cosine schedules reach 0; 0 for constant schedules, which never do.
     """
 
     name: str
@@ -119,7 +122,7 @@ class OptimizerSettings:
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a global step: it follows from its number, so that all peers have the same."""
+        """Return the learning rate of a global step. It follows from the step alone: all peers have the same."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -130,10 +133,11 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """
+    """The table ``[batch]``.
+
     Attributes:
-        size: samples that a machine computes at once; 0: it finds out what fits.
-        max_size: that it tries.
+        size: the samples that a machine computes at once; 0: the machine finds out what fits.
+        max_size: the largest size that a machine tries.
     """
 
     size: int = 0
@@ -147,7 +151,8 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class TokenSettings:
-    """
+    """The table ``[tokens]``.
+
     Attributes:
         organiser: the swarm key that ``swarm keys create`` printed: only members take part; empty: anybody may.
     """
@@ -161,7 +166,7 @@ class TokenSettings:
 
 @dataclass(frozen=True)
 class RunFile:
-    """All of a run file; each field is a table of it."""
+    """The contents of a run file; each field is a table of the file."""
 
     run: RunSettings
     model: ModelSettings

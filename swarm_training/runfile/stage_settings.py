@@ -1,4 +1,4 @@
-"""What a run file says of a run in stages: a table of it."""
+"""The settings of a run in stages: a table of its run file."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _MAX_RANK = 1 << 16
 
 @dataclass(frozen=True)
 class StageSettings:
-    """
+    """The table ``[stages]``.
+
     Attributes:
-        count: stages that the model is cut into, each held by several peers; 0: every peer holds all of it.
-        micro_batch_size: samples that go through the stages together; a part of ``target_batch_size``.
-        sums: of gradients; in fp64 they do not depend on the order in which they are added up.
-        activations, gradients: how they travel between stages.
-        layers: trained with the model, so that fewer numbers travel between stages: ``bottleneck:4`` or ``maxout:2``,
-            with the factor. They make it another model, which only what knows them computes.
-        precision: of computing; weights are kept in fp32.
-        checkpoint_activations: blocks are computed twice, in less memory.
-        lora_rank: of adapters that are trained instead of the weights; 0: none.
-        audit_share: of what peers compute, which others of their stage compute too, from 0 (nothing) to 1.
+        count: the stages that the model is cut into, each held by several peers; 0: every peer holds all of the model.
+        micro_batch_size: the samples that go through the stages together; a divisor of ``target_batch_size``.
+        sums: the number format of gradient sums; in fp64 they do not depend on the order in which they are added up.
+        activations, gradients: the number formats in which they travel between stages.
+        layers: layers that are trained with the model, so that fewer numbers travel between stages: ``bottleneck:4`` or
+            ``maxout:2``, with the factor. The model is then another one, which only software that knows them computes.
+        precision: the number format of computing; weights are kept in fp32.
+        checkpoint_activations: True to compute blocks twice, in less memory.
+        lora_rank: the rank of adapters that are trained instead of the weights; 0: none.
+        audit_share: the share of a peer's work that other peers of its stage compute too, from 0 (nothing) to 1.
     """
 
     count: int = 0
@@ -67,7 +68,7 @@ class StageSettings:
             )
 
     def num_micro_batches(self, target_batch_size: int) -> int:
-        """Of a batch. Raises ValueError if it cannot be divided so."""
+        """Return the number of micro-batches in a batch. Raises ValueError if the batch cannot be divided so."""
         number, rest = divmod(target_batch_size, self.micro_batch_size)
         if rest or not 1 <= number <= MAX_MICRO_BATCHES:
             raise ValueError(

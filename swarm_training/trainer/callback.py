@@ -1,4 +1,4 @@
-"""``TrainingRunCallback``: lets Hugging Face's Trainer train together with others."""
+"""``TrainingRunCallback``, with which Hugging Face's Trainer takes part in a training run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from swarm_training.trainer.optimizer import RunOptimizer, RunSchedule
 
 
 class TrainingRunCallback(TrainerCallback):
-    """Each step of the Trainer is a share of the run's batch: all micro-batches of a gradient accumulation.
+    """A callback by which a step of the Trainer, with all accumulated micro-batches, is a share of the run's batch.
 
     ::
 
         callback = TrainingRunCallback(run, optimizer)
         Trainer(model, args, optimizers=callback.optimizers, callbacks=[callback], train_dataset=…).train()
 
-    Trainer counts its own steps, and ``max_steps`` is of these; ``max_run_steps`` is of global ones. Its checkpoints
-    have the model as it is, to be used or evaluated; training goes on by joining the run again.
+    Trainer counts its own steps, which ``max_steps`` limits; ``max_run_steps`` limits global steps. Trainer's
+    checkpoints have the present model, for use or evaluation. Training continues by joining the run again.
     """
 
     def __init__(self, run: RunLike, optimizer: torch.optim.Optimizer, max_run_steps: int | None = None) -> None:
-        """``optimizer``: the one that the run steps."""
+        """Prepare for ``run``. ``optimizer``: the optimizer that the run steps."""
         self._run = run
         self._max_run_steps = max_run_steps
-        self._samples = 0  # since the last share
+        self._samples = 0  # counted since the last share
         self._hook: torch.utils.hooks.RemovableHandle | None = None
         shown = RunOptimizer(optimizer, self._give_share)
         self.optimizers = shown, RunSchedule(shown, optimizer)
@@ -38,7 +38,7 @@ class TrainingRunCallback(TrainerCallback):
         self._run.step(samples=samples)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Raises ValueError if an argument contradicts how a run trains."""
+        """Check Trainer's arguments. Raises ValueError if an argument contradicts how a run trains."""
         if args.max_grad_norm:
             raise ValueError(
                 f"max_grad_norm is {args.max_grad_norm}: expected 0, since a peer's gradient is a part of the run's"
@@ -56,7 +56,7 @@ class TrainingRunCallback(TrainerCallback):
         optimizer: Any,
         **others: Any,
     ) -> None:
-        """Raises ValueError if Trainer steps an optimizer of its own, or goes on from its own checkpoint."""
+        """Count samples from now on. Raises ValueError if Trainer has its own optimizer, or resumes its checkpoint."""
         if getattr(optimizer, "optimizer", optimizer) is not self.optimizers[0]:  # accelerate wraps it
             raise ValueError("Trainer has an optimizer of its own: expected optimizers=callback.optimizers")
         if state.global_step:
@@ -88,7 +88,7 @@ class TrainingRunCallback(TrainerCallback):
             entry["run_step"] = self._run.num_steps
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The last batch of an epoch has fewer samples; those of an evaluation do not count."""
+        """Count a batch's samples. An epoch's last batch has fewer samples; evaluation batches do not count."""
         if model.training:
             inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim()]
             self._samples += len(inputs[0])

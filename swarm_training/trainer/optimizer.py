@@ -1,4 +1,4 @@
-"""What Trainer takes for its optimizer and schedule: stepping it hands the gradients to the run."""
+"""The optimizer and schedule that Trainer uses: a step of the optimizer passes the gradients to the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Step = Callable[[], None]
 
 
 class RunOptimizer(torch.optim.Optimizer):
-    """Has no state of its own: that of the run's optimizer is in the checkpoints of the run."""
+    """An optimizer without state: the state of the run's optimizer is in the checkpoints of the run."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
         groups = [{"params": list(group["params"]), "lr": group["lr"]} for group in optimizer.param_groups]
@@ -20,13 +20,13 @@ class RunOptimizer(torch.optim.Optimizer):
         self._give = step
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns no loss
-        """Gradients are the run's from here on."""
+        """Pass the gradients to the run."""
         assert closure is None
         self._give()
 
 
 class RunSchedule(LRScheduler):
-    """Shows the learning rates of the run's optimizer, which change by global steps, and changes nothing."""
+    """A schedule that shows the learning rates of the run's optimizer and changes none: they follow global steps."""
 
     def __init__(self, shown: RunOptimizer, optimizer: torch.optim.Optimizer) -> None:
         self._groups = optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Guesses of a distilled draft, which keeps its own keys and values of what is confirmed."""
+"""The guesses of a distilled draft, which keeps its own keys and values of the confirmed tokens."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from swarm_client.drafts.distilled.network import DraftNetwork
 from swarm_client.speculation.draft import Draft, SteppedSession
 
 BESIDE_MODEL = "draft.safetensors"  # in a model's directory
-SLACK = 64  # positions beyond the context that are kept before old ones are dropped
+SLACK = 64  # positions beyond the context that are kept until old ones are dropped
 
 
 class DistilledDraft(Draft):
-    """Between the embedding and the head of the model that it was made for."""
+    """A draft whose network sits between the embedding and the head of the model that it was made for."""
 
     num_hidden = 1
 
     def __init__(
         self, network: DraftNetwork, embedding: nn.Embedding, head: nn.Module, name: str, acceptance: float
     ) -> None:
-        """``embedding`` and ``head`` are the model's."""
+        """Keep the network; ``embedding`` and ``head`` are the model's."""
         self.network, self.embedding, self.head = network, embedding, head
         self.name, self.acceptance = name, acceptance
 
@@ -35,19 +35,19 @@ class DistilledDraft(Draft):
 
 
 class DistilledSession(SteppedSession):
-    """Lines of guesses are computed as one row of tokens, each of which sees what is confirmed and its own line."""
+    """One generation's guesses. All lines form one row; each of its tokens sees confirmed tokens and its own line."""
 
     def __init__(self, network: DraftNetwork, embedding: nn.Embedding, head: nn.Module) -> None:
         self._network, self._embedding, self._head = network, embedding, head
         self._device = next(network.parameters()).device
         self._cache = DynamicCache()
-        self._length = 0  # of the text, of which the cache has the end
+        self._length = 0  # of the text; the cache only has its end
         self._num_guessed = 0  # positions in the cache that are guesses
         self._depth = 0  # guesses in each line
-        self._new_ids: list[int] = []  # confirmed, not computed yet
+        self._new_ids: list[int] = []  # confirmed, but not computed yet
         self._new_features: list[torch.Tensor] = []
         self._output = torch.empty(0)  # of the last confirmed position, [hidden_size]
-        self._features = torch.empty(0)  # for what comes next in each line, [rows, hidden_size]
+        self._features = torch.empty(0)  # for the next token of each line, [rows, hidden_size]
 
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         size = self._network.shape.model_hidden_size
@@ -57,7 +57,7 @@ class DistilledSession(SteppedSession):
         context = self._network.shape.context
         self._new_ids += token_ids
         self._new_features.append(hidden[-context:].detach().to(self._device, torch.float32).clone())
-        if len(self._new_features) > context:  # nobody has asked for guesses for long
+        if len(self._new_features) > context:  # there were no guesses for a long time
             self._new_features = [torch.cat(self._new_features)[-context:]]
 
     @torch.inference_mode()
@@ -88,7 +88,7 @@ class DistilledSession(SteppedSession):
         self._num_guessed = self._depth = 0
 
     def _compute_confirmed(self) -> None:
-        """Of a long prompt only the end that the draft can look back on."""
+        """Compute the confirmed tokens; for a long prompt, only the end that fits the draft's context."""
         context, count = self._network.shape.context, len(self._new_ids)
         ids = torch.tensor(self._new_ids[-context:])
         features = torch.cat(self._new_features)[-context:]
@@ -106,7 +106,7 @@ class DistilledSession(SteppedSession):
     def _run(
         self, ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """[tokens, hidden_size]"""
+        """Return the network's output, [tokens, hidden_size]."""
         embedded = self._embedding(ids.to(self._device)).float()
         states: torch.Tensor = self._network(embedded[None], features[None], self._cache, mask, positions)
         return states[0]
@@ -117,11 +117,11 @@ class DistilledSession(SteppedSession):
 
 
 def load_distilled(path: Path, model: PreTrainedModel) -> DistilledDraft:
-    """The draft in a file, for a model of which embedding and head are here.
+    """Return the draft in a file, for a model whose embedding and head are on this machine.
 
     Raises:
         CheckpointError: the file cannot be read, or is no draft.
-        ValueError: it was made for another model.
+        ValueError: the draft was made for another model.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
@@ -137,6 +137,6 @@ def load_distilled(path: Path, model: PreTrainedModel) -> DistilledDraft:
 
 
 def own_draft(model: PreTrainedModel) -> DistilledDraft | None:
-    """The draft in the directory of a model, as the shipped model has one; None if there is none."""
+    """Return the draft in a model's directory, such as the shipped model has; None if there is none."""
     path = Path(str(model.name_or_path)) / BESIDE_MODEL
     return load_distilled(path, model) if path.is_file() and model.get_output_embeddings() is not None else None

@@ -1,4 +1,4 @@
-"""Files of distilled drafts: safetensors, whose header says for which model a draft was made.
+"""Files of distilled drafts: safetensors with a header that names the model for which a draft was made.
 
 Matrices are stored in int8 with a scale for each row, the rest in float32.
 """
@@ -24,9 +24,9 @@ _SCALES = ".scales"
 
 
 def save_draft(network: DraftNetwork, base_model: str, acceptance: float, path: Path) -> None:
-    """Writes a draft for the model ``base_model``; the file appears whole or not at all.
+    """Write a draft for the model ``base_model``; the file appears whole or not at all.
 
-    acceptance: how often its first guess is the likeliest token of the model, between 0 and 1.
+    acceptance: how often the first guess is the likeliest token of the model, between 0 and 1.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, value in network.state_dict().items():
@@ -44,16 +44,16 @@ def save_draft(network: DraftNetwork, base_model: str, acceptance: float, path: 
 
 
 def load_draft(path: Path, *, base_model: str, vocab_size: int, model_hidden_size: int) -> tuple[DraftNetwork, float]:
-    """The draft in a file, in float32, and how often its guesses were right when it was made.
+    """Return the draft in a file, in float32, and the share of its guesses that were right when it was made.
 
     Args:
-        base_model: the model that it is to draft for, as ``Checkpoint.location`` has it: only the last part of the hub
-            id or path counts.
-        vocab_size: of this model's head.
-        model_hidden_size: of its hidden states.
+        base_model: the model to draft for, as in ``Checkpoint.location``. Only the last part of the hub id or path
+            counts.
+        vocab_size: the vocabulary size of this model's head.
+        model_hidden_size: the width of this model's hidden states.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged, or holds something else than a draft.
+        CheckpointError: the file cannot be read, is damaged, or is not a draft.
         ValueError: the draft was made for another model.
     """
     header = read_metadata(path)

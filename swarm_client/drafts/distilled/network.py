@@ -1,7 +1,7 @@
-"""The network of a distilled draft: a few blocks between the model's own embedding and head, which a client has anyway.
+"""The network of a distilled draft: a few blocks between the model's own embedding and head, which every client has.
 
-Beside each token it sees the hidden state that the model predicted this token from (EAGLE, Li et al., 2024, section 4),
-where that is known; for what it has guessed itself, its own output takes that place.
+For each token, the network also sees the hidden state from which the model predicted it, if that state is known (EAGLE,
+Li et al., 2024, section 4). For its own guesses, the network uses its own output instead.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from swarm_protocol.checkpoints.family import cache_argument_of
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Sizes of a draft, and those of the model that it must fit.
+    """The sizes of a draft, and of the model that it must fit.
 
     Attributes:
-        vocab_size: of the model, whose head makes tokens of what the draft computes.
-        model_hidden_size: width of the model's hidden states.
-        hidden_size: width of the draft's own.
-        context: how many tokens it has been trained to look back on.
+        vocab_size: the vocabulary of the model, whose head turns the draft's output into tokens.
+        model_hidden_size: the width of the model's hidden states.
+        hidden_size: the width of the draft's own hidden states.
+        context: the number of earlier tokens that the draft was trained to use.
     """
 
     vocab_size: int
@@ -37,7 +37,7 @@ class DraftShape:
 
 
 class DraftNetwork(nn.Module):
-    """Blocks of a Llama, with random weights at first."""
+    """A network of Llama blocks, whose weights are random at first."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -70,16 +70,16 @@ class DraftNetwork(nn.Module):
         mask: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the model's head turns into logits of the token after each, [rows, tokens, model_hidden_size].
+        """Return the head's input for the token after each token, [rows, tokens, model_hidden_size].
 
         Args:
-            embedded: the tokens, by the model's embedding, in the same shape.
-            features: the hidden state from which the model predicted each of them, in the same shape; zeros where it is
-                not known.
-            cache: keys and values of the tokens before.
-            mask: what each token attends to, [rows or 1, 1, tokens, cached and new tokens] of booleans; by default all
-                tokens before.
-            positions: of the tokens, [rows or 1, tokens]; by default those after what is cached.
+            embedded: the tokens' embeddings by the model, in the same shape.
+            features: the hidden state from which the model predicted each token, in the same shape; zeros where this
+                state is unknown.
+            cache: the keys and values of earlier tokens.
+            mask: the tokens that each token attends to, booleans [rows or 1, 1, tokens, cached and new tokens]; by
+                default all earlier tokens.
+            positions: the tokens' positions, [rows or 1, tokens]; by default the positions after the cached tokens.
         """
         joined = self.join(torch.cat([self.token_norm(embedded), self.feature_norm(features)], -1))
         hidden = self.body(

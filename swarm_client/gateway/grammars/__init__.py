@@ -1,1 +1,1 @@
-"""Grammars that answers must follow, and the check of those that come from strangers."""
+"""Grammars that answers must follow, and the check of grammars from strangers."""

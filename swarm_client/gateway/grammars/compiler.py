@@ -1,4 +1,4 @@
-"""Grammars that an answer must follow, by ``llguidance``: JSON, a JSON schema, or what is put together of these."""
+"""Grammars that an answer must follow, compiled by ``llguidance``: JSON, a JSON schema, or rules that combine them."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ from swarm_client.gateway.grammars import schema_check
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MOST_CHARS = 1 << 16  # of schemas; their parts may be nested as deep as that allows
-_STACK_BYTES = 64 << 20  # for compiling it; 8 MiB, which the check has, are enough for all that passes
-_CHECK_S = 30.0  # of wall-clock time: its own limit is of CPU time
-_WHITESPACE = r"[ \n\t]{0,20}"  # between parts of JSON: without an end, a model might write nothing else
+_MOST_CHARS = 1 << 16  # of schemas; their parts may be nested as deep as this allows
+_STACK_BYTES = 64 << 20  # for compiling a grammar; the check passes only grammars for which 8 MiB are enough
+_CHECK_S = 30.0  # of wall-clock time, while the check's own limit is in CPU time
+_WHITESPACE = r"[ \n\t]{0,20}"  # between parts of JSON; without a limit, a model might write only whitespace
 _SHOWN = 300  # characters of a reason
 T = TypeVar("T")
 
 
 class Grammar:
-    """Compiled for the tokens of one model."""
+    """A grammar that is compiled for the tokens of one model."""
 
     def __init__(self, matcher: LLMatcher, end_ids: Sequence[int]) -> None:
-        """``end_ids``: the tokens that end an answer, which are allowed where the grammar may end."""
+        """Keep a matcher; ``end_ids`` are the tokens that end an answer, allowed where the grammar may end."""
         self._matcher, self.end_ids = matcher, tuple(end_ids)
 
     def processor(self, num_prompt: int) -> LogitsProcessor:
-        """Of one generation, after so many tokens."""
+        """Return a logits processor for one generation whose prompt has ``num_prompt`` tokens."""
         return _Constrained(self._matcher.deep_copy(), num_prompt)
 
 
 class GrammarCompiler:
-    """Of one model. From any thread; what it knows of the tokens is made when it is first needed, which takes a while.
+    """The compiler of one model's grammars, for any thread. The first use is slow, as it prepares the tokens.
 
     Attributes:
         end_ids: see ``Grammar``.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """``tokenizer``: of transformers."""
+        """Keep the model's values; ``tokenizer`` is a tokenizer of transformers."""
         self._tokenizer, self._vocab_size, self.end_ids = tokenizer, vocab_size, list(end_ids)
         self._made: LLTokenizer | None = None
         self._making = threading.Lock()
 
     def literal(self, text: str) -> str:
-        """The text in a rule; a token of its own if the tokenizer has one that is called so, which no text is."""
+        """Return ``text`` for a rule: the added token of this name, which plain text never gives, or a string."""
         token_id = self._tokenizer.get_added_vocab().get(text)
         return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
     def compile(self, rules: str, schemas: Mapping[str, Mapping[str, Any]], param: str) -> Grammar:
-        """
+        """Return the grammar of ``rules`` and ``schemas``.
+
         Args:
-            rules: in Lark's syntax; ``start`` is the answer.
-            schemas: those of JSON, by the names of rules.
-            param: the field of the request that asks for it.
+            rules: rules in Lark's syntax; ``start`` is the answer.
+            schemas: JSON schemas, by the names of their rules.
+            param: the field of the request that asks for the grammar.
 
         Raises:
-            ApiError: it is no grammar, too large, or not supported with this model.
+            ApiError: the grammar is invalid, too large, or not supported with this model.
         """
         if importlib.util.find_spec("llguidance") is None:
             raise ApiError(400, f"{param} needs a package that this server lacks: pip install llguidance", param=param)
@@ -90,7 +91,7 @@ class GrammarCompiler:
         )
         first = matcher.deep_copy()
         first.compute_bitmask()
-        if first.is_stopped():  # before anything was written
+        if first.is_stopped():  # before the first token
             raise _refused(param, "nothing satisfies it")
         return Grammar(matcher, self.end_ids)
 
@@ -101,7 +102,7 @@ class GrammarCompiler:
 
                 try:
                     self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self.end_ids)
-                except Exception as error:  # of Rust, whatever a stranger's tokenizer contains
+                except Exception as error:  # any error of Rust, for any content of a stranger's tokenizer
                     name = type(self._tokenizer).__name__
                     message = f"{param} is not supported with this model, whose tokenizer is {name}: {error}"
                     raise ApiError(400, message, param=param, code="unsupported_parameter") from None
@@ -119,7 +120,7 @@ def _refused(param: str, reason: str) -> ApiError:
 
 @lru_cache(256)
 def _why_none(lark: str) -> str:
-    """Why it is no grammar; empty if it is one."""
+    """Return why ``lark`` is not a valid grammar; an empty string if it is valid."""
     command = [sys.executable, "-P", str(Path(schema_check.__file__))]
     try:
         done = subprocess.run(command, input=lark.encode(), capture_output=True, timeout=_CHECK_S)
@@ -143,17 +144,18 @@ def _with_large_stack(call: Callable[[], T]) -> T:
     return found[0]
 
 
-_stack_size = threading.Lock()  # that of new threads is of the whole process
+_stack_size = threading.Lock()  # the size for new threads is a setting of the whole process
 
 
 class _Constrained(LogitsProcessor):
-    """Leaves the tokens with which the grammar goes on, or may end. Of one generation."""
+    """A logits processor of one generation that allows only tokens with which the grammar continues or may end."""
 
     def __init__(self, matcher: LLMatcher, num_prompt: int) -> None:
         self._matcher, self._num_seen = matcher, num_prompt
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Raises ValueError if no token is left, or the grammar has become too complex."""
+        """Return ``scores`` [1, vocabulary] with -inf for forbidden tokens. Raise ValueError if no token is left, or if
+        the grammar has become too complex."""
         new = input_ids[0, self._num_seen :].tolist()
         self._num_seen += len(new)
         self._matcher.consume_tokens(new)

@@ -1,6 +1,6 @@
-"""Run as a process of its own: reads a grammar from standard input, and prints why it is none, or nothing.
+"""A script for a separate process: it reads a grammar from standard input, and prints why it is invalid, or nothing.
 
-A schema of a stranger may overflow the stack of what compiles it, or take minutes: here that ends this process alone.
+A stranger's schema may overflow the compiler's stack, or compile for minutes. Then only this process ends.
 """
 
 import resource

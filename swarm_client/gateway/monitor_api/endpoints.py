@@ -20,20 +20,20 @@ from swarm_client.history.recorder import Observation, Recorder
 from swarm_client.history.store import KEPT_S
 
 _MOST_EVENTS, _MOST_CONTRIBUTIONS = 1000, 1000
-_MOST_SAMPLES = 1500  # the resolution is chosen so that there are no more
+_MOST_SAMPLES = 1500  # an automatic resolution gives no more samples
 _HOUR_S = 3600.0
-_SILENCE_S = 15.0  # after which something is sent: proxies cut what is silent
+_SILENCE_S = 15.0  # after this silence a tick is sent, because proxies close silent connections
 _NO_STORE = {"Cache-Control": "no-store"}
 
 
 @dataclass(frozen=True)
 class Monitored:
-    """A swarm that is looked at.
+    """The swarm that the API shows.
 
     Attributes:
-        own_model: that the gateway was started for, as records name it.
-        own_is_directory: that model is in a directory, not on the hub.
-        is_private: only members are let in.
+        own_model: the model that the gateway was started for, by its name in records.
+        own_is_directory: whether that model is in a directory, not on the hub.
+        is_private: whether only members may join.
     """
 
     recorder: Recorder
@@ -88,7 +88,7 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
         after = int(_number(request, "after", float(last) if is_stream else 0.0))
         if is_stream and (resumed := request.headers.get("Last-Event-ID", "")):
             after = int(resumed) if resumed.isdecimal() and len(resumed) < 20 else last
-        after = min(max(after, 0), last)  # of a history that is not there any more
+        after = min(max(after, 0), last)  # a larger id is from a history that is gone
         if is_stream:
             return Answer(_stream(recorder, after), is_stream=True)
         most = int(min(max(_number(request, "limit", 100.0), 1), _MOST_EVENTS))
@@ -97,7 +97,7 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
 
     @router.get("/health")
     async def health(request: Request) -> Response:
-        """For all who may reach this server; reasons are for those who have a key."""
+        """Return the health to everybody who can reach this server, and the reasons only to admitted requests."""
         status, reasons = flat.health_of(recorder.latest, monitored.own_model)
         content: dict[str, Any] = {"status": status}
         with contextlib.suppress(ApiError):
@@ -113,7 +113,7 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 async def _stream(recorder: Recorder, after: int) -> AsyncGenerator[bytes, None]:
-    """Events as they are seen, and a ``tick`` whenever the swarm was looked at."""
+    """Yield events as they are seen, and a ``tick`` after each look at the swarm or after a silence."""
     loop, looked = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
@@ -150,7 +150,7 @@ def _number(request: Request, name: str, default: float) -> float:
 
 
 def _resolution(request: Request, now: float, since: float) -> int:
-    """In seconds: the one that was asked for, or the finest that reaches back so far with not too many samples."""
+    """Return the requested resolution in s, or the finest that reaches back to ``since`` without too many samples."""
     text = request.query_params.get("resolution", "auto")
     if text == "auto":
         span_s = now - since

@@ -1,7 +1,7 @@
-"""What was seen of a swarm as flat JSON.
+"""Observations of a swarm as flat JSON.
 
-The names of the fields are part of the interface: docs/reference/monitor-api.md has them. What servers
-say of themselves was checked when their records were read; it is text of strangers all the same.
+The names of the fields are part of the interface: docs/reference/monitor-api.md lists them. Servers' statements about
+themselves were checked when their records were read. Their text still comes from strangers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OK, DEGRADED, DOWN = "ok", "degraded", "down"
 def swarm_json(
     seen: Observation, invitation: Invitation, own_model: str, load: Mapping[str, int], *, own_is_directory: bool
 ) -> Flat:
-    """``load``: of this gateway, added as it is."""
+    """Return the state of the whole swarm; ``load`` is this gateway's load and is added as it is."""
     models = seen.snapshot.models if seen.snapshot else ()
     sample = sample_of(seen)
     states = [status.state_of(server) for status in models for server in status.servers]
@@ -63,7 +63,7 @@ def swarm_json(
 
 
 def health_of(seen: Observation, own_model: str) -> tuple[str, list[str]]:
-    """Down: the model that this gateway was started for cannot be used."""
+    """Return the status and its reasons. Down means that the model of this gateway cannot be used."""
     if seen.snapshot is None:
         return DOWN, [seen.trouble or "the swarm has not been looked at yet"]
     statuses = {status.model: status for status in seen.snapshot.models}
@@ -160,7 +160,7 @@ def _server_json(seen: Observation, status: ModelStatus, server: ServerStatus) -
 
 
 def contributions_json(seen: Observation, most: int) -> list[Flat]:
-    """Of all servers that are known, whoever has computed most first."""
+    """Return the contributions of known servers, the largest first, at most ``most``."""
     statuses = seen.snapshot.models if seen.snapshot else ()
     here = {(status.model, server.record.peer_id) for status in statuses for server in status.servers}
     tallies = sorted(seen.tallies.values(), key=lambda tally: -tally.tokens)[:most]

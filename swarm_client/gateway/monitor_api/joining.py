@@ -13,18 +13,18 @@ from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, is_loopback
 
-MEMBERSHIP, PARENT = "MEMBERSHIP_FILE", "PATH_TO"  # stand for paths that differ between machines
+MEMBERSHIP, PARENT = "MEMBERSHIP_FILE", "PATH_TO"  # placeholders for paths that differ between machines
 _MOST_PEERS = 3
 _PLAIN = re.compile(r"[\w./:@-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a new server must know of the swarm.
+    """The facts about a swarm that a new server must know.
 
     Attributes:
         peers: multiaddrs of members.
-        is_private: it needs a membership.
+        is_private: whether the server needs a membership.
     """
 
     swarm: str
@@ -33,20 +33,20 @@ class Invitation:
 
     @classmethod
     def of(cls, config: ClientConfig, connected: Sequence[str], is_private: bool) -> Invitation:
-        """Peers that the user has named first, then some that this client is connected to."""
+        """Return an invitation with the peers that the user named first, then some that this client is connected to."""
         peers = [peer for peer in dict.fromkeys((*config.initial_peers, *connected)) if _is_peer(peer)]
         return cls(config.swarm, tuple(peers[:_MOST_PEERS]), is_private)
 
     @property
     def is_local(self) -> bool:
-        """Only this machine can join: all that is known are addresses of its loopback."""
+        """Return whether only this machine can join, because all known addresses are of its loopback."""
         return all(map(is_loopback, self.peers))
 
     def command(self, model: str, *, is_directory: bool, is_offered: bool = False) -> str:
-        """For a POSIX shell, whatever the model is called. Servers of this machine find each other without peers.
+        """Return the command, quoted for a POSIX shell. Peers are left out if only this machine can join.
 
-        ``is_directory``: the model is on no hub, and ``model`` is the last part of its path. ``is_offered``: members
-        give its files to others.
+        ``is_directory`` says whether the model is on no hub; then ``model`` is the last part of its path.
+        ``is_offered`` says whether members send its files to others.
         """
         words = [*typed("server").split()]
         model, _ = _elsewhere(model, is_directory, is_offered)
@@ -57,7 +57,7 @@ class Invitation:
         return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
 
     def note(self, model: str, *, is_directory: bool, is_offered: bool = False) -> str:
-        """What else must be so, in sentences; empty: nothing. The arguments are those of ``command``."""
+        """Return further conditions, in sentences; empty if there are none. ``command`` has the same arguments."""
         _, needed = _elsewhere(model, is_directory, is_offered)
         notes = [needed] if needed else []
         if self.is_private:
@@ -69,7 +69,7 @@ class Invitation:
         return " ".join(notes)
 
     def as_json(self, model: str, *, is_directory: bool, is_offered: bool = False) -> dict[str, str]:
-        """Both, by the names of their fields."""
+        """Return the command and the note, by the names of their fields."""
         return {
             "join_command": self.command(model, is_directory=is_directory, is_offered=is_offered),
             "join_note": self.note(model, is_directory=is_directory, is_offered=is_offered),
@@ -77,7 +77,7 @@ class Invitation:
 
 
 def _elsewhere(model: str, is_directory: bool, is_offered: bool) -> tuple[str, str]:
-    """Return the name of the model on another machine, and what that one needs for it; empty: nothing."""
+    """Return the model's name on another machine, and what that machine needs first; empty if nothing."""
     if not is_directory or model == DEFAULT_MODEL:
         return model, ""
     for alias, packaged in ALIASES.items():

@@ -1,1 +1,1 @@
-"""OpenAI's endpoints: what may be asked for, the generations that answer it, and the shapes of answers."""
+"""OpenAI's endpoints: the requests, the generations that answer them, and the shapes of answers."""

@@ -1,4 +1,4 @@
-"""A conversation as a model's chat template has it, and what its next answer must be."""
+"""A conversation as the text of a model's chat template, and the grammar of its next answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
 
 
 def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Raises ApiError if the model's chat template refuses the messages, or leaves out tools or their calls."""
+    """Return the conversation's text. Raise ApiError if the chat template refuses messages, or omits tools or calls."""
     if taken := sorted(asked.chat_template_kwargs.keys() & _NO_VARIABLES):
         message = f"chat_template_kwargs.{taken[0]} is not supported: expected variables of the chat template"
         raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
@@ -40,7 +40,7 @@ def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) ->
     whole = text(turns, offered)
     if offered and whole == text(turns, []):
         raise _unknown_to_template("tools")
-    for number, turn in enumerate(turns):  # would anything be different without it?
+    for number, turn in enumerate(turns):  # without this call, or with another result, the text must differ
         if "tool_calls" in turn:
             plain = {name: value for name, value in turn.items() if name != "tool_calls"}
         elif turn["role"] == "tool":
@@ -58,7 +58,7 @@ def _unknown_to_template(param: str) -> ApiError:
 
 
 def call_reader(asked: ChatRequest, model: ServedModel) -> CallReader | None:
-    """For one answer; None: it can have no calls. Raises ApiError if it is not known how the model writes them."""
+    """Return a reader for one answer; None if it can have no calls. Raise ApiError if the calls' format is unknown."""
     if not asked.offered_tools:
         return None
     region = region_of(model.tokenizer)
@@ -68,7 +68,7 @@ def call_reader(asked: ChatRequest, model: ServedModel) -> CallReader | None:
 
 
 def grammar_of(asked: ChatRequest, model: ServedModel) -> Grammar | None:
-    """What the answer must follow; None: nothing. Raises ApiError if that cannot be."""
+    """Return the grammar that the answer must follow; None if there is none. Raise ApiError if it cannot be made."""
     answers = {} if asked.answer_schema is None or asked.must_call else {"answer": asked.answer_schema}
     if not asked.must_call and not (answers and asked.callable_tools):
         return model.grammars.compile("start: answer", answers, "response_format") if answers else None

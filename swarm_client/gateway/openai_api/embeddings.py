@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: the mean of a text's last hidden states."""
+"""The endpoint ``/v1/embeddings``: the mean of a text's last hidden states."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from swarm_client.gateway.models import ServedModel
 from swarm_client.gateway.openai_api.requests import EmbeddingRequest
 
 _MOST_TOKENS = 1 << 18  # of all inputs of one request
-_TOGETHER = 4  # inputs of one request, each with a place in the queue
+_TOGETHER = 4  # inputs of one request at the same time, each with a place in the queue
 
 
 async def embeddings(
     gateway: Gateway, asked: EmbeddingRequest, num_bytes: int, key: str
 ) -> AsyncGenerator[bytes, None]:
-    """The answer. ``num_bytes``: size of the request's body.
+    """Yield the answer as JSON; ``num_bytes`` is the size of the request's body.
 
-    Raises ApiError if the model cannot do what is asked for, SwarmError if the swarm fails.
+    Raise ApiError if the model cannot do what the request asks for, SwarmError if the swarm fails.
     """
     model = await gateway.models.get(asked.model)
     inputs = await gateway.preparations.run(key, num_bytes, lambda: _tokens_of(asked, model))
@@ -42,7 +42,7 @@ async def embeddings(
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     data = []
     for index, vector in enumerate(vectors):
-        await asyncio.sleep(0)  # streams of others go on: all numbers of a large request take seconds to write
+        await asyncio.sleep(0)  # lets other streams go on, because the numbers of a large request take seconds
         written = _written(vector, asked.encoding_format)
         data.append(as_json({"object": "embedding", "index": index, "embedding": written}))
     rest = as_json({"object": "list", "model": model.name, "usage": usage})
@@ -52,7 +52,7 @@ async def embeddings(
 async def _embed(
     model: ServedModel, place: Place, numbered: Iterator[tuple[int, Sequence[int]]], vectors: list[list[float]]
 ) -> None:
-    """Takes inputs until there are none left."""
+    """Take inputs and store their vectors until no inputs are left."""
     async with place:
         for index, token_ids in numbered:
             vectors[index] = await model.embed(token_ids)
@@ -64,7 +64,7 @@ def _tokens_of(asked: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
             model.check_length(each, "input")
     inputs = [list(model.tokenizer(each).input_ids) if isinstance(each, str) else each for each in asked.input]
     for number, token_ids in enumerate(inputs):
-        if not token_ids or asked.input[number] == "":  # which may have a token of the beginning
+        if not token_ids or asked.input[number] == "":  # an empty text may have a begin token
             raise ApiError(400, f"input {number} has no tokens: expected some text", param="input")
         if any(not 0 <= token < model.vocab_size for token in token_ids):
             raise ApiError(400, f"input: the model's token ids are below {model.vocab_size}", param="input")
@@ -78,5 +78,5 @@ def _tokens_of(asked: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
 
 
 def _written(vector: Sequence[float], encoding: str) -> Any:
-    """``base64``: of float32, little-endian."""
+    """Return the vector in the given encoding; ``base64`` encodes little-endian float32."""
     return vector if encoding == "float" else base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

@@ -75,7 +75,7 @@ async def _generated(
     texts = None if asked.num_logprobs is None else TokenTexts(model.tokenizer)
     form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(model.name, texts)
     new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
-    new_call_reader()  # refuses what it does not know before a place is taken
+    new_call_reader()  # an unknown format is refused before a place is taken
     places = gateway.queue.join(key, len(requests))
     work = Work(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader, echoes)
     gateway.metrics.prompt_tokens.inc(num_prompt)

@@ -14,11 +14,11 @@ from swarm_client.gateway.openai_api.generating import Delta, Happened, Item, Sa
 from swarm_client.gateway.openai_api.tools import ToolCall
 from swarm_client.gateway.servers import described
 
-_LEAST_LOGPROB = -9999.0  # as OpenAI writes minus infinity, for which JSON has no number
+_LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 class TokenTexts:
-    """What single tokens look like, with the space that some begin with."""
+    """The texts of single tokens, by token id, including a leading space."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -42,14 +42,14 @@ def usage(num_prompt: int, num_generated: int) -> dict[str, int]:
 
 
 class _Format:
-    """Of one answer."""
+    """The format of one answer: a subclass gives the shapes of the chat or the completion endpoint."""
 
     prefix: str
     whole_kind: str
     chunk_kind: str
 
     def __init__(self, model: str, texts: TokenTexts | None) -> None:
-        """``texts``: None if logprobs were not asked for."""
+        """Begin an answer; ``texts`` is None if logprobs were not asked for."""
         self._id, self._created, self._model = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time()), model
         self.texts = texts
 
@@ -87,7 +87,7 @@ class ChatFormat(_Format):
 
     def __init__(self, model: str, texts: TokenTexts | None) -> None:
         super().__init__(model, texts)
-        self._begun: set[int] = set()  # choices whose role has been said
+        self._begun: set[int] = set()  # choices whose role has been sent
         self._num_calls: Counter[int] = Counter()  # of each choice
 
     def _whole(self, delta: Delta) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class ChatFormat(_Format):
     def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         assert self.texts is not None and logprob is not None  # logprobs were asked for
         text = self.texts[token_id]
-        is_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character: its bytes are not known
+        is_part = "\N{REPLACEMENT CHARACTER}" in text  # part of a character, so its bytes are unknown
         return {"token": text, "logprob": _finite(logprob), "bytes": None if is_part else list(text.encode())}
 
 
@@ -138,9 +138,9 @@ class CompletionFormat(_Format):
 
     @staticmethod
     def _logprobs(tokens: Iterable[SaidToken], texts: TokenTexts) -> dict[str, Any]:
-        """The token itself is among the likeliest, as OpenAI has it, so that there may be one more.
+        """Return the logprobs in OpenAI's shape. The first token of a prompt has null.
 
-        The first token of a prompt has null.
+        ``top_logprobs`` includes the token itself, as with OpenAI, so that the list may be longer by one.
         """
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for said in tokens:

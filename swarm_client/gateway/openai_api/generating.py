@@ -1,4 +1,4 @@
-"""The generations of one request: their turns, their text, and their end when nobody listens any more."""
+"""The generations of one request: their turns, their text, and their end when the client has gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Finish = FinishReason | Literal["tool_calls"]
 
 @dataclass(frozen=True)
 class SaidToken:
-    """``offset``: where its text begins in the text of the choice."""
+    """A token of an answer; ``offset`` is where its text begins in the text of the choice."""
 
     token: Token
     offset: int
@@ -31,7 +31,7 @@ class SaidToken:
 
 @dataclass(frozen=True)
 class Delta:
-    """What has come of one choice; ``finish`` is None as long as there is more."""
+    """A new piece of one choice; ``finish`` is None while more pieces follow."""
 
     choice: int
     text: str
@@ -42,7 +42,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Happened:
-    """To the servers of one choice; only if that was asked for."""
+    """An event of one choice's servers, or their chain; sent only if the request asks for it."""
 
     choice: int
     what: Servers | Event
@@ -52,13 +52,13 @@ Item: TypeAlias = Delta | Happened
 
 
 class _Writer:
-    """Makes deltas of the tokens of one choice."""
+    """A writer that turns the tokens of one choice into deltas."""
 
     def __init__(
         self, choice: int, model: ServedModel, request: Request, stop: Sequence[str], calls: CallReader | None
     ) -> None:
         self._choice, self._calls, self._tokenizer = choice, calls, model.tokenizer
-        # Some of what tells a call is special tokens.
+        # Special tokens may mark the beginning or the end of a call.
         self._text = TextStream(model.tokenizer, request.prompt, with_special=calls is not None)
         self._stops = StopStrings(stop)
         self._ends = frozenset(end_ids(request.config))
@@ -69,7 +69,7 @@ class _Writer:
         self._has_called = False
 
     def begin(self, echo: str, prompt: Sequence[Token]) -> Delta:
-        """Return the prompt, with which the answer begins; ``prompt``: its tokens, if logprobs were asked for."""
+        """Return the echoed prompt, which begins the answer; ``prompt`` has its tokens if logprobs were asked for."""
         text, said, offset = TextStream(self._tokenizer), [], 0
         for token in prompt:
             said.append(SaidToken(token, offset))
@@ -78,7 +78,7 @@ class _Writer:
         return Delta(self._choice, echo, tuple(said))
 
     def put(self, token: Token) -> Delta | None:
-        if token.id in self._ends:  # the end itself is no text
+        if token.id in self._ends:  # the end token has no text
             if self._counts_end:
                 self._held.append(SaidToken(token, self._num_decoded))
             return None
@@ -98,7 +98,7 @@ class _Writer:
         return self._stops.put(text)
 
     def _delta(self, text: str, reason: FinishReason | None) -> Delta | None:
-        """With the tokens that begin in the text; at an end without a stop string, also those that have no text."""
+        """Return a delta with the tokens that begin in the text; at an end without stop string, with all held ones."""
         found: list[ToolCall] = []
         if self._calls is not None:
             text, found = self._calls.put(text)
@@ -124,9 +124,9 @@ class Work:
 
     Attributes:
         began_s: when the request came, by ``time.perf_counter``.
-        new_call_reader: for each of them.
-        echoes: the text that each of them begins with; none: they begin with what is generated.
-        num_generated: tokens so far, of all of them.
+        new_call_reader: a function that makes the call reader of each generation.
+        echoes: the text that each answer begins with; empty if answers begin with the generated text.
+        num_generated: the number of tokens so far, over all generations.
     """
 
     model: ServedModel
@@ -140,7 +140,7 @@ class Work:
     num_generated: int = 0
 
     async def items(self) -> AsyncGenerator[Item, None]:
-        """Of all choices, as they come. Who stops reading closes the iterator, which ends all generations.
+        """Yield the items of all choices as they come. Closing the iterator ends all generations.
 
         Raises:
             ValueError: see ``Batcher.submit``.

@@ -1,4 +1,4 @@
-"""Parts of requests: messages, tools, and what an answer must be."""
+"""Parts of requests: messages, tools, and the format that an answer must have."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pydantic_core import from_json
 from swarm_client.gateway.admission import ApiError
 
 STRICT = ConfigDict(extra="forbid", strict=True)
-_NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of tools, as OpenAI has it
-Values: TypeAlias = tuple[Any, ...] | None  # with which a field that is not supported does nothing; None: all
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's pattern for names of tools
+Values: TypeAlias = tuple[Any, ...] | None  # with which an unsupported field is ignored; None: all values
 
 
 def _unsupported(name: str, values: tuple[Any, ...]) -> ApiError:
@@ -20,7 +20,7 @@ def _unsupported(name: str, values: tuple[Any, ...]) -> ApiError:
     return ApiError(400, f"{name} is not supported: {expected}", param=name, code="unsupported_parameter")
 
 
-_MESSAGE: dict[str, Values] = {  # clients send answers back as they came
+_MESSAGE: dict[str, Values] = {  # fields that clients send back with an answer
     "annotations": ([],),
     "audio": (),
     "cache_control": None,
@@ -30,7 +30,7 @@ _MESSAGE: dict[str, Values] = {  # clients send answers back as they came
 
 
 def supported(fields: Mapping[str, Any], known: Mapping[str, Any], others: Mapping[str, Values]) -> Any:
-    """Those that mean something; null is as if the field were not there. Raises ApiError for what is not supported."""
+    """Return the fields that are supported; null counts as absent. Raise ApiError for an unsupported field or value."""
     found = {}
     for name, value in fields.items():
         if name in others:
@@ -43,7 +43,7 @@ def supported(fields: Mapping[str, Any], known: Mapping[str, Any], others: Mappi
 
 
 def _joined(content: Any) -> Any:
-    """Text that comes in parts. Raises ApiError if one of them is no text."""
+    """Return the text of content that comes in parts. Raise ApiError if a part is no text."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -56,7 +56,7 @@ def _joined(content: Any) -> Any:
 
 
 class CalledFunction(BaseModel):
-    """``arguments``: JSON, or what a model has taken for it."""
+    """The function of a call. Its ``arguments`` are JSON, or text that a model wrote in the place of JSON."""
 
     model_config = STRICT
     name: str
@@ -68,7 +68,7 @@ class Call(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of a stream's parts, which clients send back
+    index: int | None = None  # in a stream's chunks, which clients send back
 
 
 class Message(BaseModel):
@@ -78,7 +78,7 @@ class Message(BaseModel):
     tool_calls: list[Call] = []
     tool_call_id: str | None = None
     name: str | None = None
-    reasoning_content: str | None = None  # as servers of reasoning models give it, and clients send it back
+    reasoning_content: str | None = None  # from servers of reasoning models; clients send it back
 
     @model_validator(mode="before")
     @classmethod
@@ -96,7 +96,7 @@ class Message(BaseModel):
         return self
 
     def as_turn(self) -> dict[str, Any]:
-        """For a chat template; few of them know developers, whose place is that of the system."""
+        """Return the message for a chat template. A developer becomes the system, as few templates know developers."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         turn["content"] = self.content or ""
         if self.tool_calls:
@@ -117,7 +117,7 @@ class Message(BaseModel):
 
 
 def _object(text: str) -> Any:
-    """As chat templates want arguments; text that is no JSON object stays text."""
+    """Return arguments as an object, as chat templates expect; text that is no JSON object stays text."""
     try:
         found = from_json(text)
     except ValueError:
@@ -126,7 +126,7 @@ def _object(text: str) -> Any:
 
 
 class Function(BaseModel):
-    """``strict`` says nothing more: arguments that are constrained always follow the schema."""
+    """A tool's function. ``strict`` has no effect, because constrained arguments always follow the schema."""
 
     model_config = STRICT
     name: Annotated[str, Field(pattern=_NAME)]
@@ -165,7 +165,7 @@ class AllowedTools(BaseModel):
 
 
 class NamedSchema(BaseModel):
-    """``strict`` says nothing more: the answer always follows the schema."""
+    """A named JSON schema. ``strict`` has no effect, because the answer always follows the schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
     name: str | None = None
@@ -187,7 +187,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """None: any text."""
+        """Return the JSON schema that the answer must follow; None if any text is allowed."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None

@@ -1,4 +1,4 @@
-"""What may be asked for, in OpenAI's fields, and the refusal of all else: by name, and nothing silently."""
+"""The requests with OpenAI's fields. All other fields are refused by name, and none is ignored silently."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from swarm_client.gateway.openai_api.parts import (
     supported,
 )
 
-MOST_CHOICES = 128  # OpenAI's, of one prompt
-_SEEDS = 2**63  # of a generator of torch
+MOST_CHOICES = 128  # OpenAI's limit for one prompt
+_SEEDS = 2**63  # seeds of a generator of torch are below this
 
 
 _COMMON: dict[str, Values] = {
@@ -65,7 +65,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class _Generating(BaseModel):
-    """What both endpoints take. ``None``: as the model's generation config has it."""
+    """The fields of both generating endpoints. Where a field is None, the model's generation config has the value."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Values]]
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -80,7 +80,7 @@ class _Generating(BaseModel):
     top_k: int | None = Field(default=None, ge=-1)  # 0 and -1: all tokens
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    repeat_penalty: float | None = Field(default=None, gt=0, le=100)  # the same, as llama.cpp and Ollama call it
+    repeat_penalty: float | None = Field(default=None, gt=0, le=100)  # the name in llama.cpp and Ollama
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] = {}
@@ -120,7 +120,7 @@ class _Generating(BaseModel):
         return self.stream_options is not None and self.stream_options.include_servers
 
     def seed_of(self, choice: int) -> int | None:
-        """Choices of one request differ, and are the same whenever the request is."""
+        """Return the seed of a choice: choices of one request differ, and the same request gives the same choices."""
         return None if self.seed is None else (self.seed + choice) % _SEEDS
 
 
@@ -155,7 +155,7 @@ class ChatRequest(_Generating):
 
     @property
     def _chosen_names(self) -> list[str]:
-        """Names of tools in ``tool_choice``."""
+        """Return the names of tools in ``tool_choice``."""
         if isinstance(self.tool_choice, AllowedTools):
             return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
         return [self.tool_choice.function.name] if isinstance(self.tool_choice, NamedTool) else []
@@ -166,7 +166,7 @@ class ChatRequest(_Generating):
 
     @property
     def offered_tools(self) -> list[Function]:
-        """Return the tools that the model is told of."""
+        """Return the tools that the prompt lists."""
         if self.tool_choice == "none":
             return []
         offered = [tool.function for tool in self.tools]
@@ -206,7 +206,7 @@ class ChatRequest(_Generating):
 
 
 def _listed(prompt: Any) -> Any:
-    """A list of prompts, each a text or token ids."""
+    """Return a list of prompts, each a text or token ids."""
     is_one = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
     prompts = [prompt] if is_one else prompt
     if not isinstance(prompts, list) or not prompts:
@@ -256,7 +256,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """Raises ApiError if it is no such request."""
+    """Return the request in ``body``. Raise ApiError if it is not a request of this kind."""
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""From the fields of a request to what the generation loop is asked for."""
+"""The translation of a request's fields into requests to the generation loop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swarm_client.gateway.openai_api.conversation import conversation_text, gram
 from swarm_client.gateway.openai_api.requests import ChatRequest, CompletionRequest
 from swarm_client.generation.templates import first_tokens
 
-ANSWER_TOKENS = 1024  # of /v1/chat/completions if nothing was said, or as many as there are positions
-COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
+ANSWER_TOKENS = 1024  # the default of /v1/chat/completions, or fewer if fewer positions are left
+COMPLETION_TOKENS = 16  # the default of /v1/completions, as with OpenAI
 
 
 def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Token ids. Raises ApiError if there are none of them, or ids that are none of the model."""
+    """Return the token ids of each prompt. Raise ApiError if a prompt is empty, or has ids outside the vocabulary."""
     if isinstance(asked, ChatRequest):
         text = conversation_text(asked, model.tokenizer)
         model.check_length(text, "messages")
@@ -41,7 +41,7 @@ def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> li
 
 
 def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:
-    """Of each prompt as many as ``n`` says. Raises ApiError if the model cannot do what is asked for."""
+    """Return ``n`` requests for each prompt. Raise ApiError if the model cannot do what the request asks for."""
     bias = {int(token): value for token, value in asked.logit_bias.items()}
     for param, tokens in (("logit_bias", bias), ("stop_token_ids", asked.stop_token_ids)):
         if any(token >= model.vocab_size for token in tokens):
@@ -75,7 +75,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
 
 
 def echoes_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[str]:
-    """Return the text that the answer to each of ``requests_of`` begins with; nothing if there is no echo."""
+    """Return the text with which the answer to each of ``requests_of`` begins; an empty list without echo."""
     if isinstance(asked, ChatRequest) or not asked.echo:
         return []
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -101,9 +101,9 @@ def _num_tokens(asked: ChatRequest | CompletionRequest, model: ServedModel, num_
 
 
 def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationConfig) -> GenerationConfig:
-    """``own`` with what the request says; where neither says anything, all tokens are sampled as likely as they are.
+    """Return ``own`` changed by the request. Where neither sets a value, sampling uses the model's own probabilities.
 
-    A temperature of 0 takes the likeliest token. So does a request without one if ``own`` says not to sample.
+    A temperature of 0 takes the likeliest token. No temperature does the same if ``own`` says not to sample.
     """
     config = copy.deepcopy(own)
     repetition_penalty = asked.repetition_penalty or asked.repeat_penalty
@@ -127,7 +127,7 @@ def _first(*values: float | None) -> float:
 
 
 class Penalties(LogitsProcessor):
-    """OpenAI's: the logit of a token that was generated ``c`` times becomes ``logit - c * frequency - presence``."""
+    """OpenAI's penalties: a token generated ``c > 0`` times gets the logit ``logit - c * frequency - presence``."""
 
     def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
         self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
@@ -139,7 +139,7 @@ class Penalties(LogitsProcessor):
 
 
 class LogitBias(LogitsProcessor):
-    """Adds to the logits of some token ids."""
+    """A logits processor that adds a bias to the logits of some token ids."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self._ids, self._values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))

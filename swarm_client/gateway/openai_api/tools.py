@@ -1,4 +1,4 @@
-"""Calls of tools: how families of models write them, and how they are found in what is written."""
+"""Calls of tools: the formats of model families, and the reader that finds calls in an answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _JSON = {"content": "json", "content_args": {"allow_non_json": True}}
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family of models writes calls.
+    """The format in which a family of models writes calls.
 
     Attributes:
-        marker: what only its chat templates contain.
-        region: of an answer, in which a call is, as a field of a ``response_template`` of ``transformers``.
-        begin, end: around all calls.
-        name, arguments, after: around the name and the arguments of each call.
-        between: two calls; None: there can be one only.
+        marker: a text that only the chat templates of this family contain.
+        region: the part of an answer that is a call, as a field of a ``response_template`` of ``transformers``.
+        begin, end: the texts around all calls.
+        name, arguments, after: the texts around the name and the arguments of each call.
+        between: the text between two calls; None if there can be only one call.
     """
 
     marker: str
@@ -76,13 +76,13 @@ FORMATS = (
 
 
 def format_of(template: str) -> CallFormat | None:
-    """As the chat template has it; None: it is not known."""
+    """Return the call format of a chat template; None if it is unknown."""
     plain = template.replace('\\"', '"')
     return next((known for known in FORMATS if known.marker in plain), None)
 
 
 def region_of(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | None:
-    """Where calls are in an answer, as the tokenizer says it, or else its chat template; None: neither does."""
+    """Return the region of calls from the tokenizer, or else from its chat template; None if neither defines one."""
     own = getattr(tokenizer, "response_template", None)
     if isinstance(own, Mapping) and "tool_calls" in own.get("fields", {}):
         region: Mapping[str, Any] = own["fields"]["tool_calls"]
@@ -96,7 +96,7 @@ def calls_grammar(
 ) -> str:
     """Return the rule ``calls`` in Lark's syntax: at least one call.
 
-    arguments: the name of a rule, by name of the tool.
+    ``arguments`` maps each tool's name to the name of the rule for its arguments.
     """
 
     def literals(parts: Sequence[str]) -> str:
@@ -113,7 +113,7 @@ def calls_grammar(
 
 @dataclass(frozen=True)
 class ToolCall:
-    """``arguments``: JSON, as text. ``id``: letters and digits, as some chat templates want them."""
+    """A call of a tool: ``arguments`` are JSON text, and ``id`` has letters and digits, as some templates require."""
 
     name: str
     arguments: str
@@ -121,22 +121,22 @@ class ToolCall:
 
 
 class CallReader:
-    """Separates calls from the rest of an answer, as it comes. What is no call of a known tool stays text."""
+    """A reader that separates calls from an answer's text as it arrives. A call of an unknown tool stays text."""
 
     def __init__(self, region: Mapping[str, Any], names: Collection[str], *, several: bool = True) -> None:
-        """``names``: of the tools; ``several``: an answer may have more than one call."""
+        """Set up a parser; ``names`` are the tools' names, ``several`` allows more than one call in an answer."""
         self.several = several
         text = {"content": "text", "content_args": {"strip": False}}
         fields = {"tool_calls": {**region, "repeats": True, "optional": True}, "content": text}
         self._parser: ResponseParser | None = ResponseParser({"start_anchor": "\0", "fields": fields}, prefix="")
         self._names = names
-        self._unread = ""  # text that has been given out neither as text nor in a call
+        self._unread = ""  # text that was returned neither as text nor in a call
 
     def put(self, text: str) -> tuple[str, list[ToolCall]]:
-        """What has become certain: text, and calls."""
+        """Read more text; return the text and the calls that have become certain."""
         said = ""
         calls: list[ToolCall] = []
-        for position, character in enumerate(text):  # so that a call ends where it ends, and not behind it
+        for position, character in enumerate(text):  # one by one, so that a call ends at its last character
             if self._parser is None:
                 return said + text[position:], calls
             self._unread += character
@@ -145,17 +145,17 @@ class CallReader:
         return said, calls
 
     def end(self, *, is_cut: bool = False) -> tuple[str, list[ToolCall]]:
-        """Return what was held. If the answer ``is_cut``, a call that it has begun is left out: it is neither."""
+        """Return the text and the calls that were held. Leave out an unfinished call if the answer ``is_cut``."""
         said, calls = ("", []) if self._parser is None else self._read(self._parser, None)
         return ("" if is_cut and self._is_part_of_call(said) else said), calls
 
     def _is_part_of_call(self, text: str) -> bool:
-        """Return whether a call has begun in the text, which may also be JSON that a user has asked for."""
+        """Return whether ``text`` is the beginning of a call, rather than JSON that the user asked for."""
         has_begun = self._parser is None and bool(self._unread)
         return has_begun and (not text.lstrip().startswith("{") or any(f'"{name}"' in text for name in self._names))
 
     def _read(self, parser: ResponseParser, text: str | None) -> tuple[str, list[ToolCall]]:
-        """``text``: None at the end."""
+        """Parse ``text``, which is None at the end; return new text and calls."""
         said = ""
         calls: list[ToolCall] = []
         try:
@@ -166,12 +166,12 @@ class CallReader:
                 elif event["type"] == "region_close" and event["field"] == "tool_calls":
                     calls += self._calls(event["value"])
                     self._unread = ""
-        except (ValueError, KeyError):  # this is no call, and all that follows is text
+        except (ValueError, KeyError):  # this is no call, and everything that follows is text
             self._parser, said = None, said + self._unread
         return said, calls
 
     def _calls(self, value: Any) -> list[ToolCall]:
-        """Those that a region contains. Raises ValueError if something in it is none."""
+        """Return the calls in a region. Raise ValueError if it contains anything else."""
         calls = []
         if isinstance(value, str):  # NAME[ARGS]{…}[TOOL_CALLS]NAME[ARGS]{…}
             pairs = [part.partition("[ARGS]") for part in value.split("[TOOL_CALLS]")]

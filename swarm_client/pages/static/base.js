@@ -1,6 +1,6 @@
-// What all pages share: making elements, asking the API (with a key if it wants one), the header and its theme.
+// The functions that all pages share: making elements, calling the API (with a key if required), header and theme.
 
-/** A new element. Children are elements or text, never HTML; `on…` are listeners, `style` sets custom properties. */
+/** Return a new element. Children are elements or text, never HTML; `on…` are listeners, `style` sets properties. */
 export function el(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -36,7 +36,7 @@ const ICONS = {
   trash: "M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13",
 };
 
-/** A drawing that says nothing to screen readers; see ICONS for names. */
+/** Return an icon that screen readers ignore; see ICONS for names. */
 export function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
   const path = document.createElementNS(SVG, "path");
@@ -53,9 +53,9 @@ export function iconButton(name, label, onclick, attributes = {}) {
   return el("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...attributes }, icon(name));
 }
 
-// ------------------------------------------------------------------ storage that may be switched off
+// ------------------------------------------------------------------ storage, which may be switched off
 
-/** Of `localStorage` or `sessionStorage`; null if there is nothing, or no storage. */
+/** Return the value in `localStorage` or `sessionStorage`; null if there is no value or no storage. */
 export function stored(storage, key) {
   try {
     return window[storage].getItem(key);
@@ -64,13 +64,13 @@ export function stored(storage, key) {
   }
 }
 
-/** `value` null removes it. */
+/** Store `value`; null removes the stored value. */
 export function store(storage, key, value) {
   try {
     if (value === null) window[storage].removeItem(key);
     else window[storage].setItem(key, value);
   } catch {
-    // then it is forgotten when the page is closed
+    // without storage, the value is forgotten when the page is closed
   }
 }
 
@@ -80,7 +80,7 @@ const KEY = "swarm.api-key";
 let apiKey = stored("sessionStorage", KEY) ?? stored("localStorage", KEY);
 let asking = null; // the dialog that is open, as a promise
 
-/** What the API refused. `status` is 0 if it cannot be reached; `retryAfterS`: seconds, or null. */
+/** An error of the API. `status` is 0 if the API cannot be reached; `retryAfterS`: seconds, or null. */
 export class ApiError extends Error {
   constructor(status, message, retryAfterS = null) {
     super(message);
@@ -89,7 +89,7 @@ export class ApiError extends Error {
   }
 }
 
-/** `fetch` of this server's API; asks for a key if it wants one. Throws ApiError, or AbortError of `options.signal`. */
+/** Fetch from this server's API; ask the user for a required key. Throws ApiError, or `options.signal`'s AbortError. */
 export async function api(path, options = {}) {
   for (;;) {
     const key = apiKey;
@@ -116,7 +116,7 @@ export function postJson(path, body, options = {}) {
   return api(path, { ...options, method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
 }
 
-/** The events of a response of type text/event-stream, as `{event, data}`; data is text. */
+/** Yield the events of a text/event-stream response, as `{event, data}`; data is text. */
 export async function* serverEvents(response) {
   let rest = "";
   for await (const text of texts(response.body)) {
@@ -159,14 +159,14 @@ async function refusal(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // no error in OpenAI's shape: from a proxy, perhaps
+    // the body is no OpenAI error; a proxy may have sent it
   }
   return new ApiError(response.status, message, Number.parseInt(response.headers.get("Retry-After"), 10) || null);
 }
 
 // ------------------------------------------------------------------ the key
 
-/** Resolves to whether there is one now. */
+/** Ask the user for a key; resolves to whether there is one now. */
 async function askForKey(problem) {
   const input = el("input", { class: "input", id: "api-key", type: "password", autocomplete: "off", required: true, spellcheck: "false", "aria-describedby": "api-key-hint" });
   const keep = el("input", { type: "checkbox" });
@@ -209,7 +209,7 @@ async function forgetKey() {
   showKeyButton();
 }
 
-/** A modal dialog. `actions`: [label, value, class] each; resolves to the value chosen, "" if it was closed. */
+/** Show a modal dialog. `actions`: [label, value, class] each; resolves to the chosen value, "" if it was closed. */
 export function ask(title, content, actions) {
   const buttons = actions.map(([label, value, kind]) =>
     el("button", { class: `button ${kind ?? ""}`, value, ...(value ? {} : { formnovalidate: true }) }, label),
@@ -217,7 +217,7 @@ export function ask(title, content, actions) {
   const form = el("form", { method: "dialog" }, el("h2", { id: "dialog-title" }, title), content, el("div", { class: "dialog-actions" }, buttons));
   form.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.target.tagName !== "INPUT") return;
-    event.preventDefault(); // the first button would be pressed, which is not the one that was meant
+    event.preventDefault(); // the browser would press the first button, which cancels
     form.requestSubmit(buttons.at(-1));
   });
   const dialog = el("dialog", { class: "dialog", "aria-labelledby": "dialog-title" }, form);
@@ -259,7 +259,7 @@ function switchTheme() {
   showTheme();
 }
 
-/** Fills `<header class="site-header">`; `before` and `after` are the page's own controls. */
+/** Fill `<header class="site-header">`; `before` and `after` are the page's own controls. */
 export function showHeader({ before = [], after = [] } = {}) {
   const links = [
     ["/", "Chat"],

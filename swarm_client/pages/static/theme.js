@@ -4,7 +4,7 @@
   try {
     theme = localStorage.getItem("swarm.theme");
   } catch {
-    // storage is switched off: the system's theme
+    // without storage, the system's theme is used
   }
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 })();

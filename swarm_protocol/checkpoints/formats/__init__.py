@@ -1,4 +1,4 @@
-"""How published checkpoints pack their weights: one module for each format, found by ``quantization_config``."""
+"""Formats in which published checkpoints pack weights: one module per format, selected by ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[PackedForm, ...]]] = {
 
 
 def forms_of(quantization_config: object, where: str) -> tuple[PackedForm, ...]:
-    """How the weights of this checkpoint are packed.
+    """Return the forms in which this checkpoint packs its weights.
 
     Raises:
         CheckpointError: the format is not known, or the config does not fit it.

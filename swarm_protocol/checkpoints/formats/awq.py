@@ -1,4 +1,4 @@
-"""AWQ: integers of 4 bits with a scale and a zero point for each group of inputs (AutoAWQ's version "gemm").
+"""The AWQ format: 4-bit integers with a scale and a zero point per group of inputs (AutoAWQ's version "gemm").
 
 Layout: https://github.com/casper-hansen/AutoAWQ, ``awq/utils/packing_utils.py``. Words hold eight consecutive outputs.
 """
@@ -17,7 +17,7 @@ from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 _BITS = 4
 _PER_WORD = WORD_BITS // _BITS
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs in a word, which holds 0 2 4 6 1 3 5 7
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each output in a word, which holds them in the order 0 2 4 6 1 3 5 7
 
 
 def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
@@ -30,7 +30,7 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack(name: str, parts: Parts) -> StoredTensor:
-    """qweight: [in, out / 8] words, scales: [groups, out], qzeros: [groups, out / 8] or none, for 8."""
+    """Pack qweight [in, out / 8] words, scales [groups, out], optional qzeros [groups, out / 8] (default: 8)."""
     qweight, scales = parts["qweight"], parts["scales"]
     require(qweight.dtype == torch.int32 and len(qweight.shape) == 2, qweight, "a matrix of int32")
     inputs, outputs = qweight.shape[0], qweight.shape[1] * _PER_WORD

@@ -1,7 +1,8 @@
-"""bitsandbytes: nf4 and fp4, in blocks with a largest value, and int8 with one for each row.
+"""The bitsandbytes formats: nf4 and fp4 with a largest value per block, and int8 with a largest value per row.
 
 Format: ``QuantState.as_dict`` and ``Linear8bitLt`` of https://github.com/bitsandbytes-foundation/bitsandbytes. The
-package takes seconds to import, and on a CPU its version 0.50 reads widths wrongly that its blocks do not divide.
+package is not used: it takes seconds to import. On a CPU, its version 0.50 misreads widths that are not multiples of
+its blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from swarm_protocol.untrusted.json_file import parse_object, shown
 _MAX_STATE_BYTES = 4096
 _MOST_OFFSET = 1e30
 _BLOCK_SIZES = {32, 64, 128, 256, 512, 1024, 2048, 4096}
-_TILE = 1 << 20  # numbers that are unpacked at a time
+_TILE = 1 << 20  # how many numbers are unpacked at a time
 _TOP = 127  # the largest int8
 
 
@@ -42,7 +43,7 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack_rows(name: str, parts: Parts) -> StoredTensor:
-    """weight: [out, in] int8, scale: [out], what 127 stands for."""
+    """Pack weight [out, in] int8 and scale [out], the value that 127 stands for in each row."""
     weight, scale = parts["weight"], parts["scale"]
     require(weight.dtype == torch.int8 and len(weight.shape) == 2, weight, "a matrix of int8")
     is_right = scale.dtype.is_floating_point and scale.shape == weight.shape[:1]
@@ -58,10 +59,10 @@ def _unpack_rows(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
 
 
 def _pack_blocks(name: str, parts: Parts) -> StoredTensor:
-    """weight: two numbers in a byte, absmax: [blocks], quant_map: [16], state: JSON in bytes.
+    """Pack weight (two numbers per byte), absmax [blocks], quant_map [16] and state (JSON in bytes).
 
-    With double quantisation absmax is itself a byte for each block, which nested_quant_map [256] maps to a share of
-    nested_absmax [blocks of absmax]; an offset is added.
+    With double quantisation, absmax itself has one byte per block. nested_quant_map [256] maps this byte to a fraction
+    of nested_absmax [blocks of absmax]; then an offset is added.
     """
     weight, absmax, quant_map = parts["weight"], parts["absmax"], parts["quant_map"]
     state = _read_state(parts["state"])
@@ -91,7 +92,7 @@ def _pack_blocks(name: str, parts: Parts) -> StoredTensor:
 
 
 def _read_state(stored: FileTensor) -> dict[str, Any]:
-    """The numbers of a quant_state. Raises CheckpointError if they are not there or make no sense."""
+    """Read the numbers of a quant_state; raise CheckpointError if they are missing or make no sense."""
     require(stored.dtype == torch.uint8 and stored.size_bytes <= _MAX_STATE_BYTES, stored, "JSON in bytes")
     state = parse_object(bytes(stored.read().tolist()), f"{stored.path}: {stored.name}")
     sizes = state.get("shape")
@@ -128,7 +129,7 @@ def _unpack_blocks(
     largest, levels = require_finite(absmax, name), require_finite(quant_map, name)
     count, pairs = prod(shape), weight.flatten()
     unpacked = torch.empty(count, dtype=torch.float32)
-    for start in range(0, count, _TILE):  # blocks divide tiles
+    for start in range(0, count, _TILE):  # a tile is a whole number of blocks
         some = pairs[start // 2 : (start + _TILE) // 2]
         numbers = levels[torch.stack([some >> 4, some & 15], -1).flatten().long()]
         tile = unpacked[start : start + _TILE]

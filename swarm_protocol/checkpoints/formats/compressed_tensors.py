@@ -1,4 +1,4 @@
-"""compressed-tensors: fp8, int8 or packed integers, of which each group of tensors says how it is stored.
+"""The compressed-tensors formats: fp8, int8 or packed integers; each group of tensors names its own format.
 
 Format: https://github.com/vllm-project/compressed-tensors
 """
@@ -27,9 +27,9 @@ _OPTIONAL = {"zero_point": ".weight_zero_point", "g_idx": ".weight_g_idx"}
 
 
 def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
-    """Raises CheckpointError if a group of tensors is stored in a way that is not known.
+    """Return the two supported forms; raise CheckpointError if a group of tensors has an unknown format.
 
-    How many bits a weight has, and which inputs share a scale, is read off its parts.
+    The bits of a weight, and which inputs share a scale, follow from the shapes of its parts.
     """
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
@@ -67,7 +67,7 @@ def _block_of(groups: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
 
 
 def _pack_plain(name: str, parts: Parts, block: tuple[int, int] | None) -> StoredTensor:
-    """weight: [out, in] int8 or float8; scale: one number, [out, 1], [out, groups] or, of float8, of blocks."""
+    """Pack weight [out, in] int8 or float8; scale: one number, [out, 1], [out, groups] or, for float8, per block."""
     weight, scale = parts["weight"], parts["scale"]
     is_right = weight.dtype in {*FLOAT8, torch.int8} and len(weight.shape) == 2
     require(is_right, weight, "a matrix of int8 or float8")
@@ -94,7 +94,7 @@ def _unpack_plain(
 
 
 def _pack_words(name: str, parts: Parts) -> StoredTensor:
-    """packed: [out, in / n] words of n integers; scale: as above; zero points may be words, too."""
+    """Pack words [out, in / n] of n integers each; scale as in ``_pack_plain``; zero points may be words, too."""
     packed, scale, shape = parts["packed"], parts["scale"], parts["shape"]
     require(packed.dtype == torch.int32 and len(packed.shape) == 2, packed, "a matrix of int32")
     require(shape.dtype in (torch.int32, torch.int64) and shape.shape == (2,), shape, "two integers")
@@ -124,7 +124,7 @@ def _unpack_words(
     bits: int,
     width: int,
 ) -> Integers:
-    rows, middle = len(packed), 1 << (bits - 1)  # integers are stored without sign, the middle being added
+    rows, middle = len(packed), 1 << (bits - 1)  # integers are stored unsigned, with the middle added
     zero: torch.Tensor | int = middle
     if zero_point is not None and zero_point.dtype == torch.int32:
         zero = unpack_words(zero_point.T, bits)[:, :rows].T
@@ -151,10 +151,10 @@ def _require_groups(parts: Parts, rows: int, width: int) -> None:
 
 
 def _by_row(values: torch.Tensor) -> torch.Tensor:
-    """[out, groups] or [1, 1], of one value, [out] or [out, groups]."""
+    """Return values of shape [], [out] or [out, groups] as [1, 1] or [out, groups]."""
     return values.reshape(-1, 1) if values.ndim < 2 else values
 
 
 def _order(g_idx: torch.Tensor | None) -> torch.Tensor | None:
-    """The group of each input; None, also if all are -1, which stands for inputs in their order."""
+    """Return the group of each input; None if inputs are in order, which all -1 means too."""
     return None if g_idx is None or bool((g_idx == -1).all()) else g_idx

@@ -1,4 +1,4 @@
-"""fp8: a float of 8 bits, and a scale for each block of a weight, each row, or the whole (DeepSeek-V3, Qwen3-FP8)."""
+"""The fp8 format: 8-bit floats with a scale per block, per row or per weight (DeepSeek-V3, Qwen3-FP8)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_BLOCK = 1 << 20
 
 
 def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
-    """``config`` is a ``quantization_config``; raises CheckpointError if it makes no sense."""
+    """Return the forms for a ``quantization_config``; raise CheckpointError if the config makes no sense."""
     block = config.get("weight_block_size")
     if block is not None and not is_block(block):
         raise CheckpointError(f"quantization_config has weight_block_size={shown(block)}: expected two sizes")
     pack = partial(pack_fp8, block=None if block is None else tuple(block))
     scales = (".weight_scale_inv", ".weight_scale", ".qscale_weight")
     linears = [PackedForm({"scale": end, "weight": ".weight"}, ".weight", pack, unused=_UNUSED) for end in scales]
-    return (*linears, PackedForm({"scale": "_scale_inv", "weight": ""}, "", pack))  # the last is for fused experts
+    return (*linears, PackedForm({"scale": "_scale_inv", "weight": ""}, "", pack))  # the last form is for fused experts
 
 
 def is_block(block: object) -> bool:
-    """Whether it is a list of two sizes."""
+    """Return whether the value is a list of two sizes."""
     return (
         isinstance(block, list)
         and len(block) == 2
@@ -39,7 +39,7 @@ def is_block(block: object) -> bool:
 
 
 def pack_fp8(name: str, parts: Parts, block: tuple[int, int] | None = None) -> StoredTensor:
-    """weight: [..., out, in] float8. scale: [..., blocks of out, blocks of in], [..., out, 1], [out] or one number."""
+    """Pack weight [..., out, in] float8, scale [..., out blocks, in blocks], [..., out, 1], [out] or one number."""
     weight, scale = parts["weight"], parts["scale"]
     require(weight.dtype in FLOAT8 and len(weight.shape) >= 2, weight, "a matrix of float8")
     require(scale.dtype.is_floating_point, scale, "floats")

@@ -1,7 +1,7 @@
-"""GPTQ: integers of 2, 4 or 8 bits with a scale and a zero point for each group of inputs, in any order.
+"""The GPTQ format: integers of 2, 4 or 8 bits with a scale and a zero point per group of inputs, in any order.
 
-Layout: https://github.com/AutoGPTQ/AutoGPTQ, ``qlinear_cuda_old.py``. Words hold consecutive inputs of an output, those
-of zero points consecutive outputs.
+Layout: https://github.com/AutoGPTQ/AutoGPTQ, ``qlinear_cuda_old.py``. A word of weights holds consecutive inputs of one
+output; a word of zero points holds consecutive outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack(name: str, parts: Parts, bits: int, stored_minus_one: bool) -> StoredTensor:
-    """qweight: [in / n, out] words of n integers, qzeros: [groups, out / n], scales: [groups, out], g_idx: [in]."""
+    """Pack qweight [in / n, out] words of n integers, qzeros [groups, out / n], scales [groups, out], g_idx [in]."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     per_word = WORD_BITS // bits
     is_right = qweight.dtype == torch.int32 and len(qweight.shape) == 2

@@ -1,4 +1,4 @@
-"""Weights of small integers in words of 32 bits, of which the inputs of a group share a scale and a zero point."""
+"""Weights of small integers packed in 32-bit words; the inputs of a group share a scale and a zero point."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from swarm_protocol.checkpoints.safetensors_file import filled
 from swarm_protocol.errors import CheckpointError
 
 WORD_BITS = 32
-_TILE = 256  # rows that are unpacked at a time
+_TILE = 256  # how many rows are unpacked at a time
 
 
 @dataclass(frozen=True)
 class Integers:
-    """A weight of small integers, ``(q - zero) * scale``.
+    """A weight of small integers, which stands for ``(q - zero) * scale``.
 
     Attributes:
         q: [out, in] int8, uint8 or float8.
         scale: [out, groups] or [1, 1], any float dtype.
         zero: [out, groups] or one number.
-        group_of: [in], the group of each input if they do not follow one another in groups of equal size.
+        group_of: [in], the group of each input; None if groups are consecutive and of equal size.
     """
 
     q: torch.Tensor
@@ -34,12 +34,12 @@ class Integers:
 
 @dataclass(frozen=True, eq=False)
 class IntegerTensor(PackedTensor):
-    """A weight that is stored as integers; ``unpack`` returns them. Its tiles are those of integers in memory."""
+    """A weight stored as integers: ``unpack`` returns ``Integers``. ``tiles`` reads all of them into memory first."""
 
     has_tiles = True
 
     def read_integers(self) -> Integers:
-        """The integers as they are stored, with scales in fp32. Raises CheckpointError if a scale is not finite."""
+        """Return the stored integers, with scales in fp32; raise CheckpointError if a scale is not finite."""
         integers: Integers = self._unpacked()
         (_, width), (_, groups) = integers.q.shape, integers.scale.shape
         group_of = integers.group_of
@@ -55,12 +55,12 @@ class IntegerTensor(PackedTensor):
 
 
 def _in_order(width: int, groups: int) -> torch.Tensor:
-    """The group of each input if they follow one another; the last one is longer if need be."""
+    """Return the group of each input for consecutive groups; the last group may be longer."""
     return (torch.arange(width) // max(width // groups, 1)).clamp_(max=groups - 1)
 
 
 def _dequantize(integers: Integers, name: str, tile_rows: int) -> Iterator[torch.Tensor]:
-    """Tiles of [out, in] fp32. Raises CheckpointError if an input is of a group that is not there."""
+    """Yield tiles of [out, in] fp32; raise CheckpointError if an input belongs to a group that does not exist."""
     q, group_of = integers.q, integers.group_of
     rows, width = q.shape
     scale = integers.scale.expand(rows, -1)
@@ -79,9 +79,9 @@ def _dequantize(integers: Integers, name: str, tile_rows: int) -> Iterator[torch
 
 
 def unpack_words(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
-    """words: [..., n] int32 -> [..., n * 32 // bits] uint8, of which the first is in the lowest bits of a word.
+    """Unpack words [..., n] int32 -> [..., n * 32 // bits] uint8; the first integer is in the lowest bits by default.
 
-    order: the place in a word, counted from its lowest bits, of the first integer, of the second, and so on.
+    order: the place of the first, second, … integer in a word, counted from the lowest bits.
     """
     per_word = WORD_BITS // bits
     unpacked = torch.empty(*words.shape, per_word, dtype=torch.uint8)

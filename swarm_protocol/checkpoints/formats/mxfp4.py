@@ -1,4 +1,4 @@
-"""mxfp4: floats of 4 bits, and a power of two for each 32 of them (the experts of gpt-oss).
+"""The mxfp4 format: 4-bit floats with a power of two per 32 of them (the experts of gpt-oss).
 
 Format: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, section 5
 """
@@ -16,8 +16,8 @@ from swarm_protocol.checkpoints.formats.packed import PackedForm, PackedTensor, 
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.errors import CheckpointError
 
-_GROUP_BYTES = 16  # of 32 numbers, which share an exponent
-_NO_NUMBER = 255  # an exponent
+_GROUP_BYTES = 16  # holds 32 numbers, which share an exponent
+_NO_NUMBER = 255  # the exponent that means NaN
 
 
 def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
@@ -25,14 +25,14 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack(name: str, parts: Parts) -> StoredTensor:
-    """blocks: [experts, out, groups, 16] bytes, scales: [experts, out, groups] exponents -> [experts, in, out]."""
+    """Pack blocks [experts, out, groups, 16] bytes, scales [experts, out, groups] exponents -> [experts, in, out]."""
     blocks, scales = parts["blocks"], parts["scales"]
     is_right = blocks.dtype == torch.uint8 and len(blocks.shape) == 4 and blocks.shape[3] == _GROUP_BYTES
     require(is_right, blocks, f"uint8 of shape [experts, rows, groups, {_GROUP_BYTES}]")
     is_right = scales.dtype == torch.uint8 and scales.shape == blocks.shape[:3]
     require(is_right, scales, f"uint8 of shape {list(blocks.shape[:3])}, an exponent for each group")
     experts, rows, groups, _ = blocks.shape
-    # Exact in bfloat16: a number has two bits, and the exponent is that of bfloat16.
+    # Exact in bfloat16: a number has two significant bits, and the exponents are those of bfloat16.
     shape = (experts, groups * 2 * _GROUP_BYTES, rows)
     return PackedTensor(
         name, torch.bfloat16, shape, parts, partial(_unpack, name=name), dict.fromkeys(parts, Fraction(1))
@@ -48,7 +48,7 @@ def _unpack(blocks: torch.Tensor, scales: torch.Tensor, *, name: str) -> torch.T
         )
     experts, rows, groups, _ = blocks.shape
     unpacked = torch.empty(experts, groups * 2 * _GROUP_BYTES, rows, dtype=torch.bfloat16)
-    for expert in range(experts):  # it makes several copies of what it is given
+    for expert in range(experts):  # one expert at a time, because the conversion makes several copies of its input
         one = slice(expert, expert + 1)
         unpacked[one] = convert_moe_packed_tensors(blocks[one], scales[one], dtype=torch.bfloat16)
     return unpacked

@@ -1,4 +1,4 @@
-"""The seam between checkpoints and formats: a weight that several stored tensors hold, unpacked whenever it is read."""
+"""The interface between checkpoints and formats: a weight stored as several tensors, unpacked at each read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import shown
 
 Parts = Mapping[str, FileTensor]  # by role
-_TILE = 256  # rows that are read at a time
+_TILE = 256  # how many rows are read at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +25,14 @@ class PackedTensor(StoredTensor):
     """A weight in full precision that is computed from its parts at each ``read``.
 
     Attributes:
-        dtype: what ``unpack`` returns: float32, or bfloat16 where that loses nothing.
-        parts: what is stored, by role.
-        unpack: a function of a module and its settings, which takes the parts as they were read, by role, and returns
-            ``shape`` in ``dtype``, or as many rows of it as it was given. Raises CheckpointError.
-        part_rows: how many rows of a part belong to a row of the weight, by role; other parts are read whole for
-            each tile. Empty: the weight cannot be unpacked in tiles.
+        name: the weight's name in the model.
+        dtype: the dtype of what ``unpack`` returns: float32, or bfloat16 where that is exact.
+        shape: the shape of the whole weight.
+        parts: the stored tensors, by role.
+        unpack: a module-level function with its settings. It takes the parts' data by role, and returns ``shape`` in
+            ``dtype``, or the rows that the data covers. Raises CheckpointError.
+        part_rows: rows of a part per row of the weight, by role; other parts are read whole for each tile. Empty: the
+            weight cannot be unpacked in tiles.
     """
 
     name: str
@@ -75,10 +77,10 @@ class PackedTensor(StoredTensor):
 
 
 class JoinedTensor(StoredTensor):
-    """A matrix of the model whose rows are those of several tensors of one dtype, one after the other.
+    """A matrix of the model whose rows are the concatenated rows of several tensors of one dtype.
 
     Attributes:
-        parts: the tensors.
+        parts: the tensors, in order.
     """
 
     def __init__(self, parts: Sequence[StoredTensor]) -> None:
@@ -96,15 +98,15 @@ class JoinedTensor(StoredTensor):
 
 @dataclass(frozen=True)
 class PackedForm:
-    """One way in which a format stores a weight: the names of its parts, and how they fit together.
+    """One way in which a format stores a weight: the names of its parts, and how to combine them.
 
     Attributes:
-        parts: how the names of the parts end after what they have in common, by role. The first end is one that no
-            other tensor of the checkpoint has: where it is, the other parts must be.
-        weight: how the name of the weight ends instead.
-        pack: makes the tensor of that name from its parts. Raises CheckpointError if they do not fit together.
-        optional: like ``parts``, of those that need not be there.
-        unused: ends of names of tensors that say how activations were quantised, which is not done here.
+        parts: the suffix of each part's name after their common prefix, by role. No other tensor has the first suffix:
+            wherever it occurs, all parts must exist.
+        weight: the suffix of the weight's name.
+        pack: makes the tensor of the given name from its parts. Raises CheckpointError if they do not fit together.
+        optional: like ``parts``, for parts that may be absent.
+        unused: suffixes of tensors that describe the quantisation of activations, which is not done here.
     """
 
     parts: Mapping[str, str]
@@ -123,14 +125,15 @@ class PackedNames:
 
 
 def find_packed(names: Collection[str], forms: Collection[PackedForm], where: str) -> dict[str, PackedNames | None]:
-    """The tensors of a checkpoint in full precision, by name; None for those that are stored as they are.
+    """Return how each full-precision tensor of a checkpoint is stored, by name; None if it is stored unpacked.
 
     Args:
-        names: of the stored tensors.
+        names: the names of the stored tensors.
+        forms: the forms in which weights may be packed.
         where: the checkpoint, for errors.
 
     Raises:
-        CheckpointError: naming a tensor whose scale or another part is missing.
+        CheckpointError: a tensor has no scale, or lacks another part; the message names the tensor.
     """
     rest = dict.fromkeys(names)  # keeps the order
     packed: dict[str, PackedNames | None] = {}
@@ -138,7 +141,7 @@ def find_packed(names: Collection[str], forms: Collection[PackedForm], where: st
         (mark, *_) = form.parts.values()
         for marked in [name for name in names if name.endswith(mark)]:
             if marked not in rest:
-                continue  # it is a part of an earlier form's weight
+                continue  # already a part of an earlier form's weight
             base = marked[: -len(mark)]
             parts = {role: base + end for role, end in form.parts.items()}
             for name in parts.values():
@@ -155,7 +158,7 @@ def find_packed(names: Collection[str], forms: Collection[PackedForm], where: st
 
 
 def require(is_right: bool, stored: FileTensor, expected: str) -> None:
-    """Raises CheckpointError unless ``is_right``; ``expected`` says what the tensor should have been."""
+    """Raise CheckpointError unless ``is_right``; ``expected`` describes the tensor that was expected."""
     if not is_right:
         kind = str(stored.dtype).removeprefix("torch.")
         raise CheckpointError(
@@ -164,7 +167,7 @@ def require(is_right: bool, stored: FileTensor, expected: str) -> None:
 
 
 def require_finite(scale: torch.Tensor, name: str) -> torch.Tensor:
-    """The scale in fp32. Raises CheckpointError if it holds an infinity or what is no number."""
+    """Return the scale in fp32; raise CheckpointError if it contains NaN or infinity."""
     scale = scale.float()
     if not bool(scale.isfinite().all()):
         raise CheckpointError(f"the scales of tensor {name} are damaged: expected finite numbers")
@@ -172,7 +175,7 @@ def require_finite(scale: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def setting(config: Mapping[str, Any], key: str, choices: Collection[Any], default: Any = None) -> Any:
-    """``config[key]``, which must be one of ``choices``. Raises CheckpointError."""
+    """Return ``config[key]``, which must be one of ``choices``; raise CheckpointError otherwise."""
     value = config.get(key, default)
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         expected = ", ".join(map(repr, choices))

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which of them holds a tensor, and how its weights are packed."""
+"""The safetensors files of a checkpoint: which file holds a tensor, and how its weights are packed."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import require_model_numbers
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-QUANTIZATION = "quantization_config"  # of config.json: how the weights are packed
-MAX_INDEX_BYTES = 64 << 20  # those of the largest models have 10 MiB
+QUANTIZATION = "quantization_config"  # the key of config.json that says how the weights are packed
+MAX_INDEX_BYTES = 64 << 20  # the index files of the largest models have 10 MiB
 OLD_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
-# Fields of config.json that say how it was written, not what the model computes.
+# Fields of config.json that do not affect what the model computes.
 CONFIG_NOISE = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-# Types that repositories bring code for, though it is what transformers has under another name (see its kimi_k25).
+# Types whose repositories bring code, though transformers has the same model under another name (see its kimi_k25).
 TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
-# Settings that only the repositories' code reads, and the values that the code of transformers computes.
+# Settings that only the repositories' code reads, with the values that transformers' code implements.
 ALIAS_SETTINGS = {"kimi_k2": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}}
 SAMPLE_BYTES = 4096
 SAMPLES_PER_SHARD = 64
 
 
 class ShardedWeights:
-    """What ``Checkpoint`` reads config.json and safetensors files by.
+    """The reader of a ``Checkpoint`` whose files are config.json and safetensors.
 
     Attributes:
         config: the model's config.
-        names: of the model's tensors, in full precision.
+        names: the names of the model's full-precision tensors.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
-        """Raises CheckpointError; UnsupportedModel if transformers does not know the model type."""
+        """Read the config and the index; raise CheckpointError, or UnsupportedModel for an unknown model type."""
         self._files = files
         self._raw = read_object(files.path(CONFIG))
         self._forms: tuple[PackedForm, ...] = ()
@@ -57,11 +57,11 @@ class ShardedWeights:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of the files with weights."""
+        """Return the names of the files with weights."""
         return tuple(sorted(set(self._shards.values())))
 
     def unread(self, names: Iterable[str]) -> set[str]:
-        """Return the files with these tensors of which the headers were not read yet."""
+        """Return the files that hold these tensors and whose headers have not been read yet."""
         packed = {name: self._packed[name] for name in names}
         parts = (part for name, of in packed.items() for part in ([name] if of is None else of.parts.values()))
         return {self._shards[part] for part in parts} - self._headers.keys()
@@ -77,9 +77,9 @@ class ShardedWeights:
         return stored
 
     def fingerprint(self) -> str:
-        """Hash of the config, every shard's header, and a few samples of each shard's data.
+        """Return a hash of the config, every shard's header, and a few samples of each shard's data.
 
-        Cheap, and different for weights that training has changed; not for one edited number.
+        The hash is cheap. It changes if training has changed the weights, but may miss a single edited number.
         """
         config = {key: self._raw[key] for key in self._raw.keys() - CONFIG_NOISE if not key.startswith("_")}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
@@ -103,7 +103,7 @@ class ShardedWeights:
         return stored
 
     def _find_shards(self) -> dict[str, str]:
-        """Which file holds each tensor, by tensor name."""
+        """Return the file that holds each tensor, by tensor name."""
         try:
             index = self._files.path(INDEX)
         except FileMissing:
@@ -122,7 +122,7 @@ class ShardedWeights:
         try:
             path = self._files.path(SINGLE)
         except HubUnreachable:
-            raise  # others may have it
+            raise  # other sources may have it
         except FileMissing as error:
             if not isinstance(self._files, Directory):
                 raise FileMissing(f"{error}: expected safetensors, or one of its GGUF files by --gguf-file") from None
@@ -154,10 +154,10 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
             config = CONFIG_MAPPING[model_type].from_dict({**raw, "model_type": model_type})
         else:
             config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-    except Exception as error:  # each config class has its own ways to dislike a file
+    except Exception as error:  # each config class rejects a file with its own exceptions
         raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {_one_line(error)}") from error
     if hasattr(config, QUANTIZATION):
-        delattr(config, QUANTIZATION)  # or transformers' loader would expect packed weights
+        delattr(config, QUANTIZATION)  # otherwise transformers' loader would expect packed weights
     return config
 
 

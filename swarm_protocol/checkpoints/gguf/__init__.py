@@ -1,1 +1,1 @@
-"""Models in one GGUF file, or several: config, names, tokenizer and weights are all in it."""
+"""Models in GGUF form: one or more files with config, names, tokenizer and weights."""

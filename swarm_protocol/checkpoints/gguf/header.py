@@ -1,4 +1,4 @@
-"""The header of a GGUF file, checked: what it says of itself, and where its tensors lie.
+"""The header of a GGUF file, checked: its metadata values, and the positions of its tensors.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -19,13 +19,13 @@ from swarm_protocol.errors import CheckpointError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_HEADER_BYTES = 256 << 20  # those of the largest vocabularies have 20 MB
+_MAX_HEADER_BYTES = 256 << 20  # the headers of the largest vocabularies have 20 MB
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
-# Types by their numbers in ggml.h: name, and elements and bytes of a block.
+# Types by their numbers in ggml.h: name, elements per block, and bytes per block.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -51,9 +51,9 @@ class GgufTensor:
     """A tensor of a GGUF file.
 
     Attributes:
-        shape: of the numbers that it stands for, the outermost first.
-        type: a number of ``TYPES``.
-        rows: its bytes as they are stored, [rows, bytes of a row] uint8.
+        shape: the shape of the unpacked numbers, outermost dimension first.
+        type: a key of ``TYPES``.
+        rows: the stored bytes, [rows, bytes of a row] uint8.
     """
 
     shape: tuple[int, ...]
@@ -63,22 +63,22 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """``values`` are those that are no arrays; ``tensors`` by the names that llama.cpp gives them."""
+    """The header of one file: ``values`` has no arrays, and ``tensors`` are by llama.cpp's names."""
 
     values: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
     @property
     def architecture(self) -> str:
-        """Empty in files that go on where another one ends."""
+        """Return the architecture; empty in a shard that continues another file."""
         return str(self.values.get("general.architecture", ""))
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's header; no tensors.
+    """Read a file's header, but no tensors.
 
     Raises:
-        CheckpointError: the file is missing, is no GGUF file, is damaged, or holds a type that is not known.
+        CheckpointError: the file is missing, is no GGUF file, is damaged, or holds an unknown type.
     """
     try:
         with path.open("rb") as file:
@@ -137,7 +137,7 @@ class _Reader:
         return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")
 
     def _value(self, kind: int) -> Any:
-        """None for an array, which is passed over."""
+        """Read a value; skip an array and return None."""
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:

@@ -1,4 +1,4 @@
-"""Which tensors of a GGUF file make which of the model, by transformers' tables of names."""
+"""The mapping from the tensors of a GGUF file to the tensors of the model, by transformers' tables of names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ModelNames:
     """The tensors of a model as transformers names them.
 
     Attributes:
-        architecture: as llama.cpp calls it.
-        shapes: by name.
-        of_gguf: the name of the tensor that one of a GGUF file is, or is a part of, by llama.cpp's name.
-        processor: undoes what llama.cpp changed in a family's tensors (``TensorProcessor`` of transformers).
+        architecture: llama.cpp's name for the architecture.
+        shapes: the shape of each tensor, by name.
+        of_gguf: the name of the model's tensor, by llama.cpp's name of the tensor that is all or part of it.
+        processor: reverts llama.cpp's changes to a family's tensors (``TensorProcessor`` of transformers).
     """
 
     architecture: str
@@ -31,7 +31,7 @@ class ModelNames:
 
 
 class _Names:
-    """What ``get_gguf_hf_weights_map`` looks at of a model; it would look into every submodule of a real one anew."""
+    """A stand-in model for ``get_gguf_hf_weights_map``, which would visit every submodule of a real model each time."""
 
     def __init__(self, config: PreTrainedConfig, names: Collection[str]) -> None:
         self.config, self._names = config, names
@@ -44,7 +44,7 @@ class _Names:
 
 
 def model_names(config: PreTrainedConfig, architecture: str) -> ModelNames:
-    """Raise NotImplementedError or another error of transformers if there is no table for this model."""
+    """Return the names; raise NotImplementedError or another transformers error if there is no table for the model."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     with hf_loader(), torch.device("meta"), weight_init.no_init_weights(), RangesOnCpu():
@@ -52,7 +52,7 @@ def model_names(config: PreTrainedConfig, architecture: str) -> ModelNames:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     make_processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
     processor = make_processor(config=config.to_dict())
-    inside = f"{model.base_model_prefix}."  # bloom's were converted from the base model
+    inside = f"{model.base_model_prefix}."  # bloom's files were converted from the base model
     of_base = [name.removeprefix(inside) for name in shapes if name.startswith(inside)]
     of_gguf = get_gguf_hf_weights_map(_Names(config, of_base), processor, qual_name=inside)
     of_gguf |= get_gguf_hf_weights_map(_Names(config, list(shapes)), processor)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of rotary embeddings and transformers does not read; text would be wrong without a word."""
+"""Rotary-embedding settings of a GGUF file that transformers ignores; without them, text would be silently wrong."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from transformers import PreTrainedConfig
 from swarm_protocol.checkpoints.gguf.header import TYPES, GgufHeader
 from swarm_protocol.errors import UnsupportedModel
 
-FACTORS = "rope_freqs.weight"  # by which llama.cpp divides frequencies: [head_dim / 2] fp32
+FACTORS = "rope_freqs.weight"  # llama.cpp divides frequencies by these: [head_dim / 2] fp32
 OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def complete_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> None:
-    """Write the scaling of Llama 3.1 and later into ``config``, in place.
+    """Write the rope scaling of Llama 3.1 and later into ``config``, in place.
 
     Raises:
-        UnsupportedModel: the file scales rotary embeddings in another way, and the config does not say so.
+        UnsupportedModel: the file scales rotary embeddings in another way, which the config does not have.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     prefix = f"{header.architecture}.rope"
@@ -54,7 +54,7 @@ def _llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> torch.Tensor:
-    """[count] fp32, as ``_compute_llama3_parameters`` of transformers divides frequencies."""
+    """Return [count] fp32, the divisors that ``_compute_llama3_parameters`` of transformers applies to frequencies."""
     wavelengths = 2 * pi * theta ** (torch.arange(count, dtype=torch.float64) / count)
     smooth = (original_max_position_embeddings / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
     smooth = smooth.clamp(0, 1)

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, which a GGUF file holds itself, with its chat template."""
+"""The tokenizer of a model, with its chat template; a GGUF file contains its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarm_protocol.checkpoints.files import Directory, FileMissing, locate
 
 
 def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Raises CheckpointError, and whatever a stranger's files do to the libraries that read them."""
+    """Load the tokenizer; raise CheckpointError, or any error that untrusted files cause in the libraries."""
     files = locate(str(name_or_path), revision, None)
     gguf = None
     with suppress(FileMissing):  # a tokenizer needs no config.json
@@ -24,7 +24,7 @@ def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Pre
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
         return tokenizer
     path = files.path(gguf).absolute()
-    with tempfile.TemporaryDirectory() as alone:  # without a tokenizer of another model that lies beside the file
+    with tempfile.TemporaryDirectory() as alone:  # keeps out the tokenizer of another model beside the file
         (Path(alone) / path.name).symlink_to(path)
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name, trust_remote_code=False)
     tokenizer.name_or_path = str(name_or_path)

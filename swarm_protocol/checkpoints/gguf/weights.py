@@ -29,10 +29,10 @@ from swarm_protocol.untrusted.numbers import require_model_numbers
 _SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
 _MAX_SHARDS = 1024
 _ALWAYS_TIED = ("bloom", "falcon")  # transformers takes their heads from their embeddings
-_GEMMA2_27B_LAYERS = 46  # the only gemma2 whose attention is scaled otherwise
-_TILE = 1 << 18  # numbers that are unpacked at a time
+_GEMMA2_27B_LAYERS = 46  # the only gemma2 with another scale of attention
+_TILE = 1 << 18  # how many numbers are unpacked at a time
 _SAMPLE_BYTES = 4096
-# Classes of transformers that change matrices row by row, but for tensors with these in their names.
+# Classes of transformers that change matrices row by row, except tensors with one of these marks in their names.
 _ROW_BY_ROW = {
     "TensorProcessor": (),
     "LlamaTensorProcessor": (".attn_q.", ".attn_k."),
@@ -43,16 +43,16 @@ _ROW_BY_ROW = {
 
 
 class GgufWeights:
-    """What ``Checkpoint`` reads a GGUF file by, or the shards of one.
+    """The reader of a ``Checkpoint`` that is a GGUF file, or the shards of one.
 
     Attributes:
-        config: the model's config, as the file says it.
-        names: of the model's tensors that the file holds.
-        files: the names of the file and those that belong to it.
+        config: the model's config, as the file gives it.
+        names: the names of the model's tensors that the file holds.
+        files: the names of the file and of its other shards.
     """
 
     def __init__(self, files: CheckpointFiles, name: str) -> None:
-        """``name``: of the file. Raises CheckpointError, and UnsupportedModel if transformers has no table for it."""
+        """Open the file ``name``; raise CheckpointError, or UnsupportedModel if transformers has no table for it."""
         if importlib.util.find_spec("gguf") is None:
             raise CheckpointError(f"{name} is a GGUF file, which needs one more package: pip install 'swarm-lm[gguf]'")
         self._files, self._path = files, files.path(name)
@@ -64,13 +64,13 @@ class GgufWeights:
             raise CheckpointError(f"{self._path} is damaged: it does not say its general.architecture")
         self.config = _read_config(self._path, first)
         if "output.weight" in stored and first.architecture not in _ALWAYS_TIED:
-            self.config.tie_word_embeddings = False  # transformers looks for it in the first file alone
+            self.config.tie_word_embeddings = False  # transformers looks for it in the first file only
         complete_rope(self.config, first, self._path)
         self._model = _names_of(self.config, first.architecture, self._path)
         self._parts: dict[str, dict[str, GgufTensor]] = {}
         for key, tensor in stored.items():
             name_of = self._model.of_gguf
-            full = name_of.get(key) or name_of.get(key.removesuffix(".weight"))  # experts have no such end
+            full = name_of.get(key) or name_of.get(key.removesuffix(".weight"))  # the names of experts lack this suffix
             if full is not None:
                 self._parts.setdefault(full, {})[key] = tensor
             elif key not in (FACTORS, *OTHER_FACTORS, "output.weight"):  # the head of a model that ties it
@@ -78,7 +78,7 @@ class GgufWeights:
         self.names = tuple(self._parts)
 
     def unread(self, _names: Iterable[str]) -> set[str]:
-        """Return no file: all headers were read at once."""
+        """Return the empty set: all headers were read at once."""
         return set()
 
     def stored(self, name: str) -> StoredTensor:
@@ -92,7 +92,7 @@ class GgufWeights:
         return PackedTensor(name, torch.float32, shape, rows, unpack, self._part_rows(rows, shape[0]))
 
     def _part_rows(self, rows: Mapping[str, FileTensor], num_rows: int) -> dict[str, Fraction]:
-        """As in ``PackedTensor``."""
+        """Return the ``part_rows`` for ``PackedTensor``, empty if the tensor cannot be unpacked in tiles."""
         changed = _ROW_BY_ROW.get(type(self._model.processor).__name__)
         if changed is None or any(mark in key for mark in changed for key in rows):
             return {}
@@ -100,7 +100,7 @@ class GgufWeights:
         return ratios if all(ratio.denominator == 1 for ratio in ratios.values()) else {}
 
     def fingerprint(self) -> str:
-        """Hash of what the header says, and a sample of each tensor's data."""
+        """Return a hash of the header's values and a sample of each tensor's data."""
         digest = hashlib.sha256()
         for header in self._headers:
             digest.update(repr(sorted(header.values.items())).encode())
@@ -111,7 +111,7 @@ class GgufWeights:
 
 
 def _other_shards(name: str, first: GgufHeader) -> list[str]:
-    """The names of the files that belong to the first one."""
+    """Return the names of the other shards that belong to the first one."""
     count = first.values.get("split.count", 0)
     if not isinstance(count, int) or count <= 1:
         return []
@@ -124,13 +124,13 @@ def _other_shards(name: str, first: GgufHeader) -> list[str]:
 def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # of a stranger's file, whatever it does to the reader
+    except Exception as error:  # an untrusted file may cause any error in the reader
         raise _unsupported(path, error) from error
     expert_size = header.values.get(f"{header.architecture}.expert_feed_forward_length")
     if expert_size is not None and hasattr(config, "moe_intermediate_size"):
-        config.moe_intermediate_size = expert_size  # transformers takes its default
+        config.moe_intermediate_size = expert_size  # transformers keeps its default
     if config.model_type == "gemma2" and config.num_hidden_layers == _GEMMA2_27B_LAYERS:
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads  # the file does not say it
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads  # the file does not contain it
     require_model_numbers(json.loads(config.to_json_string()), path, type(config).attribute_map)
     return config
 
@@ -138,7 +138,7 @@ def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
 def _names_of(config: PreTrainedConfig, architecture: str, path: Path) -> ModelNames:
     try:
         return model_names(config, architecture)
-    except Exception as error:  # each model class has its own ways to dislike a config
+    except Exception as error:  # each model class rejects a config with its own exceptions
         raise _unsupported(path, error) from error
 
 
@@ -158,7 +158,7 @@ def _unpack(
     model: ModelNames,
     **rows: torch.Tensor,
 ) -> torch.Tensor:
-    """rows: [rows, bytes of a row] of each part, by llama.cpp's names; experts have two. Some of them, or all."""
+    """Unpack all rows or some. rows: [rows, bytes of a row] of each part, by llama.cpp's names; experts have two."""
     unpacked: dict[str, torch.Tensor] = {}
     for key, type_, part_shape in types:
         values = _dequantize(rows.pop(key), type_).reshape(-1, *part_shape[1:])
@@ -169,9 +169,9 @@ def _unpack(
                 tensor_key_mapping=model.of_gguf,
                 parsed_parameters={"tensors": unpacked},
             )
-        except Exception as error:  # numpy's, of a tensor whose sizes are not those of the config
+        except Exception as error:  # numpy errors, if the tensor's sizes do not match the config
             raise CheckpointError(f"tensor {key} has shape {list(part_shape)}, which does not fit: {error}") from error
-        if done.name is not None:  # else it has written it to ``unpacked``
+        if done.name is not None:  # otherwise the processor has written into ``unpacked``
             unpacked[name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
     if unpacked.keys() != {name} or len(unpacked[name].shape) != len(shape) or unpacked[name].shape[1:] != shape[1:]:
         found = {key: list(tensor.shape) for key, tensor in unpacked.items()}
@@ -180,7 +180,7 @@ def _unpack(
 
 
 def _dequantize(rows: torch.Tensor, type_: int) -> np.ndarray[Any, Any]:
-    """[rows, bytes of a row] uint8 -> [rows, numbers of a row] fp32."""
+    """Dequantize [rows, bytes of a row] uint8 -> [rows, numbers of a row] fp32."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -188,7 +188,7 @@ def _dequantize(rows: torch.Tensor, type_: int) -> np.ndarray[Any, Any]:
     stored = rows.numpy()
     values = np.empty((stored.shape[0], stored.shape[1] // block_bytes * block), dtype=np.float32)
     tile_rows = max(1, _TILE // max(1, values.shape[1]))
-    for start in range(0, len(stored), tile_rows):  # it makes several copies of what it is given
+    for start in range(0, len(stored), tile_rows):  # in tiles, because dequantize makes several copies of its input
         tile = slice(start, start + tile_rows)
         values[tile] = dequantize(stored[tile], GGMLQuantizationType(type_))
     return values

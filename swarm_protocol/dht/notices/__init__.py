@@ -1,1 +1,1 @@
-"""What stands in the DHT beside the records of servers: revoked memberships, and servers that answer wrongly."""
+"""DHT entries beside server records: revoked memberships, and accusations against servers that answer wrongly."""

@@ -1,4 +1,4 @@
-"""Who answers wrongly, in the DHT: every server publishes what it has found itself, and whom its clients doubt."""
+"""Accusations in the DHT: every server publishes its own evidence, and the servers that its clients doubt."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 
-MAX_EVIDENCE = 4  # of one server: what a record of the DHT has room for
+MAX_EVIDENCE = 4  # per server: what fits into a DHT record
 MAX_DOUBTED = 8  # servers that one server may name
 _PUBLISH_TIMEOUT_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
 class Accusations:
-    """Those of the servers of one model."""
+    """The accusations against servers of one model."""
 
     def __init__(
         self, node: Callable[[], DHTNode], swarm: str, model: str, identity: Identity, access: AccessControl | None
     ) -> None:
-        """``node``: that of this process at present."""
+        """Set where to read and publish; ``node`` returns the current node of this process."""
         self._node = node
         self._key = accusations_key(swarm, model)
         self._subkey = subkey_of(identity)
         self._access = access
 
     async def read(self) -> list[tuple[str, pb.Accusations]]:
-        """Return what was published, which nobody has checked, with the peer ids of the publishers."""
+        """Return the unverified accusations, each with the peer id of its publisher."""
         entry = await self._node().get(self._key, latest=True)
         items = entry.value if entry is not None and isinstance(entry.value, dict) else {}
         found = []
@@ -50,7 +50,7 @@ class Accusations:
         return found
 
     async def publish(self, evidence: Sequence[pb.Evidence], doubted: Sequence[str], token: bytes) -> bool:
-        """Replaces what this peer has published before; returns whether some node took it.
+        """Replace this peer's published accusations; return whether a node accepted them.
 
         ``doubted``: peer ids. ``token``: of a member of a private swarm. The last ``MAX_EVIDENCE`` and the first
         ``MAX_DOUBTED`` are published.

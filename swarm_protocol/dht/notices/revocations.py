@@ -1,4 +1,4 @@
-"""The revocations of a private swarm in its DHT, where its servers publish them again as long as they matter."""
+"""The revocations of a private swarm in its DHT; servers republish them until they expire."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.records import LIFETIME_S, revocations_key
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 
-_RENEW_BELOW_S = LIFETIME_S / 2  # the first server that looks renews those of which less is left
+_RENEW_BELOW_S = LIFETIME_S / 2  # the first server that finds less lifetime left renews the entry
 _PUBLISH_TIMEOUT_S = 10.0
 
 
 class Revocations:
-    """What ``access`` knows of them, and what the DHT has."""
+    """The synchronisation of revocations between ``access`` and the DHT."""
 
     def __init__(self, node: DHTNode, swarm: str, access: AccessControl) -> None:
         self._node = node
@@ -21,7 +21,7 @@ class Revocations:
         self._access = access
 
     async def read(self) -> dict[str, float]:
-        """Notes all there are; returns when they expire in the DHT, by the id of the grant in hexadecimal."""
+        """Apply all revocations in the DHT; return their expirations there, by the id of the grant in hexadecimal."""
         entry = await self._node.get(self._key, latest=True)
         if entry is None or not isinstance(entry.value, dict):
             return {}
@@ -31,7 +31,7 @@ class Revocations:
         return {subkey: item.expiration_time for subkey, item in entry.value.items() if isinstance(subkey, str)}
 
     async def keep(self) -> None:
-        """Reads them, and publishes again those known that are missing or about to expire in the DHT."""
+        """Read the revocations, and republish known ones that are missing or about to expire in the DHT."""
         expirations = await self.read()
         now = get_dht_time()
         for grant_id, data in self._access.revocations().items():
@@ -39,7 +39,7 @@ class Revocations:
                 await self._store(grant_id, data)
 
     async def publish(self, grant_id: bytes, data: bytes) -> bool:
-        """Stores a signed revocation; returns whether some node took it."""
+        """Store a signed revocation; return whether a node accepted it."""
         try:
             return await asyncio.wait_for(self._store(grant_id, data), _PUBLISH_TIMEOUT_S)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""Quantises transformer blocks in place: int8, int4 or nf4, fused experts and transposed layers included."""
+"""Quantisation of transformer blocks in place: int8, int4 or nf4, fused experts and transposed layers included."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swarm_server.blocks.quantization.report import Left, Report
 from swarm_server.blocks.quantization.stored import stored_int4, stored_int8
 from swarm_server.core.config import METHODS
 
-Packed = KernelWeight | KernelInt4Weight  # weights that are made of some bytes alone
+Packed = KernelWeight | KernelInt4Weight  # weights that are made of bytes alone
 
 __all__ = [
     "METHODS",
@@ -38,8 +38,8 @@ __all__ = [
     "restored",
 ]
 
-# Classes of torch and transformers that multiply by their weight and do nothing else, and whether it is kept as
-# [in, out]. A subclass that is not here computes something of its own, as Llama4Router does, and stays as it is.
+# Classes of torch and transformers that only multiply by their weight, and whether the weight is kept as [in, out].
+# A subclass that is not here computes something else, as Llama4Router does, and stays unchanged.
 TRANSPOSED = {"Linear": False, "FalconLinear": False, "Conv1D": True}
 
 
@@ -53,20 +53,20 @@ def quantize_(
     int4_weight: type[Int4Weight] | None = None,
     eight_bits: Container[str] = (),
 ) -> Report:
-    """Replaces every linear and fused expert weight of one block by its quantised version and moves it to ``device``.
+    """Replace every linear and fused expert weight of one block by a quantised one, and move the block to ``device``.
 
-    ``module`` is on the CPU or on ``device``; what was quantised before is passed over.
+    ``module`` is on the CPU or on ``device``; layers that were quantised before are skipped.
 
-    Each original is freed once it is replaced, so the peak is what is
-    quantised so far plus one weight: give it one block after the other. Quantised weights are frozen, gradients flow
-    to the inputs. Routers, norms and biases stay as they are. Experts may be stored tensors, see ``take_out_experts``:
-    they are read one at a time.
+    Each original weight is freed once it is replaced. Peak memory is therefore the quantised weights so far plus one
+    weight, if blocks are given one after the other. Quantised weights are frozen; gradients flow to the inputs.
+    Routers, norms and biases stay unchanged. Experts may be stored tensors (see ``take_out_experts``), which are read
+    one at a time.
 
     ``method``: "int8" is ``Int8Linear`` on CPU and ``GpuInt8Weight`` on CUDA; "int4" is ``Int4Linear``, on CPU alone;
-    "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8(), to compare
-    with; "none" only moves.
+    "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8(), for
+    comparison; "none" only moves.
     ``eight_bits`` names the layers of ``module`` that int4 holds in 8 bits.
-    ``int8_weight`` and ``int4_weight`` are the implementations on CPU, the fastest that run here unless given.
+    ``int8_weight`` and ``int4_weight`` are the implementations on CPU; the default is the fastest that runs here.
     Raises ValueError: see ``require_device``.
     """
     require_device(method, device)
@@ -88,7 +88,7 @@ def quantize_(
 
 
 def require_device(method: str, device: torch.device) -> None:
-    """Raises ValueError for an unknown method of quantisation, or one that ``device`` cannot run."""
+    """Raise ValueError for an unknown method of quantisation, or one that ``device`` cannot run."""
     if method not in METHODS:
         raise ValueError(f"unknown quantisation {method!r}: choose one of {', '.join(METHODS)}")
     if method == "int4" and device.type == "cuda":
@@ -102,9 +102,9 @@ def require_device(method: str, device: torch.device) -> None:
 
 
 def packed_kind(method: str, device: torch.device, eight_bits: bool = False) -> type[Packed] | None:
-    """How linear weights are packed by ``quantize_``; None if they cannot be made of bytes alone.
+    """Return how ``quantize_`` packs linear weights; None if the weights cannot be made of bytes alone.
 
-    ``eight_bits``: of the layers that int4 holds in 8 bits.
+    ``eight_bits``: whether the weights are of layers that int4 holds in 8 bits.
     """
     if device.type != "cpu":
         return None
@@ -114,7 +114,7 @@ def packed_kind(method: str, device: torch.device, eight_bits: bool = False) -> 
 
 
 def packed_weight(layer: torch.nn.Module) -> Packed | None:
-    """The weight of a layer that ``quantize_`` has made, if it can be."""
+    """Return the weight of a layer that ``quantize_`` has made; None if it is not made of bytes alone."""
     weight = layer.quantized if isinstance(layer, QuantizedLinear) else None
     return weight if isinstance(weight, Packed) else None
 
@@ -127,14 +127,14 @@ def quantized_linear(
     bias: torch.Tensor | None,
     eight_bits: bool = False,
 ) -> tuple[torch.nn.Module, Report]:
-    """The layer that ``quantize_`` makes of a linear one, and what it says; reads the weight in tiles. bias: [out]."""
+    """Return the layer that ``quantize_`` makes of a linear one, and its report; read it in tiles. bias: [out]."""
     quantizer = _Quantizer(method, device, compute_dtype)
     layer = quantizer.linear(stored.read, bias, stored, eight_bits=eight_bits).to(device)
     return layer, quantizer.report(layer)
 
 
 def restored(method: str, weight: Packed, bias: torch.Tensor | None) -> tuple[torch.nn.Module, Report]:
-    """The layer that ``quantize_`` made with this weight, and what it then said. bias: [out]."""
+    """Return the layer that ``quantize_`` made with this weight, and the report that it gave. bias: [out]."""
     layer: Any = Int8Linear(weight, bias) if isinstance(weight, KernelWeight) else Int4Linear(weight, bias)
     layer.is_quantised = True
     report = Report(
@@ -149,7 +149,7 @@ def restored(method: str, weight: Packed, bias: torch.Tensor | None) -> tuple[to
 
 @dataclass
 class _Quantizer:
-    """Builds the quantised layers of one block and counts them."""
+    """A builder that makes the quantised layers of one block and counts them."""
 
     method: str
     device: torch.device
@@ -167,11 +167,11 @@ class _Quantizer:
         stored: StoredTensor | None = None,
         eight_bits: bool = False,
     ) -> torch.nn.Module:
-        """``take_weight()``: [out, in] of any strides, which is dropped as soon as it can be; bias: [out].
+        """Return a quantised layer. ``take_weight()``: [out, in] of any strides, soon dropped; bias: [out].
 
-        ``stored`` is the weight in the checkpoint, if it is known. It is read in tiles if it can be. If it is of the
-        same integers, they are taken as they are. With ``eight_bits``, int4 is int8, of the kernel if there is one, so
-        that decode steps can be programs.
+        ``stored`` is the weight in the checkpoint, if known. It is read in tiles if possible. If the checkpoint stores
+        the integers that ``method`` needs, these are taken unchanged. ``eight_bits`` turns int4 into int8, computed by
+        the kernel if there is one, so that decode steps can be programs.
         """
         mixed = eight_bits and self.method == "int4"
         if mixed or (self.method == "int8" and self.device.type == "cpu"):
@@ -207,14 +207,14 @@ class _Quantizer:
     def _tiles(
         self, take_weight: Callable[[], torch.Tensor], stored: StoredTensor | None
     ) -> tuple[torch.Size, Iterable[torch.Tensor]]:
-        """The shape of the weight and its rows, of which each tile has whole strips."""
+        """Return the weight's shape, and its rows in tiles of whole strips."""
         if stored is not None and stored.has_tiles:
             return torch.Size(stored.shape), (tile.to(self.compute_dtype) for tile in stored.tiles(STRIP))
         weight = take_weight()
         return weight.shape, (tile.to(self.compute_dtype) for tile in weight.split(STRIP))
 
     def report(self, module: torch.nn.Module, num_expert_weights: int = 0) -> Report:
-        """What was done, to layers of ``module``."""
+        """Return the report of what was done to the layers of ``module``."""
         return Report(
             self.method,
             num_linears=len(self.layers) - num_expert_weights,
@@ -236,7 +236,7 @@ class _Quantizer:
 
 
 def _take_weight(linear: Any) -> torch.Tensor:
-    """The weight, [out, in], which the layer does not keep."""
+    """Return the weight, [out, in], and remove it from the layer."""
     weight = linear.weight.detach()
     linear.weight = None
     return weight.T if TRANSPOSED[type(linear).__name__] else weight

@@ -13,12 +13,12 @@ import torch
 from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 Activation = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]  # (experts, first product) -> input of ``down``
-# Of all experts: [experts, …, …], in memory or stored, or a tensor for each, [out, in].
+# The matrices of all experts: one tensor, [experts, …, …], in memory or stored; or one tensor per expert, [out, in].
 Matrices = torch.Tensor | StoredTensor | Sequence[StoredTensor]
 
 
 class BuildLinear(Protocol):
-    """Builds a layer; see ``_Quantizer.linear``."""
+    """A function that builds a layer; see ``_Quantizer.linear``."""
 
     def __call__(
         self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, stored: StoredTensor | None = None
@@ -27,7 +27,7 @@ class BuildLinear(Protocol):
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How one class of fused experts keeps its matrices and is called."""
+    """The way in which one class of fused experts keeps its matrices and is called."""
 
     up: str  # parameter of each expert's first matrix; its bias, if any, is named ``<up>_bias``
     transposed: bool  # [experts, in, out] rather than [experts, out, in]
@@ -37,10 +37,10 @@ class ExpertLayout:
 
     @staticmethod
     def of(module: torch.nn.Module) -> ExpertLayout | None:
-        """The layout of ``module``, or None where it is not fused experts of a known kind.
+        """Return the layout of ``module``, or None if it is not a known kind of fused experts.
 
-        Classes under transformers' ``use_experts_implementation`` state their layout as attributes; others are in
-        ``UNDECLARED``.
+        Classes under transformers' ``use_experts_implementation`` state their layout as attributes; other classes are
+        in ``UNDECLARED``.
         """
         if type(module).__name__ in UNDECLARED:
             return UNDECLARED[type(module).__name__]
@@ -53,9 +53,9 @@ class ExpertLayout:
 
 
 def deciding_parts(block: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return what chooses: the children of modules that own experts, and an index of positions to attend to.
+    """Return the modules that make choices: modules beside experts, and indexers of the positions to attend to.
 
-    They are tiny, and the error of a decision is not bounded by the error of the weight.
+    These modules are tiny, and the error of a decision is not bounded by the error of the weight.
     """
     beside_experts = {child for part in block.modules() if hasattr(part, "experts") for child in part.children()}
     return beside_experts | {part for name, part in block.named_modules() if "indexer" in name.split(".")}
@@ -76,14 +76,14 @@ UNDECLARED = {
 
 
 class QuantizedExperts(torch.nn.Module):
-    """Stands in for a fused experts module: two quantised linears per expert, each run on that expert's tokens only.
+    """A replacement for fused experts: two quantised linears per expert, each run on that expert's tokens only.
 
-    An expert sees its tokens in one batch and a token's experts are added in ascending order, so a token's result
-    depends on the other tokens no more than the linears do.
+    An expert gets its tokens in one batch, and a token's experts are added in ascending order. A token's result
+    therefore depends on the other tokens no more than the results of the linears do.
     """
 
     def __init__(self, experts: torch.nn.Module, layout: ExpertLayout, build: BuildLinear) -> None:
-        """Takes the matrices out of ``experts`` as they are quantised; the rest of it stays in use (activation)."""
+        """Take the matrices out of ``experts`` as they are quantised; the rest of ``experts`` (activation) is used."""
         super().__init__()
         self.layout = layout
         self.up = _take_linears(experts, layout.up, layout.transposed, build)
@@ -96,10 +96,10 @@ class QuantizedExperts(torch.nn.Module):
         top_k_index: torch.Tensor | None = None,
         top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden: [tokens, hidden_size], top_k_index and top_k_weights: [tokens, k] -> [tokens, hidden_size].
+        """Return [tokens, hidden_size]. hidden: [tokens, hidden_size], top_k_index and top_k_weights: [tokens, k].
 
-        With a layout that is not routed, hidden: [experts * tokens, hidden_size], already weighted, zero in the rows
-        of tokens that an expert does not get -> the same shape.
+        If the layout is not routed, hidden and the result are [experts * tokens, hidden_size]. Then hidden is already
+        weighted, and zero in the rows of tokens that an expert does not get.
         """
         if not self.layout.routed:
             return self._forward_copies(hidden)
@@ -127,9 +127,9 @@ class QuantizedExperts(torch.nn.Module):
 
 
 def _one_by_one(matrices: Matrices) -> Iterator[tuple[Callable[[], torch.Tensor], StoredTensor | None]]:
-    """For each expert, what takes its matrix, in order, and where it is stored if that is a tensor of its own.
+    """Return for each expert, in order, a function that takes its matrix, and the matrix's own stored tensor or None.
 
-    An expert's matrix is not kept here while the next one is taken.
+    No matrix is kept here while the next one is taken.
     """
     if isinstance(matrices, torch.Tensor):
         return ((matrix.detach, None) for matrix in matrices)
@@ -144,7 +144,7 @@ def _out_in(take: Callable[[], torch.Tensor], transposed: bool) -> torch.Tensor:
 
 
 def _take_linears(experts: torch.nn.Module, name: str, transposed: bool, build: BuildLinear) -> torch.nn.ModuleList:
-    """One linear per expert from attribute ``name``, which is then deleted with its bias."""
+    """Return one linear per expert, made from attribute ``name``, which is then deleted with its bias."""
     matrices, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
     linears = torch.nn.ModuleList(
         build(partial(_out_in, take, transposed), None if biases is None else biases[expert], stored)

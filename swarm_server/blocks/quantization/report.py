@@ -1,4 +1,4 @@
-"""What quantising did to a block, and what it left alone."""
+"""A report of what quantising did to a block, and what it left unchanged."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Left:
 
 @dataclass(frozen=True)
 class Report:
-    """Counts for one block, or for several when summed; every parameter is either quantised or in ``left``.
+    """The counts for one block, or for several when summed; every parameter is either quantised or in ``left``.
 
-    ``quantised_bytes`` is what the quantised weights occupy with their scales and padding.
+    ``quantised_bytes`` is the size of the quantised weights with their scales and padding.
     """
 
     method: str
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all weights, quantised or not."""
+        """Return the bytes of all weights, quantised or not."""
         return self.quantised_bytes + sum(part.size_bytes for part in self.left)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Weights that are stored as the integers that a server computes with are taken as they are, not rounded again."""
+"""Weights that are stored as the integers that a server computes with: they are used as they are, not rounded again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rounded = tuple[torch.Tensor, torch.Tensor]
 
 
 def stored_int8(stored: object) -> Rounded | None:
-    """What ``quantize_rows`` returns, of a weight that is stored in int8 with one scale for each row; else None."""
+    """Return a weight stored in int8 with one scale per row, in the form of ``quantize_rows``; else None."""
     if isinstance(stored, JoinedTensor):
         return _joined(stored, stored_int8)
     if not isinstance(stored, IntegerTensor):
@@ -32,9 +32,9 @@ def stored_int8(stored: object) -> Rounded | None:
 
 
 def stored_int4(stored: object) -> Rounded | None:
-    """What ``quantize_groups`` returns, of a weight of 4 bits whose groups ours divide; else None.
+    """Return a 4-bit weight whose groups our groups divide, in the form of ``quantize_groups``; else None.
 
-    Of a scale, five bits are kept: a weight changes by 1/32 at most, and its integer and zero point do not.
+    Five bits of each scale are kept: a weight changes by 1/32 at most, and its integer and zero point do not change.
     """
     if isinstance(stored, JoinedTensor):
         return _joined(stored, stored_int4)
@@ -53,13 +53,13 @@ def stored_int4(stored: object) -> Rounded | None:
 
 
 def _joined(stored: JoinedTensor, taken_of: Callable[[object], Rounded | None]) -> Rounded | None:
-    """What is taken of the parts; None if one of them cannot be taken as it is."""
+    """Return the parts' integers and scales, joined; None if one part cannot be used as it is."""
     parts = [taken for part in stored.parts if (taken := taken_of(part)) is not None]
     return joined(parts) if len(parts) == len(stored.parts) else None
 
 
 def _zeros(integers: Integers) -> torch.Tensor | None:
-    """[out, groups] or [1, 1] int32 from 0 to 15; None if it has others."""
+    """Return the zero points, [out, groups] or [1, 1] int32, all from 0 to 15; None if any is outside this range."""
     zero = torch.as_tensor(integers.zero).reshape(-1, 1) if isinstance(integers.zero, int) else integers.zero
     is_level = (zero >= 0) & (zero <= LEVELS)
     return zero.int() if bool(is_level.all()) else None

@@ -1,4 +1,4 @@
-"""Finds where fused experts are stored: the matrices of all in one tensor, or those of each in tensors of its own."""
+"""Places where fused experts are stored: one tensor for the matrices of all experts, or tensors for each expert."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 from swarm_server.blocks.quantization.experts import ExpertLayout
 
 _OF_ONE = re.compile(r"(?:^|\.)experts\.(\d+)\.(\w+)\.weight$")
-_GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")  # what families call them
+_GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")  # names in several families
 
 
 def take_out_experts(block: torch.nn.Module, stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
     """Put tensors of the checkpoint in place of the block's fused matrices, and return these tensors.
 
-    ``QuantizedExperts`` reads them one expert at a time. Matrices that transformers makes of tensors in another way
-    stay parameters.
+    ``QuantizedExperts`` reads these tensors one expert at a time. Matrices that transformers builds from tensors in
+    other ways stay parameters.
 
     Args:
-        stored: the block's tensors, by their names in it.
+        stored: the block's tensors, by their names in the block.
     """
     layouts = {name: ExpertLayout.of(part) for name, part in block.named_modules()}
     fused = {name: layout for name, layout in layouts.items() if layout is not None}
@@ -52,7 +52,7 @@ def _replace(experts: torch.nn.Module, parameter: str, stored: StoredTensor | Se
 def _parts_of_each(
     stored: Mapping[str, StoredTensor], roles: Sequence[Sequence[str]], shape: tuple[int, ...]
 ) -> list[list[StoredTensor]]:
-    """The tensors that lie one below the other in the matrix of each expert; none unless all are there and fit."""
+    """Return the tensors that form each expert's matrix, from top to bottom; empty unless all exist and fit."""
     parts: list[list[StoredTensor]] = [[] for _ in range(shape[0])]
     for role in roles:
         for name, tensor in stored.items():

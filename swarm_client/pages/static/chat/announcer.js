@@ -1,4 +1,4 @@
-// Tells screen readers what is written, sentence by sentence: a region that changes with every token is no help.
+// Announces the answer to screen readers by sentences: a region that changes with every token is no help.
 
 const SENTENCE = /^[\s\S]*[.!?:\n](?=\s|$)/;
 
@@ -11,7 +11,7 @@ export class Announcer {
     this.#region = region;
   }
 
-  /** The answer has changed. */
+  /** Announce the new sentences of an answer that has changed. */
   hear(node) {
     if (this.#node !== node || node.text.length < this.#numSaid) {
       this.#node = node;

@@ -1,4 +1,4 @@
-// One answer: what is asked of the API, and what its stream says.
+// One answer: the request to the API, and the stream that it returns.
 
 import { ApiError, postJson, serverEvents } from "../base.js";
 import { messagesFor, promptFor } from "./conversation.js";
@@ -6,11 +6,11 @@ import { messagesFor, promptFor } from "./conversation.js";
 const COMPLETION_TOKENS = 160; // the API's own default is 16
 
 /**
- * Fills `node` as the answer to what comes before it; calls `changed` after each change.
+ * Fill `node` with the answer to the messages before it; call `changed` after each change.
  *
- * The node gets `status`, `text`, `model`, `finish`, `error` ({message, status, retryAfterS}), `servers` (as the API
- * tells them), `happenings` ({atS, ...event}), `startedMs`, `firstS` (seconds to the first token), `writingS` (seconds
- * since then), and `tokens`. Never throws.
+ * The node gets `status`, `text`, `model`, `finish`, `error` ({message, status, retryAfterS}), `servers` (as in the
+ * API), `happenings` ({atS, ...event}), `startedMs`, `firstS` (seconds to the first token), `writingS` (seconds from
+ * the first token to the last), and `tokens`. Never throws.
  */
 export async function answer(conversation, node, signal, changed) {
   Object.assign(node, {
@@ -61,7 +61,7 @@ function take(node, chunk, nowS) {
   if (text) {
     node.firstS ??= nowS;
     node.text += text;
-    node.tokens += 1; // until the number is told, at the end
+    node.tokens += 1; // an estimate until the API sends the number at the end
     node.writingS = nowS - node.firstS;
   }
   node.finish = choice.finish_reason ?? node.finish;

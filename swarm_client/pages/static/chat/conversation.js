@@ -1,11 +1,11 @@
-// A conversation: a tree of messages, of which one way from the root is shown. Knows neither the page nor the network.
+// A conversation: a tree of messages, of which one path from the root is shown. Uses neither the page nor the network.
 //
-// A node is {id, parent, role, text, children, shown}: `children` are ids, `shown` the index of the one on the way.
-// An answer also has `status` (writing, done, stopped, failed, cut) and what `answering.js` finds out about it.
+// A node is {id, parent, role, text, children, shown}: `children` are ids, `shown` the index of the child on the path.
+// An answer also has `status` (writing, done, stopped, failed, cut) and the fields that `answering.js` sets.
 
 export const ROOT = "root";
 
-/** `like`: a conversation whose model, mode and sampling it has. */
+/** Return a new conversation. `like`: a conversation whose model, mode and sampling are copied. */
 export function newConversation(like = null) {
   return {
     id: crypto.randomUUID?.() ?? randomId(),
@@ -13,19 +13,19 @@ export function newConversation(like = null) {
     created: Date.now(),
     updated: Date.now(),
     model: like?.model ?? null,
-    mode: like?.mode ?? null, // "chat" or "complete"; null: as the model can
+    mode: like?.mode ?? null, // "chat" or "complete"; null: chosen by the model's abilities
     system: "",
     sampling: { ...like?.sampling },
     nodes: { [ROOT]: { id: ROOT, parent: null, children: [], shown: 0 } },
   };
 }
 
-/** What `crypto.randomUUID` gives, which is there only over HTTPS and on this machine. */
+/** Return a random id, because `crypto.randomUUID` exists only over HTTPS and on this machine. */
 function randomId() {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-/** The nodes that are shown, first message first. */
+/** Return the nodes that are shown, first message first. */
 export function shownNodes(conversation) {
   const found = [];
   for (let node = conversation.nodes[ROOT]; node.children.length; ) {
@@ -35,7 +35,7 @@ export function shownNodes(conversation) {
   return found;
 }
 
-/** The nodes from the first message to this one. */
+/** Return the nodes from the first message to this one. */
 export function wayTo(conversation, node) {
   const found = [];
   for (let at = node; at.id !== ROOT; at = conversation.nodes[at.parent]) found.unshift(at);
@@ -46,12 +46,12 @@ export function lastNode(conversation) {
   return shownNodes(conversation).at(-1) ?? conversation.nodes[ROOT];
 }
 
-/** Whether an answer is under way: nothing else is asked, and no other version shown, until it has ended. */
+/** Return whether an answer is being written: until its end, no question is sent and no other version is shown. */
 export function isWriting(conversation) {
   return lastNode(conversation).status === "writing";
 }
 
-/** A new message after `parent`, which is shown from now on. */
+/** Add a new message after `parent`, show it, and return it. */
 export function append(conversation, parent, role, text) {
   const node = { id: randomId(), parent: parent.id, role, text, children: [], shown: 0 };
   conversation.nodes[node.id] = node;
@@ -60,7 +60,7 @@ export function append(conversation, parent, role, text) {
   return node;
 }
 
-/** Removes a message and all that came after it. */
+/** Remove a message and all messages after it. */
 export function drop(conversation, node) {
   const parent = conversation.nodes[node.parent];
   for (const child of node.children) drop(conversation, conversation.nodes[child]);
@@ -74,7 +74,7 @@ function titleOf(text) {
   return line.length > 60 ? `${line.slice(0, 59)}…` : line || "Untitled";
 }
 
-/** What the API's `messages` are for an answer after `parent`. Turns alternate, which some templates insist on. */
+/** Return the API's `messages` for an answer after `parent`. The turns alternate, as some templates require. */
 export function messagesFor(conversation, parent) {
   const turns = [];
   for (const { role, text } of wayTo(conversation, parent)) {
@@ -85,14 +85,14 @@ export function messagesFor(conversation, parent) {
   return conversation.system.trim() ? [{ role: "system", content: conversation.system }, ...turns] : turns;
 }
 
-/** What the API's `prompt` is: all text until now. */
+/** Return the API's `prompt`: all text up to `parent`. */
 export function promptFor(conversation, parent) {
   return wayTo(conversation, parent)
     .map((node) => node.text)
     .join("");
 }
 
-/** An answer that was under way when the page was closed is not under way any more. */
+/** Mark answers as cut that were being written when the page was closed; return the conversation. */
 export function reopened(conversation) {
   for (const node of Object.values(conversation.nodes)) if (node.status === "writing") node.status = "cut";
   return conversation;

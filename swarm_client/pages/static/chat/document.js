@@ -1,4 +1,4 @@
-// A conversation with a model that only goes on with text: one document, in which what the model wrote is marked.
+// A conversation with a model that only continues text: one document, in which the model's parts are marked.
 
 import { el, iconButton } from "../base.js";
 import { ROOT, lastNode, shownNodes } from "./conversation.js";
@@ -7,11 +7,11 @@ import { copyButton } from "./markdown.js";
 import { ServerLine } from "./servers.js";
 import { Ending, Versions } from "./thread.js";
 
-/** `act`: as for Thread; the node that is edited is the first, with all text. */
+/** The document. `act`: as for Thread; editing replaces the first node with all text. */
 export class Document {
   #act;
   #text = el("div", { class: "document-text" });
-  #parts = new Map(); // by the id of the message
+  #parts = new Map(); // keys: ids of messages
   #foot = el("div", { class: "document-foot" });
   #last = null; // {node, ending, line} of the newest answer
   #nodes = [];
@@ -57,7 +57,7 @@ export class Document {
     return part;
   }
 
-  /** Of every part that has several: what was edited, and what was retried. */
+  /** Show the version controls of every part with several versions, edited or retried. */
   #showVersions(conversation) {
     const several = this.#nodes.filter((node) => conversation.nodes[node.parent].children.length > 1);
     while (this.#versions.children.length > several.length) this.#versions.lastChild.remove();

@@ -1,11 +1,11 @@
-// Text areas: one that stands in the place of what it edits, and their height.
+// Text areas: an editor in the place of an element, and the height of text areas.
 
 import { el } from "../base.js";
 
 /**
- * Puts a form in the place of `element`, until it is submitted or given up.
+ * Put a form in the place of `element`, until the user submits or cancels.
  *
- * `submit` gets the text, if it `isValid` (by default: not empty); `close` is called before that, and on giving up.
+ * `submit` gets the text, if it `isValid` (by default: not empty); `close` is called before that, and on cancelling.
  * `sendsOnEnter`: Enter submits, Shift+Enter begins a line.
  */
 export function editInPlace(
@@ -47,7 +47,7 @@ export function editInPlace(
   area.focus();
 }
 
-/** As high as its text, which its style may limit. */
+/** Make the area as high as its text; its style may limit this. */
 export function fit(area) {
   area.style.setProperty("height", "auto");
   area.style.setProperty("height", `${area.scrollHeight + 2}px`);

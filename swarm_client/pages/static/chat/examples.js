@@ -1,4 +1,4 @@
-// What somebody may begin with.
+// Example prompts for a new conversation.
 
 const CHAT = [
   ["Explain", "Explain how a language model can run on several machines at once."],
@@ -19,7 +19,7 @@ const PYTHON_DOCS = [
   ["An exception", "exception TimeoutError\n\n   Raised when"],
 ];
 
-/** Pairs of a title and a text. */
+/** Return pairs of a title and a text. */
 export function examplesFor(model, isComplete) {
   if (!isComplete) return CHAT;
   return model?.startsWith("tiny-python-docs") ? PYTHON_DOCS : COMPLETE;

@@ -1,4 +1,4 @@
-// The chat page: what is shown, and what happens when somebody does something.
+// The chat page: its state, and its reactions to the user.
 
 import { el, icon, iconButton, showHeader, store, stored } from "../base.js";
 import { Announcer } from "./announcer.js";
@@ -14,22 +14,22 @@ import { openStore } from "./store.js";
 import { Thread } from "./thread.js";
 
 const SAVE_EVERY_MS = 300;
-const LOOK_EVERY_MS = 500; // at how long an answer has paused
+const LOOK_EVERY_MS = 500; // between checks of how long an answer has paused
 const LEAVING_MS = 3000;
 const CURRENT = "swarm.conversation";
-const ASIDE = "swarm.aside"; // messages when the page was closed: the database may not have their end
+const ASIDE = "swarm.aside"; // the newest messages at closing, whose ends the database may lack
 const find = (id) => document.getElementById(id);
 
 class Chat {
-  #all = new Map(); // conversations by id
+  #all = new Map(); // conversations, by id
   #current = newConversation();
-  #running = new Map(); // AbortController by id of the conversation
+  #running = new Map(); // the AbortController of each conversation, by id
   #models = new Models();
   #announcer = new Announcer(find("announcer"));
-  #withChosenMode = null; // the conversation of which the user has chosen the mode
+  #withChosenMode = null; // the conversation whose mode the user has chosen
   #view = null; // a Thread or a Document
   #unsaved = new Set();
-  #writing = new Set(); // what the database has not confirmed
+  #writing = new Set(); // conversations that the database has not confirmed
   #isDrawn = true;
   #isLeaving = false;
   #store;
@@ -132,7 +132,7 @@ class Chat {
     this.draw();
   }
 
-  /** A conversation that has just begun has the first model, and the mode that the model is made for unless one was chosen. */
+  /** Give a new conversation the first model, and the mode that suits the model unless the user has chosen one. */
   async #chooseModel() {
     const conversation = this.#current;
     conversation.model ??= this.#models.names[0] ?? null;
@@ -149,7 +149,7 @@ class Chat {
 
   // ---------------------------------------------------------------- messages
 
-  /** Returns whether there was something to send. */
+  /** Send the text; return whether there was something to send. */
   send(text) {
     const conversation = this.#current;
     if (this.isRunning || !conversation.model) return false;
@@ -171,7 +171,7 @@ class Chat {
   retry(node) {
     if (this.isRunning) return;
     const parent = this.#current.nodes[node.parent];
-    if (!node.text) drop(this.#current, node); // there is nothing to come back to
+    if (!node.text) drop(this.#current, node); // an empty answer is no version to return to
     this.#ask(parent);
     find("message").focus();
   }
@@ -202,7 +202,7 @@ class Chat {
     conversation.updated = Date.now();
     this.#saveNow(conversation);
     const answered = answer(conversation, node, stopping.signal, () => {
-      if (node.status === "failed" && this.#isLeaving) node.status = "cut"; // the browser ends what is under way
+      if (node.status === "failed" && this.#isLeaving) node.status = "cut"; // a closing page aborts its requests
       if (node.status !== "writing") this.#running.delete(conversation.id);
       this.#save(conversation);
       if (conversation !== this.#current) return;
@@ -215,13 +215,13 @@ class Chat {
     this.draw();
   }
 
-  // ---------------------------------------------------------------- keeping and showing
+  // ---------------------------------------------------------------- saving and showing
 
   #keep() {
     if (this.#all.has(this.#current.id)) this.#saveNow(this.#current);
   }
 
-  /** Soon; answers change with every token. */
+  /** Save the conversation soon, not at once, because answers change with every token. */
   #save(conversation) {
     if (this.#unsaved.has(conversation)) return;
     this.#unsaved.add(conversation);
@@ -245,14 +245,14 @@ class Chat {
     this.#write(conversation);
   }
 
-  /** The page is about to be closed; not so if it is still there a while later. */
+  /** Prepare for the page's end. If the page is still open after a while, it was not closed. */
   leave() {
     this.#isLeaving = true;
     setTimeout(() => (this.#isLeaving = false), LEAVING_MS);
     this.saveAll();
   }
 
-  /** The page may be closed. What is given to the database now may not arrive, so the newest messages are put aside. */
+  /** Save all. A closing page may lose database writes, so the newest messages also go to session storage. */
   saveAll() {
     const running = [...this.#running.keys()].map((id) => this.#all.get(id));
     const changing = new Set([...this.#unsaved, ...this.#writing, ...running]);
@@ -388,7 +388,7 @@ function showDrawer() {
   find("chat").inert = narrow.matches && isOpen;
 }
 
-// -------------------------------------------------------------------- beginning
+// -------------------------------------------------------------------- start
 
 function send(chat) {
   const message = find("message");

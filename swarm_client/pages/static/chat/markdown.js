@@ -1,11 +1,11 @@
-// What a model has written, as elements. It is from strangers: nothing in it may run, load, or look like the page.
+// Shows a model's text as elements. The text is untrusted: nothing in it may run, load, or look like the page.
 
 import { el, iconButton, icon } from "../base.js";
 import DOMPurify from "../vendor/dompurify.js";
 import hljs from "../vendor/highlight.js";
 import { Marked } from "../vendor/marked.js";
 
-const MOST_HIGHLIGHTED = 30000; // characters of one block of code
+const MOST_HIGHLIGHTED = 30000; // most characters of a highlighted block of code
 const CLEAN = {
   ALLOWED_TAGS: [
     ..."a p br hr strong em del code pre span blockquote ul ol li".split(" "),
@@ -23,7 +23,7 @@ const marked = new Marked({
   renderer: {
     html: ({ text, block }) => (block ? `<p>${escaped(text)}</p>` : escaped(text)), // shown as it was written
     heading({ tokens, depth }) {
-      const level = Math.min(depth + 2, 6); // the page's own come above
+      const level = Math.min(depth + 2, 6); // higher levels are the page's own
       return `<h${level}>${this.parser.parseInline(tokens)}</h${level}>`;
     },
     image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || "image")}</a>`, // nothing is loaded
@@ -42,14 +42,14 @@ function escaped(text) {
 }
 
 /**
- * Shows the text in the container, as Markdown. Blocks that are as they were are left alone, so that a stream costs
- * little and what is selected stays so.
+ * Show the text in the container, as Markdown. Unchanged blocks are kept, so that a stream costs little and a
+ * selection stays.
  */
 export function showMarkdown(container, text) {
   const tokens = marked.lexer(text);
   const blocks = tokens.filter((token) => token.type !== "space" && token.type !== "def");
   const numLinks = Object.keys(tokens.links).length;
-  if (container.numLinks !== numLinks) container.replaceChildren(); // earlier blocks may refer to what is defined now
+  if (container.numLinks !== numLinks) container.replaceChildren(); // earlier blocks may use the new link definitions
   container.numLinks = numLinks;
   blocks.forEach((block, index) => {
     const old = container.children[index];
@@ -84,7 +84,7 @@ function wrap(element, wrapper) {
   wrapper.append(element);
 }
 
-/** `text`: a function. */
+/** Return a button that copies the result of the function `text`. */
 export function copyButton(label, text) {
   const button = iconButton("copy", label, async () => {
     const name = (await copied(text())) ? "check" : "close";
@@ -103,7 +103,7 @@ async function copied(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    const area = el("textarea", { class: "visually-hidden" }); // without HTTPS there is no clipboard but this
+    const area = el("textarea", { class: "visually-hidden" }); // the only way to copy without HTTPS
     area.value = text;
     document.body.append(area);
     area.select();

@@ -1,11 +1,11 @@
-// Which models there are, and the two choices at the top: the model, and whether to chat with it or let it go on.
+// The list of models, and the choice of a model at the top of the page.
 
 import { apiJson, el } from "../base.js";
 
-/** What this server serves; asks again whenever `refresh` is called. */
+/** The models that this server offers; `refresh` reads them again. */
 export class Models {
   names = [];
-  error = null; // why they are not known
+  error = null; // the reason why the names are unknown
   #templates = new Map(); // promises of whether a model has a chat template; null: not known
 
   async refresh() {
@@ -34,7 +34,7 @@ export class Models {
   }
 }
 
-/** Fills a `<select>`; a model that was chosen and is gone stays there, marked as such. */
+/** Fill a `<select>`; a chosen model that is gone stays in the list, marked as not served. */
 export function showChoice(select, names, chosen) {
   const all = names.includes(chosen) || !chosen ? names : [chosen, ...names];
   const wanted = JSON.stringify([all, chosen, names.length]);
@@ -46,7 +46,7 @@ export function showChoice(select, names, chosen) {
   select.disabled = !all.length;
 }
 
-/** An adapter as `model + adapter`. */
+/** Return the name to show: for an adapter `model + adapter`. */
 function shown(name) {
   const [model, adapter] = name.split(":");
   return adapter ? `${model} + ${adapter}` : model;

@@ -1,4 +1,4 @@
-// The dialogs: system prompt and sampling of a conversation, its name, its end, and the keyboard.
+// The dialogs: system prompt and sampling, renaming and deletion of a conversation, and keyboard shortcuts.
 
 import { ask, el } from "../base.js";
 
@@ -18,7 +18,7 @@ const KEYS = [
   [["Ctrl", "/"], "This list"],
 ];
 
-/** Changes the conversation and returns whether it did. */
+/** Ask for options; change the conversation, and resolve to whether it was changed. */
 export async function askForOptions(conversation) {
   const isChat = conversation.mode === "chat";
   const system = el("textarea", { class: "input", id: "system-prompt", rows: "5", "aria-describedby": "system-hint" });
@@ -59,7 +59,7 @@ function numberField({ name, label, hint }, input) {
   return el("div", { class: "field" }, el("label", { for: input.id }, label), input, el("span", { class: "hint", id: `hint-${name}` }, hint));
 }
 
-/** Resolves to the new name, or null. */
+/** Ask for a name; resolves to the new name, or null. */
 export async function askForName(title) {
   const input = el("input", { class: "input", id: "conversation-name", required: true, maxlength: "120" });
   input.value = title;

@@ -1,9 +1,9 @@
-// The live line under an answer: which servers hold which blocks of it, what happened to them, and how fast it comes.
+// The live line under an answer: the servers of its blocks, their events, and the speed.
 
 import { el, icon } from "../base.js";
 
 const NUM_TONES = 8;
-const tones = new Map(); // of servers, by their id: in the order in which the page has seen them
+const tones = new Map(); // keys: peer ids; values: tones in the order in which the page first saw the servers
 
 function toneOf(server) {
   if (!tones.has(server.peer_id)) tones.set(server.peer_id, tones.size % NUM_TONES);
@@ -26,7 +26,7 @@ function seconds(number) {
   return `${number >= 10 ? Math.round(number) : number.toFixed(1)} s`;
 }
 
-/** One sentence about what happened to an answer's servers. */
+/** Return a sentence about an event of an answer's servers. */
 export function sentence(event) {
   if (event.type === "recovery") {
     const how = event.from_copy ? "a standby took over" : `replayed ${event.replayed_tokens} tokens`;
@@ -40,19 +40,19 @@ export function sentence(event) {
   return event.text;
 }
 
-/** Tokens per second of an answer; null before there are two tokens. */
+/** Return an answer's tokens per second; null before there are two tokens. */
 export function speedOf(node) {
   return node.tokens > 1 && node.writingS > 0 ? (node.tokens - 1) / node.writingS : null;
 }
 
-/** The live line of one answer, made once and then shown again and again. */
+/** The live line of one answer, which is made once and then updated. */
 export class ServerLine {
   #bar = el("span", { class: "bar", "aria-hidden": "true" });
   #summary = el("span", { class: "summary" });
   #events = el("ul", { class: "happenings" });
   #details = el("div", { class: "server-details", hidden: true });
   #button;
-  #servers = null; // that the bar shows
+  #servers = null; // the servers that the bar shows
   #numEvents = 0;
 
   constructor(id) {

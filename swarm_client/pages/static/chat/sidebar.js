@@ -2,7 +2,7 @@
 
 import { el, iconButton } from "../base.js";
 
-/** `act`: open(conversation), rename, remove, export: what the page does with one. */
+/** The sidebar. `act`: the page's actions open(conversation), rename, remove and export. */
 export class Sidebar {
   #act;
   #list;
@@ -46,7 +46,7 @@ export class Sidebar {
   }
 }
 
-/** Saves the conversation as a file. */
+/** Save the conversation as a file. */
 export function exportJson(conversation) {
   const blob = new Blob([JSON.stringify(conversation, null, 2)], { type: "application/json" });
   const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "conversation";

@@ -1,4 +1,4 @@
-// Conversations in this browser's IndexedDB; where there is none, for as long as the page is open.
+// The store of conversations: this browser's IndexedDB, or nothing where that is missing.
 
 const NAME = "swarm-chat";
 const TABLE = "conversations";
@@ -28,7 +28,7 @@ class Store {
     this.#database = database;
   }
 
-  /** Whether conversations outlive the page. */
+  /** Return whether conversations outlive the page. */
   get keeps() {
     return this.#database !== null;
   }
@@ -38,7 +38,7 @@ class Store {
     return done(this.#database.transaction(TABLE).objectStore(TABLE).getAll());
   }
 
-  /** Resolves once it is written. */
+  /** Write the conversation; resolves once this is done. */
   async put(conversation) {
     if (this.#database) await done(this.#table().put(conversation));
   }

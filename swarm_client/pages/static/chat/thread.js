@@ -1,4 +1,4 @@
-// The messages of a conversation, each with what can be done with it.
+// The messages of a conversation, each with its actions.
 
 import { el, iconButton } from "../base.js";
 import { isWriting, shownNodes } from "./conversation.js";
@@ -8,11 +8,11 @@ import { ServerLine } from "./servers.js";
 
 const CUT = "The page was closed while this was written.";
 
-/** `act`: what the page does for a message: edit(node, text), retry(node), turn(node, by), unless it `isRunning`. */
+/** The thread. `act`: the page's actions edit(node, text), retry(node) and turn(node, by), unless it `isRunning`. */
 export class Thread {
   element = el("div", { class: "thread" });
   #act;
-  #views = new Map(); // by the id of the message
+  #views = new Map(); // keys: ids of messages
 
   constructor(act) {
     this.#act = act;
@@ -27,7 +27,7 @@ export class Thread {
       this.element.replaceChildren(...elements);
   }
 
-  /** Opens the editor of the last message of the user. */
+  /** Open the editor of the user's last message. */
   editLast(conversation) {
     const node = shownNodes(conversation).findLast((each) => each.role === "user");
     if (node) this.#viewOf(node).edit();
@@ -40,7 +40,7 @@ export class Thread {
   }
 }
 
-/** Which of several versions is shown, and the way to the others; nothing if there is only one. */
+/** The controls to switch between versions of a message; hidden if there is only one. */
 export class Versions {
   #back;
   #on;
@@ -144,7 +144,7 @@ class Answer {
   }
 }
 
-/** How an answer has ended, if it did not end as it should; with a way to ask again. */
+/** The notice under an answer that did not end normally, with a button to retry. */
 export class Ending {
   element = el("div", { class: "ending", hidden: true });
   onRetry = () => {};

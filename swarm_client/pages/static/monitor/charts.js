@@ -1,4 +1,4 @@
-// What was measured over time: one area for each quantity.
+// The charts of measurements over time, one for each quantity.
 
 import { el } from "../base.js";
 import { clock, setText } from "./format.js";
@@ -8,7 +8,7 @@ const HEIGHT = 132;
 const TOP = 8;
 const BOTTOM = 20;
 const LEFT = 44;
-const GAP = 2.5; // times the resolution, from which on nothing was measured in between
+const GAP = 2.5; // a longer distance, in units of the resolution, is a gap without measurements
 
 function svg(name, attributes, ...children) {
   const element = document.createElementNS(SVG, name);
@@ -18,7 +18,7 @@ function svg(name, attributes, ...children) {
 }
 
 export class Chart {
-  /** `value` takes a sample of /api/v1/history; `text` writes its value. */
+  /** Set up the chart. `value` gets the number from a sample of /api/v1/history; `text` formats it. */
   constructor({ title, value, text, least = 1 }) {
     Object.assign(this, { title, value, text, least });
     this.points = [];
@@ -31,7 +31,7 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
-  /** `samples` of /api/v1/history between the times `from` and `to`. */
+  /** Show `samples` of /api/v1/history between the times `from` and `to`. */
   show(samples, resolution, from, to) {
     Object.assign(this, { resolution, from, to });
     this.points = samples.map((sample) => ({ time: sample.time, value: this.value(sample) }));
@@ -65,7 +65,7 @@ export class Chart {
     this.point(null);
   }
 
-  /** Points with no gap between them. */
+  /** Return the runs of points without a gap. */
   runs() {
     const found = [];
     for (const point of this.points) {
@@ -76,7 +76,7 @@ export class Chart {
     return found.map((run) => (run.length > 1 ? run : [run[0], { ...run[0], time: run[0].time + this.resolution / 2 }]));
   }
 
-  /** Shows the value at `x` in pixels; null: the last one. */
+  /** Show the value at `x` in pixels; null: the last value. */
   point(x) {
     let found = this.points.at(-1);
     if (x !== null && this.x) for (const point of this.points) if (Math.abs(this.x(point.time) - x) < Math.abs(this.x(found.time) - x)) found = point;
@@ -89,7 +89,7 @@ export class Chart {
   }
 }
 
-/** The next of 1, 2, 4 or 10 × 10ⁿ; halves of these are short to write. */
+/** Return the next of 1, 2, 4 or 10 × 10ⁿ; the halves of these numbers are short labels. */
 function niceAbove(value) {
   const size = 10 ** Math.floor(Math.log10(value));
   return size * [1, 2, 4, 10].find((each) => each * size >= value * 0.999);

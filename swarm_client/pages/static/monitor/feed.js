@@ -1,11 +1,11 @@
-// What happens, and who has contributed how much.
+// The lists of events and of contributions.
 
 import { el } from "../base.js";
 import { clock, count, keep, percent, setText } from "./format.js";
 
-const MOST_SHOWN = 12; // contributors
+const MOST_SHOWN = 12; // the most contributors to show
 
-// What is said of each kind of event, and whether it is good or bad.
+// The sentence for each kind of event, and its tone.
 const SENTENCES = {
   joined: ["good", (e) => `joined with blocks ${e.blocks}`],
   left: ["quiet", (e) => `left; it held blocks ${e.blocks}`],
@@ -26,7 +26,7 @@ export class Events {
     this.element = el("div", {}, this.log, this.empty);
   }
 
-  /** Newest last; models are named if there are several. */
+  /** Show events, given newest last; models are named if there are several. */
   show(events, numModels) {
     this.empty.hidden = events.length > 0;
     this.log.hidden = !events.length;

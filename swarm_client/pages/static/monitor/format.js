@@ -1,4 +1,4 @@
-// Numbers, times and states as text, and lists that are kept up to date.
+// Formats numbers, times and states as text, and updates lists.
 
 import { el } from "../base.js";
 
@@ -15,7 +15,7 @@ function short(value) {
   return value >= 99.5 ? String(Math.round(value)) : value.toFixed(1);
 }
 
-/** Tokens per second: one digit while they are few. */
+/** Return tokens per second as text; numbers below 10 get one decimal. */
 export function rate(value) {
   return count(value, value < 10 ? 1 : 0);
 }
@@ -37,7 +37,7 @@ export function duration(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} d`;
 }
 
-/** `time`: seconds since 1970. The day only if it is not today. */
+/** Return the time as text, with the day if it is not today. `time`: seconds since 1970. */
 export function clock(time, { seconds = true } = {}) {
   const date = new Date(time * 1000);
   const hours = date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", ...(seconds ? { second: "2-digit" } : {}), hour12: false });
@@ -59,13 +59,13 @@ export const STATES = {
   other_revision: ["other revision", "bad"],
 };
 
-/** [text, kind] of a server; kind is good, busy or bad. */
+/** Return a server's state as [text, kind]; kind is good, busy or bad. */
 export function stateOf(server) {
   if (server.state !== "unreachable" && server.next_start !== null) return [`moving to ${server.next_start}:${server.next_end}`, "busy"];
   return STATES[server.state] ?? [server.state, "bad"];
 }
 
-/** Makes the children of `parent` those of `items`, in this order; who was there before stays the same element. */
+/** Make the children of `parent` match `items`, in this order; elements of items that were there before are kept. */
 export function keep(parent, items, key, make, update) {
   const before = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let place = parent.firstElementChild;
@@ -84,7 +84,7 @@ export function keep(parent, items, key, make, update) {
   for (const child of before.values()) child.remove();
 }
 
-/** Sets text only if it differs, so that a selection stays. */
+/** Set the text only if it differs, so that a selection stays. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

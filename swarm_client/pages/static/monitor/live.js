@@ -1,15 +1,16 @@
-// The swarm as the API shows it, again whenever the server says that it has looked; tries again if that fails.
+// Reads the swarm from the API at each tick of the server, and retries after failures.
 
 import { api, apiJson, ApiError, serverEvents } from "../base.js";
 
-const SLOWLY_MS = 10_000; // between two readings of what changes slowly
+const SLOWLY_MS = 10_000; // between two reads of slow data
 const MOST_WAIT_S = 30;
 const MOST_EVENTS = 200;
 const JSON_ONLY = { headers: { Accept: "application/json" } };
 
 /**
- * Calls `show` with `{swarm, servers, models}`, `{contributions}` and `{events}` (newest last) as they come, and
- * `connection` with null, or `{message, waitS, retry}` if there is none: `waitS` null waits for `retry` to be called.
+ * The live view. It calls `show` with `{swarm, servers, models}`, `{contributions}` and `{events}` (newest last), and
+ * `connection` with null, or with `{message, waitS, retry}` if there is none. If `waitS` is null, only `retry` ends
+ * the wait.
  */
 export class Live {
   constructor({ show, connection, slowly }) {
@@ -38,7 +39,7 @@ export class Live {
     }
   }
 
-  /** Until the stream ends, which is an error. */
+  /** Follow the stream until it ends; the end is an error. */
   async follow(works) {
     this.abort = new AbortController();
     const options = { signal: this.abort.signal };
@@ -62,11 +63,11 @@ export class Live {
     if (isDue) this.slowly(options);
   }
 
-  /** Those of before, or those that were missed. */
+  /** Read the past events, or after a break the missed ones. */
   async readEvents(options) {
     const after = this.lastId === null ? "" : `&after=${this.lastId}`;
     const { last_id: lastId, events } = await apiJson(`/api/v1/events?limit=${MOST_EVENTS}${after}`, { ...options, ...JSON_ONLY });
-    if (this.lastId !== null && lastId < this.lastId) this.events = []; // of another history
+    if (this.lastId !== null && lastId < this.lastId) this.events = []; // the server has another history now
     this.lastId = lastId;
     this.add(events);
   }

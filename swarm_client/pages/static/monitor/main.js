@@ -56,7 +56,7 @@ document.querySelector("main").append(
   card("Servers", "servers-title", table.element),
 );
 
-// ------------------------------------------------------------------ what is shown there
+// ------------------------------------------------------------------ contents of the parts
 
 function show(news) {
   Object.assign(seen, news);
@@ -117,7 +117,7 @@ async function copyCommand() {
     await navigator.clipboard.writeText(command.textContent);
     setText(copyText, "Copied");
   } catch {
-    getSelection().selectAllChildren(command); // there is no clipboard without TLS, but on loopback
+    getSelection().selectAllChildren(command); // without TLS, browsers allow the clipboard only on loopback
     setText(copyText, "Press Ctrl+C");
   }
   setTimeout(() => setText(copyText, "Copy"), 2000);

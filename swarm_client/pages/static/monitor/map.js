@@ -1,12 +1,12 @@
-// Who holds what: a row for each server, a column for each block, and how many hold each block above.
+// The map of servers and blocks: a row for each server, a column for each block, and the number of replicas above.
 
 import { el } from "../base.js";
 import { count, keep, milliseconds, plural, rate, setText, stateOf } from "./format.js";
 
-const MOST_COLUMNS = 160; // of the strip of replicas; blocks of a longer model share them
-const MANY_ROWS = 24; // from here on rows are lower
+const MOST_COLUMNS = 160; // in the strip of replicas; blocks of a longer model share columns
+const MANY_ROWS = 24; // with this many servers, rows are lower
 const DIGIT_PX = 6;
-const CELL_PX = 5; // of a cell beside its digits
+const CELL_PX = 5; // the width of a cell without its digits
 
 export const ORDERS = {
   blocks: ["blocks", (a, b) => a.start - b.start || a.end - b.end],
@@ -45,7 +45,7 @@ export class BlockMap {
     return el("select", { class: "input", "aria-label": label, onchange: () => this.draw() }, Object.entries(options).map(([value, text]) => el("option", { value }, text)));
   }
 
-  /** `model` of /api/v1/models, and its servers. */
+  /** Show a `model` of /api/v1/models with its servers. */
   show(model, servers) {
     this.model = model;
     this.servers = servers;
@@ -93,7 +93,7 @@ export class BlockMap {
     return noChain ? `no chain: ${noChain}` : "";
   }
 
-  // ---------------------------------------------------------------- how many hold each block
+  // ---------------------------------------------------------------- replicas of each block
 
   drawStrip() {
     if (!this.model) return;

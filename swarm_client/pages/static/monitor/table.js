@@ -1,10 +1,10 @@
-// All that is known of each server, to sort and to read.
+// The table of all servers and their data, which can be sorted.
 
 import { el } from "../base.js";
 import { count, duration, keep, milliseconds, NONE, rate, setText, stateOf } from "./format.js";
 
 const text = (value) => value || NONE;
-// Heading, what is shown, what is compared, explanation.
+// Heading, text to show, value to sort by, explanation.
 const COLUMNS = [
   ["Server", (s) => s.short_id, (s) => s.short_id, "end of the peer id"],
   ["Blocks", (s) => `${s.start}:${s.end}`, (s) => s.start, "first block, and the one after the last"],
