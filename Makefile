@@ -56,7 +56,7 @@ test-newest test-oldest: test-%:
 	$(CONSTRAINTS) > $(VENV)-$*/constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint $(VENV)-$*/constraints.txt --editable ".[test]"
-	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not cuda and not browser" tests/unit/protocol/checkpoints \
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not cuda and not browser" tests/unit/models/checkpoints \
 	    tests/swarm/test_families_remote.py tests/swarm/test_serve.py tests/swarm/test_finetune.py
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests/swarm/test_lora.py tests/training/test_runs.py
 	$(BIN)/python -m tests.exact_types --check
@@ -71,7 +71,7 @@ test-triton: $(VENV)/.installed
 	$(BIN)/python -c "import triton" 2>/dev/null || test -d $(VENV)/triton || \
 	    $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton triton==3.9.0
 	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -rs tests/unit/server/gpu/test_triton_attention.py \
-	    tests/unit/protocol/gpu/test_int8_weight.py
+	    tests/unit/models/gpu/test_int8_weight.py
 
 test-browser: $(VENV)/.installed
 	$(call installed,/usr/bin/chromium,chromium)
@@ -105,12 +105,12 @@ proto: $(VENV)/.proto
 	    swarm_training/pb/training_ledger.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
 	    swarm_training/pb/training_robust.proto
-	$(BIN)/python -m grpc_tools.protoc -Iswarm_experts/pb=protos -Iswarm_protocol/pb=protos --python_out=. \
-	    --pyi_out=. --grpc_python_out=. swarm_experts/pb/experts.proto
-	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_stages/pb=protos --python_out=. --pyi_out=. \
-	    --grpc_python_out=. swarm_stages/pb/stages.proto
-	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_training/pb=protos -Iswarm_stages/pb=protos \
-	    --python_out=. --pyi_out=. --grpc_python_out=. swarm_stages/pb/stages_audit.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/experts/pb=protos -Iswarm_protocol/pb=protos --python_out=. \
+	    --pyi_out=. --grpc_python_out=. swarm_training/experts/pb/experts.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_training/stages/pb=protos --python_out=. --pyi_out=. \
+	    --grpc_python_out=. swarm_training/stages/pb/stages.proto
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_training/pb=protos -Iswarm_training/stages/pb=protos \
+	    --python_out=. --pyi_out=. --grpc_python_out=. swarm_training/stages/pb/stages_audit.proto
 
 # torch first: asked for by name, pip takes the pinned build; a later dependency could ask for the newest one.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -46,10 +46,10 @@ from hangs import measure_hangs
 from make_model import DEFAULT_OUTPUT
 from transformers import PreTrainedModel
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.core.events import Move, Recovery
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 
 PROMPT_LENGTHS = (70, 100, 130, 160, 190)  # two chunks or more: their prefill can be cut in two
 NEW_TOKENS = 32

@@ -25,7 +25,7 @@ from faults import (
 )
 from transformers import PreTrainedModel
 
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
 
 PROMPT = 16

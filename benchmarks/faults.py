@@ -24,12 +24,12 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client import DistributedModel
 from swarm_client.core.events import Event, SessionStats
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
-from swarm_protocol.checkpoints.default_model import locate
-from swarm_protocol.checkpoints.describing import describe
+from swarm_models.checkpoints.default_model import locate
+from swarm_models.checkpoints.describing import describe
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput

@@ -28,7 +28,7 @@ from faults import (
 from silence import NoNamespaces, silent_network, silent_server
 from transformers import PreTrainedModel
 
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.session import RemoteSession
 
 PROMPT, NEW_TOKENS, AT_TOKEN = 70, 32, 10

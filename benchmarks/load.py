@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.monitor.status import read_status
+from swarm_gateway.monitor.status import read_status
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel

@@ -28,7 +28,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from swarm_client import DistributedModel
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.codecs.sizes import CODEC_NAMES, LADDER
 
 _PETALS = {"1 Gbit, 5 ms": 1.71, "100 Mbit, 5 ms": 1.66, "100 Mbit, 100 ms": 1.23}  # steps/s

@@ -13,14 +13,14 @@ import torch
 from common import QUANT_NAMES
 from torch import nn
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
-from swarm_server.blocks.quantization import quantize_
 from swarm_server.blocks.recording import Recorded
 from swarm_server.engine.engine import Engine
 

@@ -28,13 +28,13 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.gguf.tokenizer import read_tokenizer
-from swarm_protocol.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
+from swarm_models.checkpoints.hollow_model import hf_loader
+from swarm_models.quantization import Report, quantize_
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
-from swarm_server.blocks.quantization import Report, quantize_
 from swarm_server.blocks.weight_cache import WeightCache
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

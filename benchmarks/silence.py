@@ -13,7 +13,7 @@ from pathlib import Path
 
 from faults import Replicas
 
-from swarm_client.demo.local_cluster import LocalServer
+from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client.sessions.session import RemoteSession
 from swarm_protocol.process.handle import ProcessHandle
 from swarm_protocol.span import Span

@@ -2,9 +2,9 @@
 
 Machines that may be preempted train a model in stages for 32 hours; the same ones come and go (``churn.py``) under
 three policies (``training_policies.py``): a random stage, the slowest stage, and the slowest stage with moves later,
-which is what peers do (``swarm_stages/placement/stage_choice.py``). Throughput is that of the slowest stage, by the
-peers that work there, in proportion to what no assignment of the peers that are there exceeds. Then micro-batches are
-routed through the stages of such a run (``training_routes.py``).
+which is what peers do (``swarm_training/stages/placement/stage_choice.py``). Throughput is that of the slowest stage,
+by the peers that work there, in proportion to what no assignment of the peers that are there exceeds. Then
+micro-batches are routed through the stages of such a run (``training_routes.py``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from training_routes import PER_PEER, Crew, reached
 from virtual_swarm import VirtualSwarm
 
 from swarm_protocol.span import Span
-from swarm_stages.placement.stage_choice import StagePeer, StageView, choose_stage
-from swarm_stages.routing.router import QUEUE_ONLY, RANDOM, READY_TIME, SHORTEST_DELAY, WEIGHTED
+from swarm_training.stages.placement.stage_choice import StagePeer, StageView, choose_stage
+from swarm_training.stages.routing.router import QUEUE_ONLY, RANDOM, READY_TIME, SHORTEST_DELAY, WEIGHTED
 
 _FLEETS = Scenario(
     *(100, 8, 1, 1),

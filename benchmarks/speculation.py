@@ -27,8 +27,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from swarm_client import DistributedModel
 from swarm_client.drafts.opening import open_speculation
 from swarm_client.speculation.speculation import Speculation
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 
 PROMPT = 64
 FAR_TARGETS = {"auto": 2.2, "knowing-0.8": 3.8}

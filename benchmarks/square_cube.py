@@ -30,8 +30,8 @@ from rich.table import Table
 from square_cube_link import NoNamespaces, link
 from square_cube_stage import MiddleStage, Shape
 
-from swarm_stages.compress.layers import Compression
-from swarm_stages.compress.link_cost import LinkCost
+from swarm_training.stages.compress.layers import Compression
+from swarm_training.stages.compress.link_cost import LinkCost
 
 HIDDEN = 256, 512, 1024, 2048, 4096
 MBIT = 100, 500

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode, encode
-from swarm_stages.compress.layers import boundary
+from swarm_training.stages.compress.layers import boundary
 
 METHOD = "/square_cube/Pass"
 COMPUTED_S, KIND = "computed-s", "kind"
@@ -32,7 +32,7 @@ OPTIONS = [("grpc.max_send_message_length", MAX_BYTES), ("grpc.max_receive_messa
 
 @dataclass(frozen=True)
 class Shape:
-    """A stage: so many blocks, and what stands at its ends (``swarm_stages/compress/layers.py``)."""
+    """A stage: so many blocks, and what stands at its ends (``swarm_training/stages/compress/layers.py``)."""
 
     hidden_size: int
     num_blocks: int

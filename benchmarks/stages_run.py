@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "stages_process.py")
-TOKENIZER = HERE.parent / "swarm_protocol" / "models" / "tiny-python-docs"
+TOKENIZER = HERE.parent / "swarm_models" / "shipped" / "tiny-python-docs"
 WAIT_S = 180.0
 RUN = """
 [run]

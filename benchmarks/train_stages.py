@@ -64,7 +64,7 @@ def throughput(scale: Scale) -> Rows:
             with all_ended([]) as processes:
                 for stage in range(2):
                     joining = ["--initial-peers", processes[0].address or ""] if processes else []
-                    serve = ["-m", "swarm_stages", "serve", str(run_file), "--stage", str(stage)]
+                    serve = ["-m", "swarm_training.stages", "serve", str(run_file), "--stage", str(stage)]
                     processes.append(Process.start(*serve, "--host", "127.0.0.1", *joining))
                     processes[-1].wait_for(lambda: processes[-1].address)
                 return _rate(_trainer(run_file, processes), scale.steps, tokens)
@@ -87,7 +87,7 @@ def throughput(scale: Scale) -> Rows:
 def _trainer(run_file: Path, processes: list[Process]) -> Process:
     """Beside the peers, which come first."""
     address = processes[0].address or ""
-    processes.append(Process.start("-m", "swarm_stages", "trainer", str(run_file), "--initial-peers", address))
+    processes.append(Process.start("-m", "swarm_training.stages", "trainer", str(run_file), "--initial-peers", address))
     return processes[-1]
 
 
@@ -157,7 +157,9 @@ def _churned(scale: Scale, *, rebalances: bool) -> Churned:
         first.wait_for(lambda: first.address)
         for peer in [join(stage) for stage in (0, 1) for _ in range(MATES - (1 - stage))]:
             peer.wait_for(lambda peer=peer: peer.address)
-        trainer = Process.start("-m", "swarm_stages", "trainer", str(run_file), "--initial-peers", first.address or "")
+        trainer = Process.start(
+            "-m", "swarm_training.stages", "trainer", str(run_file), "--initial-peers", first.address or ""
+        )
         processes.append(trainer)
         trainer.wait_for(lambda: trainer.steps)
         undisturbed = _steps_per_s(trainer, scale.kill_s * scale.kills / 2, lambda: None)

@@ -10,7 +10,7 @@ from virtual_swarm import Policy, Server, VirtualSwarm
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
 from swarm_server.placement.capacity import Coverage
-from swarm_stages.placement.stage_choice import (
+from swarm_training.stages.placement.stage_choice import (
     CHECK_S,
     CONFIRM_S,
     COOLDOWN_S,

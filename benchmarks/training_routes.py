@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from swarm_stages.routing.router import POLICIES, Router
-from swarm_stages.routing.speed import BACKWARD, FORWARD, SHARES, ComputeSpeed
-from swarm_stages.routing.turns import window
+from swarm_training.stages.routing.router import POLICIES, Router
+from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES, ComputeSpeed
+from swarm_training.stages.routing.turns import window
 
 LATENCY_S = 0.02  # one way, where a usual peer needs a second for both passes of a micro-batch
 JITTER = 0.1  # of computing times, standard deviation of their logarithm

@@ -23,16 +23,16 @@ import torch
 from common import json_row, write_json
 from transformers import AutoModelForCausalLM, logging
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.kernels import int4_linear
-from swarm_protocol.kernels.int8_linear import FbgemmWeight, PlainWeight
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.kernels import int4_linear
+from swarm_models.kernels.int8_linear import FbgemmWeight, PlainWeight
+from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import Bounds, Comparison, Kind
 from swarm_protocol.verification.evidence import SEED_BYTES, probe, sketch_excess
 from swarm_protocol.verification.statements import sketch_of
 from swarm_server.blocks.blocks import BlockStack, load_blocks
-from swarm_server.blocks.quantization import quantize_
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.zoo import save_checkpoint

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import DistributedModel
 from swarm_client.generation.generation import load_tokenizer
-from swarm_protocol.checkpoints.default_model import locate
+from swarm_models.checkpoints.default_model import locate
 
 LENGTH = 256  # tokens of a row
 PROMPT = 48  # of them in a row that the model continues

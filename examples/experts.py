@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from swarm_experts import MixtureConfig, RemoteMixtureOfExperts
-from swarm_experts.server.registry import feedforward
+from swarm_training.experts import MixtureConfig, RemoteMixtureOfExperts
+from swarm_training.experts.server.registry import feedforward
 
 NAME, HIDDEN, GRID = "characters", 32, (4, 8)
 SERVERS = (6, 6, 6, 2)  # experts of each; the last one is killed
@@ -74,10 +74,10 @@ class Model(nn.Module):
 
 
 class Server:
-    """``python -m swarm_experts serve`` as a process of its own."""
+    """``python -m swarm_training.experts serve`` as a process of its own."""
 
     def __init__(self, experts: int, *initial_peers: str) -> None:
-        command = [sys.executable, "-m", "swarm_experts", "serve", "--name", NAME, "--hidden", str(HIDDEN)]
+        command = [sys.executable, "-m", "swarm_training.experts", "serve", "--name", NAME, "--hidden", str(HIDDEN)]
         command += ["--grid", *map(str, GRID), "--experts", str(experts), "--learning-rate", str(RATE)]
         command += ["--initial-peers", *initial_peers] if initial_peers else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_client import DistributedModel
-from swarm_client.demo.local_cluster import LocalCluster
 from swarm_client.generation.generation import load_tokenizer
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it
 disable_progress_bar()

@@ -31,8 +31,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from swarm_client.drafts.distilled.file import save_draft
 from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
 from swarm_protocol.errors import SwarmError
 
 GUESSES = 4  # of which acceptance is measured

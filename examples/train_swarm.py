@@ -84,11 +84,11 @@ QUICK = Size(blocks=3, window=32, micro_batch=2, batch=8)
 
 
 class Process:
-    """``python -m swarm_stages ARGUMENTS``."""
+    """``python -m swarm_training.stages ARGUMENTS``."""
 
     def __init__(self, *arguments: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
-        command = [sys.executable, "-m", "swarm_stages", *arguments]
+        command = [sys.executable, "-m", "swarm_training.stages", *arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SHIPPED = Path(__file__).parent.parent / "swarm_protocol" / "models" / "tiny-python-docs"
+SHIPPED = Path(__file__).parent.parent / "swarm_models" / "shipped" / "tiny-python-docs"
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 HELD_OUT_PERCENT = 3

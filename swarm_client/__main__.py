@@ -5,6 +5,6 @@ if __name__ == "__main__":
 
     exit_on_interrupt()
 
-    from swarm_client.command_line import main
+    from swarm_cli.command_line import main
 
     main()

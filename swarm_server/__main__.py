@@ -11,7 +11,7 @@ if __name__ == "__main__":
     from swarm_server.command_line import main
 
     def _hold_stage(args: argparse.Namespace) -> Callable[[], None]:
-        from swarm_stages.front import serve_stage
+        from swarm_training.stages.front import serve_stage
 
         return serve_stage(args)
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm_models.checkpoints.default_model import FROM_SWARM, check_location, locate, with_gguf_file
 from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT, add_member_flags
-from swarm_protocol.checkpoints.default_model import FROM_SWARM, check_location, locate, with_gguf_file
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals

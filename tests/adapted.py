@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.family import Family
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.family import Family
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
 from tests.zoo import VOCAB

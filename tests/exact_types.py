@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.describing import describe
-from swarm_protocol.checkpoints.family import OWN_CACHE_CLASS, Family
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.describing import describe
+from swarm_models.checkpoints.family import OWN_CACHE_CLASS, Family
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack, load_blocks

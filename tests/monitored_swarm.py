@@ -12,14 +12,14 @@ import uvicorn
 
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.gateway.app import create_app
-from swarm_client.gateway.monitor_api.endpoints import Monitored
-from swarm_client.gateway.serving import listen
-from swarm_client.history.recorder import Recorder, Watched
-from swarm_client.history.store import History
-from swarm_client.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_client.monitor.monitor import SwarmSnapshot
 from swarm_client.routing.routing import Hop
+from swarm_gateway.app.app import create_app
+from swarm_gateway.app.serving import listen
+from swarm_gateway.history.recorder import Recorder, Watched
+from swarm_gateway.history.store import History
+from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
+from swarm_gateway.monitor.monitor import SwarmSnapshot
+from swarm_gateway.monitor_api.endpoints import Monitored
 from swarm_protocol.dht.records import ServerRecord, ServerState, Work
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.span import Span

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from swarm_protocol.checkpoints.default_model import ALIASES, SMALL_CHAT_MODEL
+from swarm_models.checkpoints.default_model import ALIASES, SMALL_CHAT_MODEL
 
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
 _PACKAGED = ALIASES[SMALL_CHAT_MODEL]

@@ -12,8 +12,8 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from swarm_client.model.model import load_client
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.family import cache_argument_of, slice_config
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.family import cache_argument_of, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from tests.zoo import VOCAB

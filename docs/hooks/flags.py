@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-PACKAGES = ("swarm_server", "swarm_client", "swarm_training", "swarm_stages", "swarm_experts")
+PACKAGES = ("swarm_server", "swarm_cli", "swarm_training", "swarm_training.stages", "swarm_training.experts")
 
 
 def on_page_markdown(markdown: str, **_page: object) -> str:
     """Called by MkDocs for every page."""
-    return re.sub(r"\{\{ flags (\w+) \}\}", lambda found: "\n".join(lines(found[1])), markdown)
+    return re.sub(r"\{\{ flags ([\w.]+) \}\}", lambda found: "\n".join(lines(found[1])), markdown)
 
 
 def parser_of(package: str) -> argparse.ArgumentParser:

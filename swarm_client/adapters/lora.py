@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.integrations import peft as hf_peft
 
-from swarm_protocol.checkpoints.files import Directory
-from swarm_protocol.checkpoints.hollow_model import hf_loader
-from swarm_protocol.checkpoints.peft_files import (
+from swarm_models.checkpoints.files import Directory
+from swarm_models.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.peft_files import (
     CONFIG_NAME,
     WEIGHTS_NAME,
     adapted_modules,
@@ -21,7 +21,7 @@ from swarm_protocol.checkpoints.peft_files import (
     read_config,
     require_names,
 )
-from swarm_protocol.checkpoints.safetensors_file import read_header
+from swarm_models.checkpoints.safetensors_file import read_header
 
 if TYPE_CHECKING:
     from peft import LoraConfig

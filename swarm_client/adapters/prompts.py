@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.peft_files import WEIGHTS_NAME
-from swarm_protocol.checkpoints.safetensors_file import read_header
+from swarm_models.checkpoints.family import Family
+from swarm_models.checkpoints.peft_files import WEIGHTS_NAME
+from swarm_models.checkpoints.safetensors_file import read_header
 from swarm_protocol.wire.adapters import Prompt
 
 if TYPE_CHECKING:  # the class that the mixin extends

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from swarm_client.adapters.prompts import PEFT_KEY, PROMPTS_FILE
-from swarm_protocol.checkpoints.files import Directory
-from swarm_protocol.checkpoints.peft_files import CONFIG_NAME, WEIGHTS_NAME
-from swarm_protocol.checkpoints.safetensors_file import read_header
+from swarm_models.checkpoints.files import Directory
+from swarm_models.checkpoints.peft_files import CONFIG_NAME, WEIGHTS_NAME
+from swarm_models.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_models.checkpoints.default_model import check_location, locate
 
 AUTO, NONE, LOOKUP = "auto", "none", "lookup"
 

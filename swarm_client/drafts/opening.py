@@ -12,8 +12,8 @@ from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.small_model import SmallModelDraft
 from swarm_client.speculation.draft import Draft
 from swarm_client.speculation.speculation import Speculation
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import locate
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import locate
 from swarm_protocol.errors import CheckpointError
 
 _RECURRENT = {"linear_attention", "hybrid"}
@@ -89,7 +89,7 @@ def _check_tokens(name: str, checkpoint: Checkpoint) -> None:
 
 def _vocabulary(location: str) -> dict[str, int] | None:
     """Return the model's token ids by token; None if the model has no readable tokenizer."""
-    from swarm_protocol.checkpoints.gguf.tokenizer import read_tokenizer
+    from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
 
     try:
         return dict(read_tokenizer(location).get_vocab())

@@ -11,10 +11,10 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking, SteppedSession
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import locate
-from swarm_protocol.checkpoints.family import cache_argument_of, max_positions
-from swarm_protocol.checkpoints.hollow_model import load_whole_model
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import locate
+from swarm_models.checkpoints.family import cache_argument_of, max_positions
+from swarm_models.checkpoints.hollow_model import load_whole_model
 
 
 class SmallModelDraft(Draft):

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from swarm_client.generation.templates import first_tokens, render
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.model.cache import RemoteCache
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.gguf.tokenizer import read_tokenizer
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarm_protocol.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
-from swarm_protocol.checkpoints.default_model import FROM_SWARM, check_location, locate
+from swarm_models.checkpoints.default_model import FROM_SWARM, check_location, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

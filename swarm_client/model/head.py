@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swarm_protocol.kernels.int8_linear import Int8Linear
+from swarm_models.kernels.int8_linear import Int8Linear
 
 
 class Int8Head(Int8Linear):

@@ -35,8 +35,8 @@ from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
-from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.hollow_model import hf_loader, hosted_alone
+from swarm_models.checkpoints.family import Family
+from swarm_models.checkpoints.hollow_model import hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
 
 B = TypeVar("B", bound=BlockModule)

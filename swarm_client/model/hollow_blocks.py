@@ -17,7 +17,7 @@ from transformers import initialization as weight_init
 
 from swarm_client.adapters.lora import INITS, require_supported
 from swarm_client.model.model_pass import are_foreign
-from swarm_protocol.checkpoints.family import Family
+from swarm_models.checkpoints.family import Family
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.adapters import LowRank
 

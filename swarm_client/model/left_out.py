@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as weight_init
 
-from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.family import Family
+from swarm_models.checkpoints.hollow_model import hf_loader
 from swarm_protocol.errors import RequestRejected
 
 if TYPE_CHECKING:

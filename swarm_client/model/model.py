@@ -22,10 +22,10 @@ from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
 from swarm_client.model.progress import reading_shown
 from swarm_client.weights.opening import ModelOpening
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
-from swarm_protocol.checkpoints.family import max_positions, slice_config
-from swarm_protocol.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_models.checkpoints.family import max_positions, slice_config
+from swarm_models.checkpoints.hollow_model import hf_loader
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from swarm_protocol.checkpoints.safetensors_file import FileTensor, StoredTensor
+from swarm_models.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.process.logs import shows_progress
 
 _DELAY_S = 0.5  # a shorter read needs no bar

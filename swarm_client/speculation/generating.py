@@ -19,7 +19,7 @@ from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.past import Past
 from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
-from swarm_protocol.checkpoints.family import cache_argument_of
+from swarm_models.checkpoints.family import cache_argument_of
 from swarm_protocol.errors import PeerBusy, SwarmError
 
 MOST_SHARING = 2  # sessions of a server; with more, no guesses are verified

@@ -9,13 +9,13 @@ from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.swarm.caller import Caller
 from swarm_client.swarm.swarm import Swarm
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import FROM_SWARM, locate
-from swarm_protocol.checkpoints.family import has_experts
-from swarm_protocol.checkpoints.files import HubUnreachable
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import FROM_SWARM, locate
+from swarm_models.checkpoints.family import has_experts
+from swarm_models.checkpoints.files import HubUnreachable
+from swarm_models.sharing.obtaining import SharingSwarm, open_from_swarm
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import CheckpointError
-from swarm_protocol.sharing.obtaining import SharingSwarm, open_from_swarm
 
 if TYPE_CHECKING:
     from swarm_client.transport.transport import ServerConnection

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from swarm_models.quantization import TRANSPOSED
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
-from swarm_server.blocks.quantization import TRANSPOSED
 
 _EXPERTS = "experts"  # transformers' name for a list of experts, or for the module in which they are fused
 

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.family import WEIGHT_IS_READ
-from swarm_protocol.checkpoints.hollow_model import LeftOut, load_hollow_model
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.family import WEIGHT_IS_READ
+from swarm_models.checkpoints.hollow_model import LeftOut, load_hollow_model
+from swarm_models.checkpoints.safetensors_file import StoredTensor
+from swarm_models.quantization.experts import deciding_parts
+from swarm_models.quantization.stored_experts import take_out_experts
 from swarm_protocol.errors import CheckpointError
-from swarm_server.blocks.quantization.experts import deciding_parts
-from swarm_server.blocks.quantization.stored_experts import take_out_experts
 
 NARROW = {torch.bfloat16, torch.float16}
 

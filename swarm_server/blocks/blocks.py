@@ -12,9 +12,9 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.family import Family, rope_depends_on_length, slice_config
-from swarm_protocol.checkpoints.hollow_model import load_hollow_model
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.family import Family, rope_depends_on_length, slice_config
+from swarm_models.checkpoints.hollow_model import load_hollow_model
 from swarm_protocol.span import Span
 from swarm_server.blocks.block_loading import LayerSource, load_block
 from swarm_server.blocks.malloc import freed_memory_returned

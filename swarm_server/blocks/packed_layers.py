@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor
-from swarm_server.blocks.quantization import Packed, packed_kind, packed_weight, quantized_linear, restored
-from swarm_server.blocks.quantization.report import Report
-from swarm_server.blocks.quantization.stored import stored_int4
+from swarm_models.checkpoints.family import Family
+from swarm_models.checkpoints.safetensors_file import StoredTensor
+from swarm_models.quantization import Packed, packed_kind, packed_weight, quantized_linear, restored
+from swarm_models.quantization.eight_bits import eight_bit_layers
+from swarm_models.quantization.report import Report
+from swarm_models.quantization.stored import stored_int4
 from swarm_server.blocks.weight_cache import WeightCache, content_key
-from swarm_server.machine.eight_bits import eight_bit_layers
 
 IN_TILES = ("int8", "int4")  # methods that round each row by itself
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from swarm_protocol.gpu.int8_weight import few_rows_kernel
-from swarm_protocol.kernels.int8_linear import FbgemmWeight, fastest
-from swarm_protocol.kernels.kernel_weight import KernelWeight
-from swarm_protocol.kernels.library import kernel
+from swarm_models.gpu.int8_weight import few_rows_kernel
+from swarm_models.kernels.int8_linear import FbgemmWeight, fastest
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.library import kernel
 from swarm_server.blocks import dense_linear
 
 OURS = ("int8", "int4")  # methods for which there are kernels, on CPU

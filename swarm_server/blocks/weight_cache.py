@@ -19,8 +19,8 @@ from typing import ClassVar, Protocol, Self, TypeVar
 import platformdirs
 import torch
 
+from swarm_models.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.atomic_file import ABANDONED_S, PARTIAL_SUFFIX, written_atomically
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor
 
 _logger = logging.getLogger(__name__)
 _SUFFIX = ".weight"

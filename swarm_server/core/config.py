@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM
+from swarm_models.quants import METHODS
 from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
@@ -15,7 +16,6 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.placement.placement import MARGIN
 
-METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")  # methods of quantisation
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO, ALWAYS, NEVER = "auto", "always", "never"  # whether files are offered
 PREFIX_CACHES = ("auto", "all", "own", "none")

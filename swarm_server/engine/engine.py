@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
+from swarm_models.kernels.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.errors import PeerBusy, RequestRejected
-from swarm_protocol.kernels.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
 from swarm_protocol.wire.constants import PAGE_TOKENS

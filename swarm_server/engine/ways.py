@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from swarm_protocol.kernels.attention import AttentionKernel, attention_kernel
+from swarm_models.kernels.attention import AttentionKernel, attention_kernel
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack

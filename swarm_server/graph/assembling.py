@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_protocol.kernels.int4_linear import KernelInt4Weight
-from swarm_protocol.kernels.kernel_weight import KernelWeight
-from swarm_protocol.kernels.program import MAX_DIMENSIONS, NOTHING, Instruction, Kind, Operand, Program
-from swarm_protocol.kernels.quantized_linear import QuantizedWeight
+from swarm_models.kernels.int4_linear import KernelInt4Weight
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.program import MAX_DIMENSIONS, NOTHING, Instruction, Kind, Operand, Program
+from swarm_models.kernels.quantized_linear import QuantizedWeight
 from swarm_server.graph.lowering import Lowered, Place
 from swarm_server.graph.recording import Memory, NotCapturable
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from swarm_protocol.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
+from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Captured
 from swarm_server.graph.lowering import Place, lowered

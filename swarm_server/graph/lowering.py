@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from swarm_protocol.kernels.program import Kind
-from swarm_protocol.kernels.quantized_linear import QuantizedWeight
+from swarm_models.kernels.program import Kind
+from swarm_models.kernels.quantized_linear import QuantizedWeight
 from swarm_server.graph.recording import Memory, NotCapturable, Operation, View
 
 

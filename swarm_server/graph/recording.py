@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from swarm_protocol.kernels.quantized_linear import QuantizedWeight
+from swarm_models.kernels.quantized_linear import QuantizedWeight
 
 
 class NotCapturable(Exception):

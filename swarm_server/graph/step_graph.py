@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from swarm_protocol.kernels.attention import Numbers, PagedRows
-from swarm_protocol.kernels.int4_linear import KernelInt4Weight
-from swarm_protocol.kernels.kernel_weight import KernelWeight
-from swarm_protocol.kernels.program import Program
-from swarm_protocol.kernels.quantized_linear import QuantizedLinear
+from swarm_models.kernels.attention import Numbers, PagedRows
+from swarm_models.kernels.int4_linear import KernelInt4Weight
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.program import Program
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Assembled, Linear

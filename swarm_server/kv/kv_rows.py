@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swarm_models.kernels.attention import Numbers, channel_table
 from swarm_protocol.errors import PeerBusy
-from swarm_protocol.kernels.attention import Numbers, channel_table
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.row_states import COPIES, CPU, Slot
 

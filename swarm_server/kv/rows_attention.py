@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm_protocol.kernels.attention import Numbers, PagedRows, PartOfPage
+from swarm_models.kernels.attention import Numbers, PagedRows, PartOfPage
 from swarm_server.kv.kv_rows import Page, Run
 
 

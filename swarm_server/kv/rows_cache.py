@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarm_protocol.kernels.attention import AttentionKernel, PagedRows
+from swarm_models.kernels.attention import AttentionKernel, PagedRows
 from swarm_server.kv.kv_rows import Run
 from swarm_server.kv.rows_attention import channel_numbers, hidden_at_start, is_plain_sdpa, paged_rows
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_server.machine.eight_bits import eight_bit_layers
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.quantization.eight_bits import eight_bit_layers
 
 _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
 

@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.family import max_positions
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.family import max_positions
+from swarm_models.quantization import Report, quantize_, require_device
 from swarm_protocol.process.logs import shows_progress
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
@@ -21,7 +22,6 @@ from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
 from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.products import described
-from swarm_server.blocks.quantization import Report, quantize_, require_device
 from swarm_server.blocks.split_stack import SplitStack, Stack
 from swarm_server.blocks.weight_cache import WeightCache
 from swarm_server.core.config import ServerConfig

@@ -39,9 +39,9 @@ def _warm_up() -> None:
     import_transformers()
     import swarm_server.command_line
     import swarm_server.node.server  # noqa: F401
-    from swarm_protocol.checkpoints.checkpoint import Checkpoint
-    from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-    from swarm_protocol.checkpoints.describing import describe
+    from swarm_models.checkpoints.checkpoint import Checkpoint
+    from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+    from swarm_models.checkpoints.describing import describe
     from swarm_protocol.net.hivemind_parts import Multiaddr
 
     describe(Checkpoint.open(locate(DEFAULT_MODEL)).config)

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as weight_init
 
-from swarm_protocol.checkpoints.family import Family
-from swarm_protocol.checkpoints.hollow_model import hf_loader
-from swarm_protocol.checkpoints.peft_files import read_adapter
+from swarm_models.checkpoints.family import Family
+from swarm_models.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.peft_files import read_adapter
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from swarm_protocol.checkpoints.default_model import is_packaged
-from swarm_protocol.checkpoints.files import Directory
+from swarm_models.checkpoints.default_model import is_packaged
+from swarm_models.checkpoints.files import Directory
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process.routine import repeat

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import FROM_SWARM, locate
-from swarm_protocol.checkpoints.family import has_experts
-from swarm_protocol.checkpoints.files import HubUnreachable
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import FROM_SWARM, locate
+from swarm_models.checkpoints.family import has_experts
+from swarm_models.checkpoints.files import HubUnreachable
+from swarm_models.sharing.obtaining import SharingSwarm, open_from_swarm
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
@@ -23,7 +24,6 @@ from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.process.routine import repeat
-from swarm_protocol.sharing.obtaining import SharingSwarm, open_from_swarm
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.dialing import Dialer
 from swarm_protocol.tunnel.members import Membership as TunnelMembership

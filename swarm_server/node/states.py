@@ -14,7 +14,7 @@ from typing import Self
 import grpc
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.span import Span

@@ -6,11 +6,12 @@ from contextlib import nullcontext
 
 import torch
 
+from swarm_models.activation_limit import ActivationLimit
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import Patches, PlacedAdapter, Share
-from swarm_server.blocks.recording import ActivationLimit, Recorded, require_finite
+from swarm_server.blocks.recording import Recorded, require_finite
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.core.counters import Counters
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from swarm_models.kernels.int8_linear import Int8Weight
 from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
-from swarm_protocol.kernels.int8_linear import Int8Weight
 from swarm_protocol.span import Span
 from swarm_server.blocks.recording import Recorded
 from swarm_server.kv.kv_cache import CacheBudget, Charge

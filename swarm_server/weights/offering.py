@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.files import Directory, HubModel
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.files import Directory, HubModel
+from swarm_models.sharing.download import LEAST_BYTES_PER_S
+from swarm_models.sharing.hashing import FileHashes, lower_priority
+from swarm_models.sharing.manifest import PIECE_BYTES, SMALL_FILES, HeldPieces, Manifest, SharedFile, may_be_shared
+from swarm_models.sharing.swarm_files import SwarmFiles
 from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
-from swarm_protocol.sharing.download import LEAST_BYTES_PER_S
-from swarm_protocol.sharing.hashing import FileHashes, lower_priority
-from swarm_protocol.sharing.manifest import PIECE_BYTES, SMALL_FILES, HeldPieces, Manifest, SharedFile, may_be_shared
-from swarm_protocol.sharing.swarm_files import SwarmFiles
 from swarm_protocol.streams.limits import Budget, Places
 from swarm_protocol.wire.constants import MIB, PART_BYTES
 

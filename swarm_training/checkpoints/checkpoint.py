@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from swarm_protocol.checkpoints.safetensors_file import read_header
+from swarm_models.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import Expected, require_number

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
 from swarm_training.data.opening import Reader, open_batches, open_blocks
 from swarm_training.data.settings import DataSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm_protocol.checkpoints.default_model import check_location, locate
+from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_training.data.sources import local_texts
 from swarm_training.runfile.settings import RunFile
 

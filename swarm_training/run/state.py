@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from swarm_protocol.checkpoints import safetensors_bytes
+from swarm_models.checkpoints import safetensors_bytes
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.core.moment import Moment
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.swarm.waiting import DEADLINE_S
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.swarm.waiting import DEADLINE_S
 
 CHROMIUM = "/usr/bin/chromium"
@@ -27,7 +27,7 @@ FLAGS = (
 )
 SPANS = ("0:7", "7:14", "14:20")
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
-COMMAND = "from swarm_client.command_line import main; main()"
+COMMAND = "from swarm_cli.command_line import main; main()"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

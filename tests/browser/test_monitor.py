@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from swarm_client.history import recorder as recorders
-from swarm_client.history.store import History, Sample
-from swarm_client.monitor.server_events import EventKind, SwarmEvent
+from swarm_gateway.history import recorder as recorders
+from swarm_gateway.history.store import History, Sample
+from swarm_gateway.monitor.server_events import EventKind, SwarmEvent
 from swarm_protocol.dht.records import ServerState, Work
 from swarm_protocol.span import Span
 from tests.browser.conftest import PHONE, WIDE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_protocol.checkpoints.default_model import SMALL_CHAT_MODEL
+from swarm_models.checkpoints.default_model import SMALL_CHAT_MODEL
 from tests.browser.chat_page import ChatPage
 from tests.browser.conftest import NewPage, started_swarm
 from tests.small_chat_model import ANSWER, NEEDS_IT, QUESTION

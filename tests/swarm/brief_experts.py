@@ -1,10 +1,10 @@
-"""``python -m swarm_experts`` with records that last for three seconds, so that tests wait less for a killed server."""
+"""``python -m swarm_training.experts`` with records that last for three seconds: tests wait less for dead servers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_experts import ServerConfig, command_line
+from swarm_training.experts import ServerConfig, command_line
 
 
 @dataclass(frozen=True)

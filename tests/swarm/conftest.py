@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_client.demo.local_cluster import LocalCluster
+from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_client.swarm import peer_health
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode

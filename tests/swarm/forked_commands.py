@@ -20,13 +20,14 @@ HEAVY = [
     "swarm_server.node.server",
     "swarm_client.generation.generation",
     "swarm_client.model.model",
-    "swarm_client.finetune.trainer",
-    "swarm_client.finetune.training_data",
+    "swarm_cli.finetune.trainer",
+    "swarm_cli.finetune.training_data",
     "hivemind.dht.node",
     "uvloop",
     "datasets",
     "matplotlib.figure",
 ]
+COMMAND_LINES = {"swarm_client": "swarm_cli"}  # of packages whose commands are in another one
 AT_ONCE = 4
 DEADLINE_S = 480.0
 POLL_S = 0.01
@@ -77,7 +78,7 @@ def start(package: str, arguments: list[str], directory: Path, number: int) -> i
     sys.argv = [package, *arguments]
     code = 0
     try:
-        importlib.import_module(f"{package}.command_line").main()
+        importlib.import_module(f"{COMMAND_LINES.get(package, package)}.command_line").main()
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

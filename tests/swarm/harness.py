@@ -14,8 +14,8 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_client.core import background
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.describing import describe
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.describing import describe
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity

@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client import DistributedModel
 from swarm_client.core import background
 from swarm_client.core.events import Event, Move, Recovery, Waiting
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.sessions.chain import Chain
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.transport.hops import Answer, HopSession

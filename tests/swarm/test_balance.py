@@ -10,8 +10,8 @@ from itertools import count
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.core import background
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from swarm_protocol.dht.records import SwarmView
 from swarm_server.placement.placement import plan_moves
 from tests.marks import SLOW

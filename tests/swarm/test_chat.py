@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from swarm_cli.chat.chat import Chat, Opened
+from swarm_cli.chat.conversation import Conversation
+from swarm_cli.chat.loop import run
+from swarm_cli.chat.terminal import PipeReader
 from swarm_client import DistributedModel
-from swarm_client.chat.chat import Chat, Opened
-from swarm_client.chat.conversation import Conversation
-from swarm_client.chat.loop import run
-from swarm_client.chat.terminal import PipeReader
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.sessions.session import RemoteSession
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import PeerUnavailable
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarm_client.chat.chat import Chat, Opened, open_model
-from swarm_client.chat.commands import COMMANDS, carry_out
+from swarm_cli.chat.chat import Chat, Opened, open_model
+from swarm_cli.chat.commands import COMMANDS, carry_out
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError, NoRoute
 from tests.swarm.harness import InProcessServers
 
@@ -133,7 +133,7 @@ def test_what_was_opened_in_vain_is_closed(choice, opened, monkeypatch):
         raise KeyboardInterrupt
 
     chat = Chat(choice, OPTIONS, opening)
-    monkeypatch.setattr("swarm_client.chat.chat.require_chain", no_chain)
+    monkeypatch.setattr("swarm_cli.chat.chat.require_chain", no_chain)
     with pytest.raises(KeyboardInterrupt):
         chat.switch(choice)
     assert closed == [True]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.swarm.harness import InProcessServers
 from tests.swarm.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
 

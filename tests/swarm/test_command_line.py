@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from swarm_client.demo.demo import verdict
-from swarm_client.demo.local_cluster import LocalCluster
-from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL, SMALL_CHAT_MODEL
+from swarm_cli.demo.demo import verdict
+from swarm_cli.demo.local_cluster import LocalCluster
+from swarm_models.checkpoints.default_model import ALIASES, DEFAULT_MODEL, SMALL_CHAT_MODEL
 from tests.small_chat_model import ANSWER, NEEDS_IT, QUESTION
 from tests.swarm.processes import Outcome, run_commands
 from tests.swarm.waiting import wait_for

@@ -19,7 +19,7 @@ START = """
 import runpy, sys
 def start(name, arguments):
     if name == "swarm":  # the console script
-        from swarm_command.entry import main
+        from swarm_cli.entry import main
         sys.argv = ["/usr/bin/swarm", *arguments]
         main()
     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.demo.local_cluster import LocalCluster
+from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_protocol.net.identity import Identity
 from tests.marks import SLOW
 from tests.swarm.network import Network

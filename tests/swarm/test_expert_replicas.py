@@ -10,12 +10,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from swarm_experts import ExpertClient, ExpertServer, ServerConfig
-from swarm_experts.command_line import main
-from swarm_experts.core.cells import Cell
-from swarm_experts.server.expert import Expert
-from swarm_experts.server.registry import build
 from swarm_protocol.process import network_loop
+from swarm_training.experts import ExpertClient, ExpertServer, ServerConfig
+from swarm_training.experts.command_line import main
+from swarm_training.experts.core.cells import Cell
+from swarm_training.experts.server.expert import Expert
+from swarm_training.experts.server.registry import build
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
-from swarm_experts.command_line import main
 from swarm_protocol.net.identity import Identity
+from swarm_training.experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
+from swarm_training.experts.command_line import main
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span

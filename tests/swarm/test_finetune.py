@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from swarm_client.generation.generation import load_tokenizer
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_server.training.stateless import StatelessPasses
 from tests.marks import SLOW, always
 from tests.swarm.harness import InProcessServers

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.swarm.processes import Outcome, run_commands
 
 SHIPPED = Path(locate(DEFAULT_MODEL))

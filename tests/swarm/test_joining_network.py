@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
-from swarm_client.monitor.status import read_status
+from swarm_gateway.monitor.status import read_status
 from tests.swarm.network import Network
 from tests.swarm.waiting import DEADLINE_S, wait_for
 

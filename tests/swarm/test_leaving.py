@@ -8,8 +8,8 @@ import signal
 import pytest
 import torch
 
+from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client import NoRoute
-from swarm_client.demo.local_cluster import LocalServer
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import Client, Fleet
 from tests.swarm.waiting import wait_for

@@ -11,8 +11,8 @@ import torch
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client import ClientConfig, DistributedModel, SwarmError
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from tests.marks import SLOW
 from tests.swarm.waiting import wait_for
 from tests.zoo import BLOCKS, VOCAB, save_checkpoint

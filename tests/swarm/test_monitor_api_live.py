@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client import DistributedModel
 from swarm_client.core.config import ClientConfig
-from swarm_client.demo.local_cluster import LocalServer
 from swarm_client.generation.generation import load_tokenizer
-from swarm_client.history.store import History
-from swarm_client.monitor.monitor import Monitor
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_gateway.history.store import History
+from swarm_gateway.monitor.monitor import Monitor
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.monitored_swarm import monitor_served
 from tests.swarm.waiting import DEADLINE_S, wait_for
 

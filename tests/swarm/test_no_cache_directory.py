@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.demo.local_cluster import LocalCluster
+from swarm_cli.demo.local_cluster import LocalCluster
 from tests.marks import SLOW
 from tests.swarm.test_command_line import run
 

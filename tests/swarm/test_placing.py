@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
 from swarm_server.machine.memory import hosted_bytes
 from swarm_server.node import moving, server

@@ -10,12 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_client.command_line import main as client_main
-from swarm_client.keys.grants import GrantsFile
-from swarm_experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
-from swarm_experts.directory.board import DhtBoard
-from swarm_experts.directory.records import Holder
-from swarm_experts.net.replica_calls import ReplicaCalls
+from swarm_cli.command_line import main as client_main
+from swarm_cli.keys.grants import GrantsFile
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
@@ -23,6 +19,10 @@ from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
+from swarm_training.experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
+from swarm_training.experts.directory.board import DhtBoard
+from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.net.replica_calls import ReplicaCalls
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 
@@ -93,7 +93,7 @@ def test_a_member_computes_and_trains_by_its_role(private: Private) -> None:
 def test_a_process_takes_a_membership_and_computes_for_members(private: Private, tmp_path: Path) -> None:
     flags = ["serve", "--name", "other", "--hidden", str(HIDDEN), "--grid", *map(str, GRID), "--experts", "2"]
     flags += ["--membership", str(private.membership(Role.SERVER, "process")), "--initial-peers", *private.peers]
-    with ServerProcess(*flags, cache=tmp_path, module="swarm_experts") as server:
+    with ServerProcess(*flags, cache=tmp_path, module="swarm_training.experts") as server:
         with private.client("hal") as client:
             moe = RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="other", client=client, config=QUICK)
             assert moe(torch.zeros(1, HIDDEN)).shape == (1, HIDDEN)

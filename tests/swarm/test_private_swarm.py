@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarm_cli.command_line import main
+from swarm_cli.demo.local_cluster import LocalServer
+from swarm_cli.keys.grants import GrantsFile
 from swarm_client import AccessDenied, ClientConfig, DistributedModel
-from swarm_client.command_line import main
 from swarm_client.core import background
-from swarm_client.demo.local_cluster import LocalServer
-from swarm_client.keys.grants import GrantsFile
 from swarm_protocol.access.access_control import CLOCK_SKEW_S, AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey

@@ -12,7 +12,7 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from swarm_client import DistributedModelForSequenceClassification, RequestRejected
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import SMALL_CHAT_MODEL, locate
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import SMALL_CHAT_MODEL, locate
 from tests.published import (
     AWQ_CONFIG,
     MXFP4_CONFIG,

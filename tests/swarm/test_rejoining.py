@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client import DistributedModel
 from swarm_client.core.events import Waiting
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.survival import Moments
 from tests.swarm.test_training_survival import loss_and_gradient

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client import ClientConfig, DistributedModel
 from swarm_client.core import background
-from swarm_client.demo.local_cluster import LocalServer
-from swarm_client.monitor.status import read_status
+from swarm_gateway.monitor.status import read_status
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.tunnel.circuit import relay_of
 from tests.swarm.harness import InProcessServers, Watcher

@@ -23,11 +23,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.demo.local_cluster import LocalServer
-from swarm_client.monitor.status import read_status
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_gateway.monitor.status import read_status
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.adapted import LocalModel
 from tests.marks import SLOW
 from tests.swarm.processes import run_commands

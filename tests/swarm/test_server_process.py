@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from swarm_client.core import background
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity

@@ -14,7 +14,7 @@ from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.generation.generation import load_tokenizer
 from swarm_client.speculation.policy import Size
 from swarm_client.speculation.speculation import Speculation
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
 from tests.swarm.harness import InProcessServers
 

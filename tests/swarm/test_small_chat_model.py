@@ -18,7 +18,7 @@ from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.small_model import SmallModelDraft
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.speculation import Speculation
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, SMALL_CHAT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, SMALL_CHAT_MODEL, locate
 from swarm_protocol.errors import RequestRejected
 from tests.drafts import Always
 from tests.small_chat_model import ANSWER, NEEDS_IT, QUESTION

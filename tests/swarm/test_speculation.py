@@ -18,7 +18,7 @@ from swarm_client.sessions.lane import Lane
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.generating import MOST_SHARING
 from swarm_client.speculation.speculation import Speculation
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.errors import CheckpointError, PeerBusy, PeerUnavailable, SwarmError
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.pair import Pair, started

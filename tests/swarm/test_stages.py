@@ -15,24 +15,24 @@ from transformers import AutoModelForCausalLM
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
-from swarm_stages.commands import serving as serving_module
-from swarm_stages.commands.building import build, build_micro_batches, stage_source, training_config
-from swarm_stages.commands.exporting import export_run
-from swarm_stages.commands.looking import look
-from swarm_stages.commands.serving import serve
-from swarm_stages.commands.training import train_run
-from swarm_stages.engine.accumulator import rounded
-from swarm_stages.engine.boundaries import FILE_NAME
-from swarm_stages.peer.placing import Pace
-from swarm_stages.peer.shared import spans_of
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.run_like import RunView
 from swarm_training.runfile.reading import parse_run_file
 from swarm_training.runfile.settings import RunFile
+from swarm_training.stages.commands import serving as serving_module
+from swarm_training.stages.commands.building import build, build_micro_batches, stage_source, training_config
+from swarm_training.stages.commands.exporting import export_run
+from swarm_training.stages.commands.looking import look
+from swarm_training.stages.commands.serving import serve
+from swarm_training.stages.commands.training import train_run
+from swarm_training.stages.engine.accumulator import rounded
+from swarm_training.stages.engine.boundaries import FILE_NAME
+from swarm_training.stages.peer.placing import Pace
+from swarm_training.stages.peer.shared import spans_of
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 
-TOKENIZER = Path(__file__).parents[2] / "swarm_protocol" / "models" / "tiny-python-docs"
+TOKENIZER = Path(__file__).parents[2] / "swarm_models" / "shipped" / "tiny-python-docs"
 TEXT = """
 [run]
 name = "whole"
@@ -227,7 +227,7 @@ def test_processes_that_are_killed_cost_nothing_but_time(text: str, tmp_path: Pa
         for process in running:
             address_of(process)
         arguments = ["trainer", str(run_file), "--initial-peers", address, "--steps", str(steps)]
-        trainer = ServerProcess(*arguments, cache=tmp_path, wait=False, module="swarm_stages")
+        trainer = ServerProcess(*arguments, cache=tmp_path, wait=False, module="swarm_training.stages")
         running.append(trainer)
         for step, victim, index in ((5, 1, 0), (12, 2, 1), (18, 3, 1)):
             wait_for(lambda at=f"step {step}:": any(line.startswith(at) for line in trainer.stdout), "the run goes on")
@@ -237,7 +237,7 @@ def test_processes_that_are_killed_cost_nothing_but_time(text: str, tmp_path: Pa
         wait_for(lambda: any(line.startswith(f"step {steps}:") for line in trainer.stdout), "the run ends", LIMIT_S)
         out = tmp_path / "out"
         exporting = ["export", str(run_file), str(out), "--initial-peers", address]
-        export = ServerProcess(*exporting, cache=tmp_path, wait=False, module="swarm_stages")
+        export = ServerProcess(*exporting, cache=tmp_path, wait=False, module="swarm_training.stages")
         running.append(export)
         wait_for(lambda: any(f"after step {steps}" in line for line in export.stdout), "it is exported", LIMIT_S)
         require_equal(out, one_process(parse_run_file(text), steps))

@@ -36,7 +36,7 @@ def test_the_processes_that_trained_serve_the_model(text: str, tmp_path: Path) -
     running: list[ServerProcess] = []
 
     def start(*arguments: str) -> ServerProcess:
-        running.append(ServerProcess(*arguments, cache=cache, wait=False, module="swarm_stages"))
+        running.append(ServerProcess(*arguments, cache=cache, wait=False, module="swarm_training.stages"))
         return running[-1]
 
     def stage(index: int, *peers: str) -> ServerProcess:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client.core import background
-from swarm_client.demo.local_cluster import LocalServer
 from swarm_client.transport.hops import HopSession
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SPANS, Client

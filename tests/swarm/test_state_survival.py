@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_client import DistributedModel
-from swarm_client.demo.local_cluster import LocalCluster
 from tests.swarm.waiting import DEADLINE_S
 from tests.zoo import PAD, VOCAB, save_checkpoint
 

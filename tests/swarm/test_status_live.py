@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.demo.local_cluster import LocalCluster, LocalServer
-from swarm_client.monitor.model_monitor import ModelStatus
-from swarm_client.monitor.status import read_status
 from swarm_client.transport.transport import ServerConnection
+from swarm_gateway.monitor.model_monitor import ModelStatus
+from swarm_gateway.monitor.status import read_status
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply
 from swarm_protocol.tunnel.dialing import Dialer

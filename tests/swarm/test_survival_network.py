@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm_client.demo.local_cluster import LocalCluster
+from swarm_cli.demo.local_cluster import LocalCluster
 from tests.swarm.network import ME, Network
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import Client, Fleet

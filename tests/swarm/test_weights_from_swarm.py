@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_client.model.model import DistributedModel
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.swarm.processes import run_commands
 from tests.swarm.waiting import wait_for
 from tests.zoo import save_checkpoint

@@ -67,7 +67,7 @@ def watched(*argv: str) -> dict[str, int]:
 
 
 def train(name: str, *argv: str) -> list[str]:
-    return [sys.executable, "-c", "from swarm_command.entry import main; main()", "train", name, *argv, "--json"]
+    return [sys.executable, "-c", "from swarm_cli.entry import main; main()", "train", name, *argv, "--json"]
 
 
 @SLOW

@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_training.checkpoints.checkpoint import parameters_digest
 from swarm_training.checkpoints.store import CheckpointDirectory
 from tests.marks import SLOW
@@ -24,7 +24,7 @@ from tests.training.forker import ROOT
 from tests.training.processes import TIMEOUT_S
 
 NUM_STEPS = 3
-SWARM = "from swarm_command.entry import main; main()"
+SWARM = "from swarm_cli.entry import main; main()"
 NOTEBOOK = ROOT / "examples/train_together/volunteer.ipynb"
 RUN_FILE = """
 [run]

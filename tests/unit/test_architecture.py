@@ -1,4 +1,4 @@
-"""Dependencies point one way: command → client → protocol ← server ← command; rooms are layered, policy is pure."""
+"""Dependencies between packages point one way, rooms are layered, and policies are pure."""
 
 from __future__ import annotations
 
@@ -15,56 +15,73 @@ ROOT = Path(__file__).parents[2]
 MOST_FILES = 10  # of a room
 PACKAGES = {  # what each may import of the others
     "swarm_protocol": set(),
-    "swarm_client": {"swarm_protocol"},
-    "swarm_server": {"swarm_protocol"},
-    "swarm_training": {"swarm_protocol"},
-    "swarm_stages": {"swarm_protocol", "swarm_training", "swarm_server"},
-    "swarm_experts": {"swarm_protocol"},
-    "swarm_command": {
-        "swarm_protocol",
-        "swarm_client",
-        "swarm_server",
-        "swarm_training",
-        "swarm_stages",
-        "swarm_experts",
+    "swarm_models": {"swarm_protocol"},
+    "swarm_server": {"swarm_protocol", "swarm_models"},
+    "swarm_client": {"swarm_protocol", "swarm_models"},
+    "swarm_training": {"swarm_protocol", "swarm_models"},
+    "swarm_training.experts": {"swarm_protocol", "swarm_models"},
+    "swarm_training.stages": {"swarm_protocol", "swarm_models", "swarm_server", "swarm_training"},
+    "swarm_gateway": {"swarm_protocol", "swarm_models", "swarm_client"},
+    "swarm_cli": {
+        *("swarm_protocol", "swarm_models", "swarm_server", "swarm_client", "swarm_gateway"),
+        *("swarm_training", "swarm_training.stages", "swarm_training.experts"),
     },
 }
 ACROSS = {  # of packages that must not know each other
-    ("swarm_server/__main__.py", "swarm_stages.front"),  # `--train`, as the console script has it too
+    ("swarm_server/__main__.py", "swarm_training.stages.front"),  # `--train`, as the console script has it too
+    ("swarm_client/__main__.py", "swarm_cli.command_line"),  # `python -m swarm_client` is `swarm` without the server
 }
 DOOR = "door"  # the modules of a package that are in no room: its command line, and what `import` of it gives
 LAYERS = {  # from the top: a room imports from those below it only
     "swarm_protocol": [
         [DOOR],
         ["verification"],
-        ["sharing"],
         ["tunnel"],
         ["streams"],
         ["dht", "rpc"],
         ["access"],
         ["net"],
-        ["process", "checkpoints", "gpu"],
-        ["kernels"],
+        ["process"],
         ["wire", "untrusted", "imports"],
         ["codecs"],
         ["errors"],
         ["span", "pb", "atomic_file", "file_lock"],
     ],
+    "swarm_models": [
+        [DOOR],
+        ["sharing"],
+        ["quantization"],
+        ["gpu", "checkpoints"],
+        ["kernels"],
+        ["quants", "activation_limit"],
+    ],
     "swarm_client": [
         [DOOR],
-        ["commands"],
-        ["finetune", "demo", "keys", "gateway", "chat", "doctor"],
         ["generation"],
         ["batching"],
         ["model"],
         ["drafts"],
         ["speculation"],
-        ["sessions", "passes", "history"],
-        ["monitor", "weights"],
+        ["sessions", "passes"],
+        ["weights"],
         ["verification"],
         ["swarm"],
         ["transport"],
-        ["core", "routing", "failover", "adapters", "pages"],
+        ["core", "routing", "failover", "adapters"],
+    ],
+    "swarm_gateway": [
+        [DOOR],
+        ["app"],
+        ["openai_api", "monitor_api"],
+        ["web"],
+        ["grammars"],
+        ["history"],
+        ["monitor", "limits", "pages"],
+    ],
+    "swarm_cli": [
+        [DOOR],
+        ["commands"],
+        ["chat", "demo", "doctor", "finetune", "keys"],
     ],
     "swarm_server": [
         [DOOR],
@@ -99,7 +116,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["core", "numerics"],
         ["pb"],
     ],
-    "swarm_stages": [
+    "swarm_training.stages": [
         [DOOR],
         ["commands"],
         ["trainer"],
@@ -110,7 +127,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["compress", "routing", "placement"],
         ["pb"],
     ],
-    "swarm_experts": [
+    "swarm_training.experts": [
         [DOOR],
         ["mixture", "server"],
         ["replicas"],
@@ -120,7 +137,6 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["core"],
         ["pb"],
     ],
-    "swarm_command": [[DOOR]],
 }
 UPWARDS = {
     ("swarm_server/node/local_cluster.py", "swarm_server.command_line"),  # it runs servers as a user does
@@ -129,7 +145,7 @@ UPWARDS = {
 ACYCLIC = [  # rooms whose modules import one way
     *("swarm_server/node", "swarm_server/rpc", "swarm_server/sessions"),
     *("swarm_training/averaging", "swarm_training/meeting", "swarm_training/run"),
-    *("swarm_training/broadcast", "swarm_training/robust_run", "swarm_stages/peer"),
+    *("swarm_training/broadcast", "swarm_training/robust_run", "swarm_training/stages/peer"),
 ]
 POLICIES = [
     "swarm_client/failover/failover.py",
@@ -141,24 +157,24 @@ POLICIES = [
     "swarm_client/speculation/policy.py",
     "swarm_client/verification/risk.py",
     "swarm_client/verification/votes.py",
-    "swarm_experts/search/batching.py",
-    "swarm_experts/search/beam.py",
-    "swarm_experts/search/keeping.py",
-    "swarm_experts/search/placing.py",
+    "swarm_training/experts/search/batching.py",
+    "swarm_training/experts/search/beam.py",
+    "swarm_training/experts/search/keeping.py",
+    "swarm_training/experts/search/placing.py",
     "swarm_server/placement/capacity.py",
     "swarm_server/placement/device_split.py",
     "swarm_server/placement/placement.py",
     "swarm_server/queueing/fair_queue.py",
     "swarm_server/queueing/prompt_order.py",
-    "swarm_stages/peer/barrier.py",
-    "swarm_stages/peer/run_stages.py",
-    "swarm_stages/placement/stage_choice.py",
-    "swarm_stages/routing/backlogs.py",
-    "swarm_stages/routing/coverage.py",
-    "swarm_stages/routing/router.py",
-    "swarm_stages/routing/speed.py",
-    "swarm_stages/routing/turns.py",
-    "swarm_stages/routing/weighted.py",
+    "swarm_training/stages/peer/barrier.py",
+    "swarm_training/stages/peer/run_stages.py",
+    "swarm_training/stages/placement/stage_choice.py",
+    "swarm_training/stages/routing/backlogs.py",
+    "swarm_training/stages/routing/coverage.py",
+    "swarm_training/stages/routing/router.py",
+    "swarm_training/stages/routing/speed.py",
+    "swarm_training/stages/routing/turns.py",
+    "swarm_training/stages/routing/weighted.py",
     "swarm_training/averaging/chunks.py",
     "swarm_training/averaging/grid.py",
     "swarm_training/averaging/repair.py",
@@ -173,7 +189,7 @@ POLICY_IMPORTS = {
     *("statistics", "typing"),
     *("swarm_protocol.errors", "swarm_protocol.span", "swarm_protocol.dht.records", "swarm_protocol.wire.constants"),
     "swarm_protocol.codecs.sizes",
-    *("hashlib", "swarm_experts.core.cells"),
+    *("hashlib", "swarm_training.experts.core.cells"),
     *("swarm_training.core.config", "swarm_training.core.moment", "swarm_training.core.record"),
     "swarm_training.pb.training_pb2",
     *(path.removesuffix(".py").replace("/", ".") for path in POLICIES),
@@ -197,9 +213,18 @@ def imports(source: str, module: str) -> list[tuple[int, str]]:
     return sorted(set(found))
 
 
+def package_of(module: str) -> str | None:
+    """The innermost package of ours that holds the module, or None."""
+    holding = [package for package in PACKAGES if f"{module}.".startswith(f"{package}.")]
+    return max(holding, key=len, default=None)
+
+
 def is_room(module: str) -> bool:
-    package, _, room = module.partition(".")
-    return package in PACKAGES and (not room or (ROOT / package / room / "__init__.py").exists())
+    package = package_of(module)
+    if package is None:
+        return False
+    room = module.removeprefix(package).removeprefix(".")
+    return not room or ("." not in room and (ROOT / module.replace(".", "/") / "__init__.py").exists())
 
 
 def module_of(path: str) -> str:
@@ -207,21 +232,22 @@ def module_of(path: str) -> str:
 
 
 def room_of(module: str) -> str:
-    package, _, rest = module.partition(".")
-    room = rest.partition(".")[0]
+    package = package_of(module) or ""
+    room = module.removeprefix(package).removeprefix(".").partition(".")[0]
     return room if any(room in layer for layer in LAYERS[package]) else DOOR
 
 
 def wrong_arrows(path: str, source: str) -> list[str]:
     """Imports of another package that must not be, and of rooms that are not below."""
-    package, module = path.split("/")[0], module_of(path)
-    forbidden = PACKAGES.keys() - PACKAGES[package] - {package}
+    module = module_of(path)
+    package = package_of(module)
     level = {room: number for number, layer in enumerate(LAYERS[package]) for room in layer}
     wrong = []
     for line, name in imports(source, module):
-        if name.split(".")[0] in forbidden and (path, name) not in ACROSS:
-            wrong.append(f"{path}:{line} imports {name}: {package} must not depend on {name.split('.')[0]}")
-        elif name.split(".")[0] == package and name != package and (path, name) not in UPWARDS:
+        other = package_of(name)
+        if other not in (None, package) and other not in PACKAGES[package] and (path, name) not in ACROSS:
+            wrong.append(f"{path}:{line} imports {name}: {package} must not depend on {other}")
+        elif other == package and name != package and (path, name) not in UPWARDS:
             ours, theirs = room_of(module), room_of(name)
             if ours != theirs and level[ours] >= level[theirs]:
                 wrong.append(f"{path}:{line} imports {name}: {ours} must not depend on {theirs}")
@@ -251,8 +277,11 @@ def impurities(path: str, source: str, allowed: Collection[str] = POLICY_IMPORTS
 
 
 def sources(package: str) -> dict[str, str]:
-    files = sorted((ROOT / package).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.parent.name != "pb"}
+    """Return the text of each module by its path, without generated code and without packages inside the package."""
+    files = sorted((ROOT / package.replace(".", "/")).rglob("*.py"))
+    paths = {str(path.relative_to(ROOT)): path for path in files if path.parent.name != "pb"}
+    own = package_of(package.replace("/", "."))
+    return {name: path.read_text() for name, path in paths.items() if package_of(module_of(name)) == own}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -277,7 +306,7 @@ def test_a_circle_is_named() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_are_small_and_say_what_they_are_for(package: str) -> None:
-    for init in (ROOT / package).rglob("__init__.py"):
+    for init in (ROOT / package.replace(".", "/")).rglob("__init__.py"):
         if init.parent.name == "pb":
             continue
         assert len(list(init.parent.glob("*.py"))) <= MOST_FILES, init.parent
@@ -313,9 +342,9 @@ def test_policies_are_pure(path: str) -> None:
         ("swarm_protocol/wire/a.py", "from swarm_client.routing.routing import Hop", 1),
         ("swarm_client/swarm/a.py", "import os\nfrom swarm_client.sessions.session import RemoteSession", 2),
         ("swarm_client/sessions/a.py", "from swarm_client.passes import passes", 1),
-        ("swarm_client/model/a.py", "from swarm_client import command_line", 1),
+        ("swarm_server/kv/a.py", "from swarm_server import command_line", 1),
         ("swarm_server/kv/a.py", "if TYPE_CHECKING:\n    from swarm_server.engine.engine import Engine", 2),
-        ("swarm_client/core/a.py", "from swarm_command.entry import main", 1),
+        ("swarm_client/core/a.py", "from swarm_cli.entry import main", 1),
         ("swarm_protocol/errors.py", "from swarm_protocol.wire.codec import encode", 1),
     ],
 )

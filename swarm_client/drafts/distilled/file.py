@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
+from swarm_models.checkpoints.safetensors_file import StoredTensor, read_header, read_metadata
 from swarm_protocol.atomic_file import written_atomically
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header, read_metadata
 from swarm_protocol.errors import CheckpointError
 
 FORMAT = "swarm-draft-1"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Cache, LlamaConfig, LlamaModel
 
-from swarm_protocol.checkpoints.family import cache_argument_of
+from swarm_models.checkpoints.family import cache_argument_of
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.describing import describe
-from swarm_protocol.checkpoints.family import max_positions, slice_config
-from swarm_protocol.checkpoints.formats.shards import INDEX, SINGLE
-from swarm_protocol.checkpoints.peft_files import read_adapter
-from swarm_protocol.checkpoints.safetensors_file import read_header
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.describing import describe
+from swarm_models.checkpoints.family import max_positions, slice_config
+from swarm_models.checkpoints.formats.shards import INDEX, SINGLE
+from swarm_models.checkpoints.peft_files import read_adapter
+from swarm_models.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks

@@ -25,7 +25,7 @@ _STEP = re.compile(r"step (\d+)(?::|$)")
 
 @dataclass
 class Process:
-    """One that runs a command of ``python -m swarm_stages``."""
+    """One that runs a command of ``python -m swarm_training.stages``."""
 
     handle: ProcessHandle
     log: Path

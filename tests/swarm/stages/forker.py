@@ -1,4 +1,4 @@
-"""Starts ``python -m swarm_stages`` in forks of one process that has imported everything: a start costs little.
+"""Starts ``python -m swarm_training.stages`` in forks of one process that has imported everything, so a start is cheap.
 
 ``python -m tests.swarm.stages.forker`` reads lines of JSON from stdin, ``{"arguments": [...], "stdout": FILE, "stderr":
 FILE, "cache": DIRECTORY, "namespace": FILE, "look_s": SECONDS, "lie": NAME}``, and answers each with the process id.
@@ -20,18 +20,18 @@ from tests.swarm.stages.lies import tell
 
 HEAVY = [
     "hivemind.dht.node",
-    "swarm_stages.commands.exporting",
-    "swarm_stages.commands.serving",
-    "swarm_stages.commands.training",
-    "swarm_stages.command_line",
+    "swarm_training.stages.commands.exporting",
+    "swarm_training.stages.commands.serving",
+    "swarm_training.stages.commands.training",
+    "swarm_training.stages.command_line",
     "torch._dynamo",  # the first optimizer of a process imports it
     "transformers.models.llama.modeling_llama",
 ]
 PRESUME_GONE_S = 5.0
 WAITS: dict[str, dict[str, float]] = {  # by module: what lasts longer in a run over the internet
-    "swarm_stages.commands.building": {"PRESUME_GONE_S": PRESUME_GONE_S},
-    "swarm_stages.peer.watch": {"_READ_S": 3.0},
-    "swarm_stages.trainer.roster": {"LIFETIME_S": 4.0, "_RENEW_S": 1.0},
+    "swarm_training.stages.commands.building": {"PRESUME_GONE_S": PRESUME_GONE_S},
+    "swarm_training.stages.peer.watch": {"_READ_S": 3.0},
+    "swarm_training.stages.trainer.roster": {"LIFETIME_S": 4.0, "_RENEW_S": 1.0},
     "swarm_training.progress.gossip": {"_READ_S": 3.0},
 }
 _CLONE_NEWNET = 0x40000000  # setns(2)
@@ -72,7 +72,7 @@ def run(
     if namespace is not None:
         enter(namespace)
     if look_s is not None:
-        replace("swarm_stages.commands.serving", "LOOK_S", look_s)
+        replace("swarm_training.stages.commands.serving", "LOOK_S", look_s)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in ((1, stdout), (2, stderr)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
@@ -80,7 +80,7 @@ def run(
     try:
         if lie:
             tell(lie)
-        importlib.import_module("swarm_stages.command_line").main(arguments)
+        importlib.import_module("swarm_training.stages.command_line").main(arguments)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     except BaseException:

@@ -10,7 +10,7 @@ HONEST = 2  # backward passes before the first lie
 
 
 def tell(lie: str) -> None:
-    from swarm_stages.engine.stage import Stage, StageGradients
+    from swarm_training.stages.engine.stage import Stage, StageGradients
 
     of_weights, of_inputs = LIES[lie]
     backward, passes = Stage.backward, 0

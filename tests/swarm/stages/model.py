@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from swarm_stages.commands.building import build, build_micro_batches, stage_source, training_config
-from swarm_stages.engine.accumulator import rounded
 from swarm_training.runfile.reading import read_run_file
+from swarm_training.stages.commands.building import build, build_micro_batches, stage_source, training_config
+from swarm_training.stages.engine.accumulator import rounded
 
-TOKENIZER = Path(__file__).parents[3] / "swarm_protocol" / "models" / "tiny-python-docs"
+TOKENIZER = Path(__file__).parents[3] / "swarm_models" / "shipped" / "tiny-python-docs"
 CHECKPOINT_EVERY = 4  # steps
 TEXT = """
 [run]

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from swarm_client.gateway.admission import DEFAULT_LIMITS, FairQueue
-from swarm_client.gateway.metrics import Metrics
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, FairQueue
+from swarm_gateway.web.metrics import Metrics
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
 from swarm_server.core.counters import Counters

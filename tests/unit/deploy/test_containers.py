@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from deploy.healthcheck import problem
-from swarm_client import command_line as client
-from swarm_client.commands.serve import serve_command
+from swarm_cli import command_line as client
+from swarm_cli.commands.serve import serve_command
 from swarm_server import command_line as server
 from tests.unit.deploy.places import DEPLOY, ROOT
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client import command_line as client
-from swarm_client.commands.serve import serve_command
-from swarm_client.gateway.serving import ServeSettings
+from swarm_cli import command_line as client
+from swarm_cli.commands.serve import serve_command
+from swarm_gateway.app.serving import ServeSettings
 from swarm_server import command_line as server
 from tests.unit.deploy.places import DEPLOY
 

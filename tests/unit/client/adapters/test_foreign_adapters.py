@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client.adapters.trained import add_trained
 from swarm_client.model.model import load_client
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.errors import CheckpointError
 from tests.zoo import HIDDEN, save_checkpoint
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.quantization import TRANSPOSED, quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, Prompt
 from swarm_protocol.wire.block_input import BlockInput
@@ -19,7 +20,6 @@ from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import load_blocks
-from swarm_server.blocks.quantization import TRANSPOSED, quantize_
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget

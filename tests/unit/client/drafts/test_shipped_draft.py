@@ -17,8 +17,8 @@ from transformers import (
 from swarm_client.drafts.distilled.draft import DistilledDraft, load_distilled, own_draft
 from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.opening import open_speculation
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.zoo import save_checkpoint
 
 PATH = Path(locate(DEFAULT_MODEL))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from swarm_client.drafts.distilled.draft import DistilledDraft, load_distilled
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.zoo import save_checkpoint
 
 EXAMPLES = Path(__file__).parents[4] / "examples"

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swarm_client.generation.fewest_tokens import FewestTokens
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 
 ALPHABET = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}

@@ -12,7 +12,7 @@ import torch
 
 from swarm_client.generation.generation import load_tokenizer, stream_text
 from swarm_client.generation.text_options import TextOptions
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
 
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from swarm_client.generation.templates import render
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 
 TURNS = [{"role": "user", "content": "Sort"}]
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

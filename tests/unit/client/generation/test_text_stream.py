@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm_client.generation.text_stream import StopStrings, TextStream
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 
 TEXTS = ["return a list", "é 🦊🦊 e\u0301 — «x»", "  two  spaces\n\n\tdef f():", "日本語 한국어", "a"]
 

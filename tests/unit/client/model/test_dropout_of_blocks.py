@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from swarm_client.model.left_out import dropout_of_blocks
-from swarm_protocol.checkpoints.describing import describe
+from swarm_models.checkpoints.describing import describe
 from tests.zoo import make_config
 
 FIELDS = {  # the names that may be dropout, of which some are not in blocks

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from swarm_client import DistributedModel
 from swarm_client.model.head import Int8Head, float_head, quantize_head_
 from swarm_client.model.model import load_client
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.families import families
 from tests.marks import SLOW
 from tests.zoo import HIDDEN, VOCAB, save_checkpoint

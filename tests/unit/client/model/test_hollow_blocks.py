@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from swarm_client import RequestRejected
 from swarm_client.model.model import load_client
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from tests.families import FAMILIES
 from tests.zoo import WITH_STATES, save_checkpoint
 

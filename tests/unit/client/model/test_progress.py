@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarm_client.model import progress
-from swarm_protocol.checkpoints.safetensors_file import read_header
+from swarm_models.checkpoints.safetensors_file import read_header
 
 
 class Screen(io.StringIO):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from swarm_client import RequestRejected
 from swarm_client.model.model import load_client
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from tests.zoo import save_checkpoint
 
 REFUSED = "blocks are on servers: saved without them, it would load with random ones.*add_adapter.*tuning_mode"

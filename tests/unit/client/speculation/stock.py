@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation
-from swarm_protocol.checkpoints.family import cache_argument_of
+from swarm_models.checkpoints.family import cache_argument_of
 
 
 class LocalSession:

@@ -13,15 +13,15 @@ import torch
 from huggingface_hub.errors import GatedRepoError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarm_client.command_line import parse_args
-from swarm_client.commands.flags import model_choice
+from swarm_cli.command_line import parse_args
+from swarm_cli.commands.flags import model_choice
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import load_client
 from swarm_client.swarm.caller import Caller
 from swarm_client.weights.opening import ModelOpening
-from swarm_protocol.checkpoints import files
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
+from swarm_models.checkpoints import files
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_server.core.config import ServerConfig
@@ -115,7 +115,7 @@ def test_a_model_that_cannot_be_split_leaves_the_swarm(net: Net, monkeypatch: py
     with opening() as files:
         checkpoint = files.open(FROM_SWARM, None)
         checkpoint.__dict__.pop("family", None)
-        monkeypatch.setattr("swarm_protocol.checkpoints.checkpoint.describe", refused)
+        monkeypatch.setattr("swarm_models.checkpoints.checkpoint.describe", refused)
         with pytest.raises(UnsupportedModel):
             files.swarm(checkpoint)
     assert net.left == ["first", "dht"]

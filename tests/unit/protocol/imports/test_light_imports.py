@@ -52,7 +52,7 @@ import sys
 from swarm_protocol.imports.late_modules import has_run
 from swarm_protocol.imports.light_imports import import_for_text
 import_for_text()
-import swarm_client.chat.chat, swarm_client.gateway.models, swarm_client.generation.generation, swarm_client.model.model
+import swarm_cli.chat.chat, swarm_gateway.web.models, swarm_client.generation.generation, swarm_client.model.model
 print(*(name for name in {heavy} if has_run(name)))
 import torch
 from swarm_client.generation.generation import load_tokenizer

@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 import transformers
 
-from swarm_protocol.checkpoints.describing import describe
+from swarm_models.checkpoints.describing import describe
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.imports import versions
 from tests.zoo import make_config

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.quantization import quantize_
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank, Prompt
 from swarm_server.adapters.targets import linear_features, require_fit
 from swarm_server.blocks.blocks import BlockStack, load_blocks
-from swarm_server.blocks.quantization import quantize_
 from tests.adapted import SALT
 from tests.zoo import FFN, HIDDEN, save_checkpoint
 

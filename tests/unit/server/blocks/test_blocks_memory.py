@@ -27,7 +27,7 @@ SCRIPT = """
 import gc, resource, sys
 import torch
 from torch import nn
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
 
@@ -109,11 +109,11 @@ def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> No
 INT8_SCRIPT = """
 import gc, resource, sys
 import torch
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
-from swarm_server.blocks.quantization import quantize_
+from swarm_models.quantization import quantize_
 from swarm_server.blocks.weight_cache import WeightCache
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_protocol.kernels.int4_linear import Int4Linear, KernelInt4Weight, PlainInt4Weight
-from swarm_server.blocks.quantization import METHODS, quantize_
-from swarm_server.blocks.quantization.experts import QuantizedExperts
-from tests.unit.server.blocks.test_quantization import BLOCKS, CPU, MOE, error, family, matrices
+from swarm_models.kernels.int4_linear import Int4Linear, KernelInt4Weight, PlainInt4Weight
+from swarm_models.quantization import METHODS, quantize_
+from swarm_models.quantization.experts import QuantizedExperts
+from tests.unit.models.quantization.test_quantization import BLOCKS, CPU, MOE, error, family, matrices
 
 NEEDS_KERNEL = pytest.mark.skipif(not KernelInt4Weight.is_available(), reason="the kernel was not compiled")
 INT4_WEIGHTS = [pytest.param(KernelInt4Weight, marks=NEEDS_KERNEL), PlainInt4Weight]

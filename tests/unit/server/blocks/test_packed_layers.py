@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.formats.packed import PackedTensor
-from swarm_protocol.checkpoints.safetensors_file import FileTensor
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.formats.packed import PackedTensor
+from swarm_models.checkpoints.safetensors_file import FileTensor
+from swarm_models.quantization import quantize_
+from swarm_models.quantization.experts import QuantizedExperts
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
-from swarm_server.blocks.quantization import quantize_
-from swarm_server.blocks.quantization.experts import QuantizedExperts
 from swarm_server.blocks.weight_cache import WeightCache
 from tests.gguf_files import write_gguf
 from tests.marks import SLOW

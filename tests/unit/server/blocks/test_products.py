@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from swarm_protocol.kernels.int8_linear import Int8Linear
-from swarm_protocol.kernels.kernel_weight import KernelWeight
-from swarm_protocol.kernels.library import kernel
+from swarm_models.kernels.int8_linear import Int8Linear
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.library import kernel
+from swarm_models.quantization import quantize_
 from swarm_server.blocks.products import described, multiplied_by
-from swarm_server.blocks.quantization import quantize_
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import load_blocks
-from swarm_server.blocks.quantization import quantize_
 from swarm_server.engine.engine import Engine
 from tests.adapted import SALT, LocalModel
 from tests.unit.support import resident_bytes

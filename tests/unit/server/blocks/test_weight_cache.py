@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.safetensors_file import StoredTensor, read_header
-from swarm_protocol.kernels.int8_linear import Int8Linear, quantize_rows
-from swarm_protocol.kernels.kernel_weight import KernelWeight
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.safetensors_file import StoredTensor, read_header
+from swarm_models.kernels.int8_linear import Int8Linear, quantize_rows
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.quantization import Report, packed_kind, quantize_
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
-from swarm_server.blocks.quantization import Report, packed_kind, quantize_
 from swarm_server.blocks.weight_cache import PackedWeight, WeightCache, content_key
 from tests.unit.support import TIMEOUT_S
 from tests.zoo import save_checkpoint

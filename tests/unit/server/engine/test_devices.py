@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank, Prompt
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.blocks.blocks import load_blocks
-from swarm_server.blocks.quantization import quantize_
 from swarm_server.blocks.split_stack import SplitStack
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, RecordPast, Reorder, SessionStep

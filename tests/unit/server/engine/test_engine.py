@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput

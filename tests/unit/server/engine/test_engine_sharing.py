@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS

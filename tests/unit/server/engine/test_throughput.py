@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import load_blocks

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.kernels.int8_linear import Int8Weight
-from swarm_protocol.kernels.kernel_weight import KernelWeight
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.kernels.int8_linear import Int8Weight
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
-from swarm_server.blocks.quantization import quantize_
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, Reorder
 from swarm_server.graph.capturing import capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import Checkpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks

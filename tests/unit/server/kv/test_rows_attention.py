@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarm_protocol.kernels.attention import attention_kernel
+from swarm_models.kernels.attention import attention_kernel
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout, Row, grow, runs
 from swarm_server.kv.rows_attention import hidden_at_start, is_plain_sdpa

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from transformers import AutoConfig
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.describing import describe
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.describing import describe
 from swarm_server.machine.memory import hosted_bytes
 
 PAGE = Path(__file__).parents[4] / "docs/how-to/models.md"

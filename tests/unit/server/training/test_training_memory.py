@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from swarm_models.kernels.int8_linear import FbgemmWeight, Int8Weight, quantize_rows
 from swarm_protocol.errors import CacheMiss, PeerBusy, RequestRejected
-from swarm_protocol.kernels.int8_linear import FbgemmWeight, Int8Weight, quantize_rows
 from swarm_protocol.span import Span
 from swarm_server.blocks.recording import Recorded
 from swarm_server.kv.kv_cache import CacheBudget, Charge

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import ALIASES, DEFAULT_MODEL, FROM_SWARM, locate
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import ALIASES, DEFAULT_MODEL, FROM_SWARM, locate
+from swarm_models.sharing import obtaining
+from swarm_models.sharing.hashing import FileHashes
+from swarm_models.sharing.obtaining import NothingServed, SharingSwarm, open_from_swarm, open_served
 from swarm_protocol.dht.records import ServerState, SwarmView
 from swarm_protocol.errors import CheckpointError, PeerUnavailable
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.sharing import obtaining
-from swarm_protocol.sharing.hashing import FileHashes
-from swarm_protocol.sharing.obtaining import NothingServed, SharingSwarm, open_from_swarm, open_served
 from swarm_server.command_line import parse_args, read_config
 from swarm_server.node.server import _model_flag
 from swarm_server.weights.offering import Offering
@@ -163,7 +163,7 @@ def test_a_copy_with_the_wanted_digest_is_enough_and_no_other_is(tmp_path: Path)
 
 def test_the_wanted_digest_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are offered at the first looks."""
-    monkeypatch.setattr("swarm_protocol.sharing.members._MAX_AGE_S", -1.0)
+    monkeypatch.setattr("swarm_models.sharing.members._MAX_AGE_S", -1.0)
     late, other = Member(made(tmp_path / "first" / "tiny")), with_licence(tmp_path / "second" / "tiny")
     full, looks = late.record, []
     silent(late)

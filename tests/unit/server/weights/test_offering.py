@@ -16,16 +16,16 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
-from swarm_protocol.checkpoints.checkpoint import Checkpoint
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL, locate
-from swarm_protocol.checkpoints.files import HubModel
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.checkpoints.files import HubModel
+from swarm_models.sharing.download import LEAST_BYTES_PER_S, Download, OfferingMember
+from swarm_models.sharing.hashing import FileHashes
+from swarm_models.sharing.manifest import HeldPieces, Manifest
+from swarm_models.sharing.piece_store import PieceStore
+from swarm_models.sharing.swarm_files import SwarmFiles
 from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
-from swarm_protocol.sharing.download import LEAST_BYTES_PER_S, Download, OfferingMember
-from swarm_protocol.sharing.hashing import FileHashes
-from swarm_protocol.sharing.manifest import HeldPieces, Manifest
-from swarm_protocol.sharing.piece_store import PieceStore
-from swarm_protocol.sharing.swarm_files import SwarmFiles
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.presence import offered_bytes_per_s
 from swarm_server.weights import offering
@@ -342,7 +342,7 @@ def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("manifest", "hashing", "piece_store"):
-        monkeypatch.setattr(f"swarm_protocol.sharing.{module}.PIECE_BYTES", 16384)
+        monkeypatch.setattr(f"swarm_models.sharing.{module}.PIECE_BYTES", 16384)
     monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
     server, local = offered(source), Checkpoint.open(source)
     manifest = run(manifest_of(server)).manifest
@@ -369,7 +369,7 @@ def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(
 
 def test_a_machine_with_some_pieces_offers_those(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("manifest", "hashing", "piece_store"):
-        monkeypatch.setattr(f"swarm_protocol.sharing.{module}.PIECE_BYTES", 16384)
+        monkeypatch.setattr(f"swarm_models.sharing.{module}.PIECE_BYTES", 16384)
     monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
     server = offered(source)
     manifest = run(manifest_of(server)).manifest

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm_command import entry
+from swarm_cli import entry
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.net.identity import Identity
 from swarm_training import command_line
 from swarm_training.commands import joining as joining_module
@@ -293,7 +293,7 @@ def test_mistakes_are_found_before_anything_heavy_is_imported(tmp_path: Path) ->
     (tmp_path / "RUN.toml").write_text("[run]\nname = 3")
     code = f"""
 import sys
-from swarm_command.entry import main
+from swarm_cli.entry import main
 for argv in (["init", "{tmp_path}/RUN.toml"], ["join", "{tmp_path}/no.toml"], ["join", "{tmp_path}/RUN.toml"]):
     sys.argv = ["swarm", "train", *argv]
     try:

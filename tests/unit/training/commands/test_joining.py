@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_protocol.checkpoints.default_model import DEFAULT_MODEL
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.net.identity import Identity
 from swarm_training.checkpoints.store import CheckpointDirectory

@@ -1,0 +1,76 @@
+"""A conversation with a model, which may be replaced by another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from swarm_cli.chat.conversation import Conversation
+from swarm_client.generation.opening import ModelChoice, require_chain, tokenizer_of
+from swarm_client.generation.text_options import TextOptions
+from swarm_models.checkpoints.default_model import FROM_SWARM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from swarm_client.model.hf_model import RemoteModelMixin
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open model that answers; ``close`` leaves its swarm."""
+
+    model: RemoteModelMixin
+    tokenizer: PreTrainedTokenizerBase
+    close: Callable[[], None]
+
+
+def open_model(choice: ModelChoice) -> Opened:
+    """Open the chosen model. Raise SwarmError or ValueError if this fails."""
+    model = choice.connect()
+    try:
+        return Opened(model, tokenizer_of(model), model.close)
+    except BaseException:
+        model.close()
+        raise
+
+
+def _named(choice: ModelChoice, opened: Opened) -> ModelChoice:
+    """Return the choice with the name of the swarm's only model, if the choice left the name open."""
+    return replace(choice, model=FROM_SWARM + opened.model.blocks.swarm.model) if choice.model == FROM_SWARM else choice
+
+
+class Chat:
+    """A conversation with a model that may change. The chat is a context manager, which closes the model at its end."""
+
+    def __init__(
+        self, choice: ModelChoice, options: TextOptions, open_model: Callable[[ModelChoice], Opened] = open_model
+    ) -> None:
+        """Open the model by ``open_model``. Raise SwarmError or ValueError if this fails."""
+        self._open = open_model
+        self._opened = open_model(choice)
+        self.choice = _named(choice, self._opened)
+        self.conversation = Conversation(self._opened.model, self._opened.tokenizer, options)
+
+    def switch(self, choice: ModelChoice) -> None:
+        """Continue with another model, once there is a chain of its servers.
+
+        Raises:
+            SwarmError, ValueError: the model cannot be used; nothing has changed.
+        """
+        opened = self._open(choice)
+        try:
+            require_chain(opened.model)
+        except BaseException:
+            opened.close()
+            raise
+        self.conversation.move(opened.model, opened.tokenizer)
+        self._opened.close()
+        self._opened, self.choice = opened, _named(choice, opened)
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._opened.close()

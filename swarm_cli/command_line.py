@@ -1,0 +1,83 @@
+"""The client's command line: ``swarm generate "Return a list of"``, ``finetune``, ``status``, …
+
+A command is a function that checks its arguments as far as possible without torch, and returns a function that does
+the work. Only the returned function imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from swarm_cli.commands.chat import add_chat
+from swarm_cli.commands.demo import add_demo
+from swarm_cli.commands.doctor import add_doctor
+from swarm_cli.commands.finetune import add_finetune
+from swarm_cli.commands.generate import add_generate
+from swarm_cli.commands.serve import add_serve
+from swarm_cli.commands.status import add_status
+from swarm_cli.keys.command import add_keys
+from swarm_protocol.access.member_flags import CONFIG_RULES
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.process import signals
+from swarm_protocol.process.config_file import Parsers, apply_config, leaves
+from swarm_protocol.process.invocation import add_version, typed
+from swarm_protocol.process.logs import say_error, start_logging
+
+
+def make_parser(others: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:
+    """Return the parser; ``others`` are the names and help texts of commands that other packages run."""
+    parser = argparse.ArgumentParser(
+        prog=typed(), description="Use a language model whose blocks are served by a swarm."
+    )
+    add_version(parser)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for name, text in others.items():
+        commands.add_parser(name, help=text)
+    for add in (add_generate, add_chat, add_serve, add_finetune, add_status, add_doctor, add_demo, add_keys):
+        add(commands)
+    return parser
+
+
+def parse_args(
+    argv: list[str], others: Mapping[str, str] = MappingProxyType({}), all_parsers: Callable[[], Parsers] | None = None
+) -> argparse.Namespace:
+    """Parse the arguments; ``apply_config`` explains ``all_parsers``. Raise ValueError for a wrong config file."""
+    parser = make_parser(others)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    names = [name for (name, *_), _ in leaves(parser)]
+    if argv[0] not in names and not argv[0].startswith("-"):
+        parser.exit(2, f"error: there is no command {argv[0]!r}: expected {', '.join(dict.fromkeys(names))}\n")
+    own = {name: each for name, each in leaves(parser) if name[0] not in others}
+    apply_config(own, argv, CONFIG_RULES, all_parsers)
+    return parser.parse_args(argv)
+
+
+def main(
+    argv: list[str] | None = None,
+    others: Mapping[str, str] = MappingProxyType({}),
+    all_parsers: Callable[[], Parsers] | None = None,
+) -> None:
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv, others, all_parsers)
+        start_logging(args)
+        run = args.command(args)
+    except ValueError as error:
+        say_error(error)
+        sys.exit(2)
+    try:
+        run()
+    except (SwarmError, ValueError) as error:
+        say_error(error)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(signals.INTERRUPTED)

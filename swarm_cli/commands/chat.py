@@ -1,0 +1,50 @@
+"""The command ``swarm chat``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from swarm_cli.commands.flags import add_model_flags, add_swarm_flags, model_choice, text_options
+from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_client.generation.text_options import ANSWER_TOKENS
+from swarm_protocol.imports.light_imports import import_for_text
+from swarm_protocol.process import signals
+
+
+def add_chat(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "chat",
+        formatter_class=WITH_DEFAULTS,
+        help="a conversation with a model",
+        description="Enter ends a turn, Alt+Enter or a backslash at its end begins another line; without a terminal, "
+        "each line of input is a turn. Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, and /help shows "
+        "the other commands. Turns are put together by the model's chat template; a model without one goes on with the "
+        "text.",
+    )
+    parser.set_defaults(command=chat_command)
+    add_swarm_flags(parser)
+    add_model_flags(parser)
+    parser.add_argument("--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="of one answer")
+
+
+def chat_command(args: argparse.Namespace) -> Command:
+    options, choice = text_options(args), model_choice(args)
+
+    def run() -> None:
+        import_for_text()
+        from swarm_cli.chat.chat import Chat
+        from swarm_cli.chat.loop import run as answer
+        from swarm_cli.chat.terminal import PipeReader, TerminalReader, greeting, log_lines_dimmed
+
+        signals.unwind_on_signals()
+        with Chat(choice, options) as chat:
+            if not (sys.stdin.isatty() and sys.stdout.isatty()):
+                answer(chat, PipeReader(), interactive=False)
+                return
+            reader = TerminalReader()
+            reader.say(greeting(chat.choice.model))
+            with log_lines_dimmed():
+                answer(chat, reader, interactive=True)
+
+    return run

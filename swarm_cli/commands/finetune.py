@@ -1,0 +1,46 @@
+"""The command ``swarm finetune --data FILE --output DIR``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from swarm_cli.commands.flags import add_swarm_flags, check_access
+from swarm_cli.commands.types import Command, Commands
+from swarm_cli.finetune.settings import add_flags, check_file, from_flags
+from swarm_models.checkpoints.default_model import check_location, locate
+from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import typed
+
+
+def add_finetune(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "finetune",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="train an adapter or prompts on a file of text",
+        epilog='A line of .jsonl is {"text": "…"}, or {"prompt": "…", "completion": "…"}, of which the completion is '
+        "learned.",
+    )
+    parser.set_defaults(command=finetune_command)
+    add_swarm_flags(parser)
+    add_flags(parser)
+
+
+def finetune_command(args: argparse.Namespace) -> Command:
+    settings = from_flags(args)
+    check_access(settings.client_config())
+    check_location(locate(settings.model), settings.revision)
+    for path in (settings.data, settings.validation):
+        if path is not None:
+            check_file(path)
+    command = f"{typed()} {shlex.join(sys.argv[1:])}"
+
+    def run() -> None:
+        from swarm_cli.finetune.finetune import run_finetune
+
+        signals.unwind_on_signals()
+        if not run_finetune(settings, command):
+            sys.exit(signals.INTERRUPTED)
+
+    return run

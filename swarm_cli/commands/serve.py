@@ -1,0 +1,36 @@
+"""The command ``swarm serve``."""
+
+from __future__ import annotations
+
+import argparse
+
+from swarm_cli.commands.flags import add_remote_flags, add_swarm_flags, named_model, remote_config
+from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_gateway.app.serving import ServeSettings, add_serve_flags, serve
+from swarm_protocol.imports.light_imports import import_for_text
+from swarm_protocol.process import signals
+
+
+def add_serve(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "serve",
+        formatter_class=WITH_DEFAULTS,
+        help="an OpenAI-compatible HTTP API over a swarm",
+        description="Serves --model and every other model of the swarm, at /v1/chat/completions, /v1/completions and "
+        "/v1/models; /health and /metrics are for operators.",
+    )
+    parser.set_defaults(command=serve_command)
+    add_swarm_flags(parser)
+    add_remote_flags(parser)
+    add_serve_flags(parser)
+
+
+def serve_command(args: argparse.Namespace) -> Command:
+    config, settings = remote_config(args), ServeSettings.from_flags(args)
+
+    def run() -> None:
+        import_for_text()
+        signals.unwind_on_signals()
+        serve(settings, config, named_model(args), args.revision)
+
+    return run

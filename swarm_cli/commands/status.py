@@ -1,0 +1,70 @@
+"""The command ``swarm status``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from swarm_cli.commands.flags import add_swarm_flags, check_access, member_fields
+from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_client.core.config import ClientConfig
+from swarm_protocol.process import signals
+from swarm_protocol.process.local_registry import checked_name
+
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two displays of a swarm
+
+
+def add_status(commands: Commands) -> None:
+    parser = commands.add_parser("status", formatter_class=WITH_DEFAULTS, help="show the swarm's servers and blocks")
+    parser.set_defaults(command=status_command)
+    add_swarm_flags(parser)
+    parser.add_argument("--model", metavar="NAME", help="this model only")
+    parser.add_argument("--json", action="store_true", help="print JSON; with --watch, a line of it each time")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        const="2",
+        metavar="SECONDS",
+        help="show it live, refreshed after so many seconds (2 if not given), until Ctrl-C",
+    )
+
+
+def status_command(args: argparse.Namespace) -> Command:
+    config = ClientConfig(
+        initial_peers=tuple(args.initial_peers),
+        discover=args.discover,
+        swarm=checked_name(args.swarm),
+        **member_fields(args),
+    )
+    check_access(config)
+    interval_s = None if args.watch is None else parse_interval(args.watch)
+
+    def run() -> None:
+        from rich.console import Console
+
+        from swarm_client.core import background
+        from swarm_gateway.monitor.status import as_json, read_status, show
+        from swarm_gateway.monitor.watch import watch
+
+        signals.unwind_on_signals()
+        if interval_s is not None:
+            watch(config, args.model, interval_s, json_lines=args.json)
+            return
+        snapshot = background.run(read_status(config, args.model))
+        if args.json:
+            print(json.dumps(as_json(args.swarm, snapshot), indent=2))
+        else:
+            show(Console(), args.swarm, snapshot)
+
+    return run
+
+
+def parse_interval(text: str) -> float:
+    """Return the seconds between two displays. Raise ValueError if ``text`` is not such a number."""
+    try:
+        interval_s = float(text)
+    except ValueError:
+        interval_s = float("nan")
+    if not _MIN_INTERVAL_S <= interval_s <= _MAX_INTERVAL_S:
+        raise ValueError(f"--watch is {text!r}: expected a number of seconds from {_MIN_INTERVAL_S:g} to 3600")
+    return interval_s

@@ -1,0 +1,45 @@
+"""The check that a model can be loaded on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarm_cli.doctor.check import Check, Finding, failed, ok, warning
+from swarm_models.checkpoints.default_model import locate
+from swarm_protocol.errors import SwarmError
+
+_HUB_S = 60.0  # importing transformers, and asking the hub
+_OFFLINE = "HF_HUB_OFFLINE"
+
+
+def model_checks(model: str, revision: str | None) -> list[Check]:
+    return [Check("hub", _hub), Check("model", lambda: _model(model, revision), _HUB_S)]
+
+
+def _hub() -> Iterator[Finding]:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        found = f"{_OFFLINE} is {os.environ.get(_OFFLINE, 'set')}: only models that are here already can be loaded"
+        yield warning("hub", found, f"unset {_OFFLINE} to download others")
+    else:
+        yield ok("hub", "models are downloaded when they are not here")
+
+
+def _model(model: str, revision: str | None) -> Iterator[Finding]:
+    from swarm_client.generation.generation import load_tokenizer
+    from swarm_models.checkpoints.checkpoint import Checkpoint
+
+    try:
+        checkpoint = Checkpoint.open(locate(model), revision)
+        family = checkpoint.family
+        tokenizer = load_tokenizer(model, revision)
+    except SwarmError as error:
+        is_here = Path(locate(model)).is_dir()
+        to_do = "check the directory" if is_here else "check its name and the network; HF_TOKEN is for gated models"
+        yield failed("model", str(error), to_do)
+        return
+    template = "a chat template" if tokenizer.chat_template else "no chat template"
+    yield ok("model", f"{model} can be loaded: {checkpoint.config.model_type}, {family.num_blocks} blocks, {template}")

@@ -1,0 +1,224 @@
+"""The frozen configuration of a fine-tuning run. The flags of ``finetune`` take their defaults from this class."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
+from pathlib import Path
+
+from swarm_client.core.config import ClientConfig
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.process.local_registry import checked_name
+
+METHODS = ("lora", "prompt", "deep-prompt")
+SCHEDULES = ("linear", "cosine", "constant")
+SUFFIXES = (".txt", ".jsonl")  # of data files
+OPTIMIZERS = ("adamw", "adamw-8bit")
+_LARGEST = 1e30  # because optimizers compute in float32
+_MAY_CHANGE = {  # settings that may change when a run is resumed
+    *("data", "output", "validation", "resume", "initial_peers", "discover", "swarm", "wait", "epochs"),
+    *("max_steps", "recovery_timeout", "save_every", "eval_every", "swarm_key", "membership", "identity"),
+}
+
+
+@dataclass(frozen=True)
+class FinetuneSettings:
+    """The settings of a fine-tuning run. Construction raises ValueError if a field is out of its range.
+
+    Attributes:
+        target_modules: the linear layers of the blocks; if empty, PEFT chooses them for the model's family.
+        epochs: the passes over the data, unless ``max_steps`` is set.
+        sequence_length: the most tokens of an example; None means 512, or fewer if the model takes fewer.
+        validation_share: the share of the data for validation, if there is no ``validation`` file.
+        eval_every, save_every: the steps between validations, and between checkpoints; None: a tenth of the run.
+        early_stopping: the number of validations in a row without a better one that end the run; None: never.
+    """
+
+    data: Path
+    output: Path
+    method: str = "lora"
+    model: str = DEFAULT_MODEL
+    revision: str | None = None
+    initial_peers: tuple[str, ...] = ()
+    discover: bool = False
+    swarm: str = ClientConfig.swarm
+    wait: float = ClientConfig.wait_timeout_s
+    recovery_timeout: float = ClientConfig.recovery_timeout_s
+    swarm_key: str = ClientConfig.swarm_key
+    membership: Path | None = None
+    identity: Path | None = None
+    rank: int = 8
+    alpha: float = 16
+    target_modules: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
+    num_prompt_tokens: int = 16
+    epochs: float = 3.0
+    max_steps: int | None = None
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    sequence_length: int | None = None
+    learning_rate: float | None = None
+    schedule: str = "linear"
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    optimizer: str = "adamw"
+    seed: int = 0
+    validation: Path | None = None
+    validation_share: float = 0.05
+    eval_every: int | None = None
+    early_stopping: int | None = None
+    save_every: int | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("method", METHODS), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
+        counts = ("rank", "num_prompt_tokens", "max_steps", "batch_size", "gradient_accumulation", "eval_every")
+        for name in (*counts, "early_stopping", "save_every"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected at least 1")
+        for name in ("alpha", "epochs", "learning_rate", "max_grad_norm"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) <= _LARGEST:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0, up to {_LARGEST:g}")
+        for name in ("lora_dropout", "validation_share"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, and less than 1")
+        if self.sequence_length is not None and self.sequence_length < 2:
+            raise ValueError(f"sequence_length is {self.sequence_length}: expected at least 2 tokens")
+        if self.warmup_steps < 0 or self.seed < 0:
+            raise ValueError("warmup_steps and seed must not be below 0")
+        if not self.validates and (self.early_stopping or self.eval_every):
+            raise ValueError("early_stopping and eval_every need a validation file, or a validation_share above 0")
+        if self.early_stopping and self.save_interval != self.eval_interval:
+            raise ValueError("early_stopping keeps the best checkpoint: save_every and eval_every must be equal")
+
+    def client_config(self) -> ClientConfig:
+        """Return the client's config. Raise ValueError if one of its fields is out of its range."""
+        return ClientConfig(
+            initial_peers=self.initial_peers,
+            discover=self.discover,
+            swarm=checked_name(self.swarm),
+            wait_timeout_s=self.wait,
+            recovery_timeout_s=self.recovery_timeout,
+            swarm_key=self.swarm_key,
+            membership=self.membership,
+            identity=self.identity,
+        )
+
+    @property
+    def validates(self) -> bool:
+        return self.validation is not None or self.validation_share > 0
+
+    @property
+    def eval_interval(self) -> float:
+        """Return steps, or a share of the run if below 1, like ``save_interval``. Early stopping makes both equal."""
+        return self.eval_every or (self.early_stopping and self.save_every) or 0.1
+
+    @property
+    def save_interval(self) -> float:
+        return self.save_every or (self.early_stopping and self.eval_every) or 0.1
+
+    @property
+    def chosen_learning_rate(self) -> float:
+        """Return the learning rate. Prompts need a larger one: they are few numbers, and far from good values."""
+        return self.learning_rate or (2e-4 if self.method == "lora" else 1e-2)
+
+    def as_json(self, digests: Mapping[str, str] | None = None) -> str:
+        """Return the settings as JSON; ``digests`` are those of the files, by the names of their settings."""
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return json.dumps({**values, "digests": dict(digests or {})}, indent=2)
+
+    def require_same(self, earlier: str) -> None:
+        """Raise ValueError if a run with the ``earlier`` settings, as JSON, cannot be resumed with these settings."""
+        theirs, ours = json.loads(earlier), json.loads(self.as_json())
+        for name in map(attrgetter("name"), fields(self)):
+            if name not in _MAY_CHANGE and theirs.get(name) != ours[name]:
+                flag = name.replace("_", "-")
+                raise ValueError(
+                    f"the run in {self.output} has --{flag} {theirs.get(name)}, not {ours[name]}: resume it with that"
+                )
+
+    def require_same_data(self, earlier: str, digests: Mapping[str, str]) -> None:
+        """Raise ValueError if the files' contents differ from those in the ``earlier`` settings, as JSON."""
+        theirs = json.loads(earlier).get("digests", digests)
+        for name in ("data", "validation"):
+            if theirs.get(name) != digests.get(name):
+                raise ValueError(
+                    f"--{name} is not what the run in {self.output} has begun with: "
+                    "resume it with the same content, or begin another in another --output"
+                )
+
+
+def check_file(path: Path) -> None:
+    """Raise ValueError if ``path`` cannot be a file of training data."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} is neither .txt nor .jsonl: expected lines of text, or of JSON")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty: expected lines of text, or of JSON")
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """Add the flags that ``from_flags`` reads, except for those of every command."""
+    add, default = command.add_argument, FinetuneSettings
+    add("--data", type=Path, required=True, metavar="FILE", help=".txt: lines of text; .jsonl: see below")
+    add("--output", type=Path, required=True, metavar="DIR", help="for the adapter, checkpoints and the loss curve")
+    add("--method", default=default.method, metavar="|".join(METHODS))
+    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name, directory, GGUF file, or smollm2")
+    add("--revision", default=default.revision, help="branch, tag or commit of a hub model")
+    add("--wait", type=float, default=default.wait, metavar="SECONDS", help="for blocks nobody serves")
+    add(
+        "--recovery-timeout",
+        type=float,
+        default=default.recovery_timeout,
+        metavar="SECONDS",
+        help="for others to take the place of servers that fail",
+    )
+
+    add("--rank", type=int, default=default.rank, metavar="R", help="of LoRA's matrices")
+    add("--alpha", type=float, default=default.alpha, metavar="A", help="LoRA adds its product times A / R")
+    add(
+        "--target-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="q_proj v_proj …, all-linear; by default PEFT's choice for the model",
+    )
+    add("--lora-dropout", type=float, default=default.lora_dropout, metavar="P")
+    add("--num-prompt-tokens", type=int, default=default.num_prompt_tokens, metavar="N", help="of the other methods")
+
+    add("--epochs", type=float, default=default.epochs, metavar="N", help="passes over the data")
+    add("--max-steps", type=int, metavar="N", help="instead of epochs")
+    add("--batch-size", type=int, default=default.batch_size, metavar="N", help="examples computed at once")
+    add(
+        "--gradient-accumulation",
+        type=int,
+        default=default.gradient_accumulation,
+        metavar="N",
+        help="batches for one step",
+    )
+    add("--sequence-length", type=int, metavar="TOKENS", help="at most; 512 if the model can take them")
+    add("--learning-rate", type=float, metavar="LR", help="2e-4 for lora, 1e-2 for prompts")
+    add("--schedule", default=default.schedule, metavar="|".join(SCHEDULES), help="of the learning rate")
+    add("--warmup-steps", type=int, default=default.warmup_steps, metavar="N")
+    add("--max-grad-norm", type=float, default=default.max_grad_norm, metavar="NORM", help="longer gradients are cut")
+    add("--optimizer", default=default.optimizer, metavar="|".join(OPTIMIZERS))
+    add("--seed", type=int, default=default.seed)
+
+    add("--validation", type=Path, metavar="FILE", help="instead of a share of the data")
+    add("--validation-share", type=float, default=default.validation_share, metavar="SHARE", help="0: no validation")
+    add("--eval-every", type=int, metavar="STEPS", help="a tenth of the run")
+    add("--early-stopping", type=int, metavar="PATIENCE", help="end after so many validations without a better one")
+    add("--save-every", type=int, metavar="STEPS", help="a tenth of the run")
+    add("--resume", action="store_true", help="go on with the run in DIR")
+
+
+def from_flags(args: argparse.Namespace) -> FinetuneSettings:
+    values = {field.name: getattr(args, field.name) for field in fields(FinetuneSettings)}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return FinetuneSettings(**values)

@@ -1,0 +1,208 @@
+"""The command ``swarm keys``: the organiser's key, members, and revocations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from swarm_client.core.config import ClientConfig
+from swarm_protocol.process.invocation import add_common_flags
+from swarm_protocol.process.local_registry import checked_name
+
+if TYPE_CHECKING:
+    from swarm_cli.keys.grants import GrantEntry
+    from swarm_protocol.access.organiser import OrganiserKey
+
+_DAY_S = 24 * 3600.0
+_MAX_DAYS = 3660.0
+Command = Callable[[], None]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_keys(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "keys",
+        help="private swarms: the organiser's key, members, revocations",
+        description="A private swarm takes only members, whom its organiser names.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, run: Callable[[argparse.Namespace], Command], text: str) -> Callable[..., argparse.Action]:
+        subparser = actions.add_parser(
+            name, formatter_class=argparse.ArgumentDefaultsHelpFormatter, help=text, description=text
+        )
+        subparser.set_defaults(command=run)
+        if name != "identity":
+            subparser.add_argument(
+                "--key", type=Path, metavar="FILE", help="the organiser's; by default one in the user's configuration"
+            )
+        add_common_flags(subparser)
+        return subparser.add_argument
+
+    add = action("create", _create, "make the organiser's key, and print its public half: the swarm key")
+    add("--out", type=Path, dest="key", metavar="FILE", help="the same as --key")
+    add = action("grant", _grant, "make somebody a member: writes a membership file")
+    add("--role", required=True, metavar="ROLE", help="server, client, trainer (a client that trains) or moderator")
+    add("--name", required=True, dest="member", metavar="NAME", help="what the member is called in lists")
+    add("--days", required=True, type=float, metavar="N", help="how long it lasts; may be a fraction")
+    add("--peer", metavar="PEER_ID", help="who has a key already; without it the file has a new one, and is secret")
+    add("--out", type=Path, metavar="FILE", help="by default NAME.membership in this directory")
+    add = action("revoke", _revoke, "take grants back: at once where the swarm runs, until they would expire")
+    add("grants", nargs="+", metavar="NAME_OR_ID", help="as the list shows them")
+    _add_swarm_flags(add)
+    add = action("publish", _publish, "tell a swarm again of all that was revoked")
+    _add_swarm_flags(add)
+    add = action("list", _list, "show what was granted")
+    add("--json", action="store_true", help="print JSON")
+    add = action("identity", _identity, "print the peer id of a key file, which is made if there is none")
+    add("file", type=Path, metavar="FILE")
+
+
+def _add_swarm_flags(add: Callable[..., argparse.Action]) -> None:
+    add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through")
+    add("--swarm", default=ClientConfig.swarm, metavar="NAME", help="the swarm's name")
+
+
+def _create(args: argparse.Namespace) -> Command:
+    from swarm_protocol.access.organiser import OrganiserKey
+
+    path = _key_path(args)
+
+    def run() -> None:
+        key = OrganiserKey.generate()
+        key.save(path)
+        print(f"wrote {path}: keep it secret, and keep a copy. This is the swarm key:", file=sys.stderr)
+        print(key.public)
+
+    return run
+
+
+def _grant(args: argparse.Namespace) -> Command:
+    from swarm_cli.keys.grants import GrantsFile
+    from swarm_protocol.access.membership import MemberCredentials
+    from swarm_protocol.access.tokens import Grant, Role
+    from swarm_protocol.net.identity import Identity
+
+    role = Role.parse(args.role)
+    if not 0 < args.days <= _MAX_DAYS:
+        raise ValueError(f"--days is {args.days:g}: expected a number above 0, up to {_MAX_DAYS:g}")
+    if args.peer is not None and not re.fullmatch("Qm[1-9A-HJ-NP-Za-km-z]{44}", args.peer):
+        raise ValueError(f"--peer {args.peer!r} is no peer id: expected what `swarm keys identity` prints")
+    if args.out is None and not re.fullmatch(r"\w[\w.-]*", args.member):
+        raise ValueError(f"no file can be called like the member {args.member!r}: give one by --out")
+    path = args.out or Path(f"{args.member}.membership")
+    key = _key(args)
+    identity = None if args.peer else Identity.generate()
+    now = time.time()
+    peer_id = identity.peer_id if identity is not None else args.peer
+    grant = Grant.new(key.public, role, args.member, peer_id, now, now + args.days * _DAY_S)
+
+    def run() -> None:
+        MemberCredentials(grant, grant.signed(key), identity).write(path)
+        try:
+            GrantsFile(_key_path(args)).add(grant)
+        except BaseException:  # a grant outside the list could not be revoked by name
+            path.unlink(missing_ok=True)
+            raise
+        who = "secret: hand it over safely" if identity is not None else "of use only with the key of that peer"
+        print(f"wrote {path}, which is {who}. The member gives --membership {path}", file=sys.stderr)
+        print(path)
+
+    return run
+
+
+def _revoke(args: argparse.Namespace) -> Command:
+    from swarm_cli.keys.grants import GrantsFile
+
+    key, config = _key(args), _config(args)
+
+    def run() -> None:
+        revoked = GrantsFile(_key_path(args)).revoke(args.grants)
+        for entry in revoked:
+            print(f"revoked {entry.name} ({entry.role}, {entry.id})")
+        _tell(key, config, revoked)
+
+    return run
+
+
+def _publish(args: argparse.Namespace) -> Command:
+    from swarm_cli.keys.grants import GrantsFile
+
+    key, config = _key(args), _config(args)
+
+    def run() -> None:
+        revoked = GrantsFile(_key_path(args)).revoked()
+        if revoked:
+            _tell(key, config, revoked)
+        print(f"published {len(revoked)} revocation{'' if len(revoked) == 1 else 's'}")
+
+    return run
+
+
+def _list(args: argparse.Namespace) -> Command:
+    from swarm_cli.keys.grants import GrantsFile
+
+    entries = GrantsFile(_key_path(args)).read()
+
+    def run() -> None:
+        if args.json:
+            print(json.dumps([{**asdict(entry), "state": entry.state} for entry in entries], indent=2))
+            return
+        rows = [("name", "role", "expires", "state", "peer", "id")]
+        for entry in entries:
+            until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.expires_at))
+            rows.append((entry.name, entry.role, until, entry.state, entry.peer_id, entry.id))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+    return run
+
+
+def _identity(args: argparse.Namespace) -> Command:
+    from swarm_protocol.net.identity import Identity
+
+    def run() -> None:
+        path = args.file
+        print((Identity.load(path) if path.exists() else Identity.load_or_create(path)).peer_id)
+
+    return run
+
+
+def _tell(key: OrganiserKey, config: ClientConfig, revoked: list[GrantEntry]) -> None:
+    """Publish the revocations. Raise NoSwarm if the swarm does not take them; the file keeps them anyway."""
+    from swarm_cli.keys.publishing import publish
+    from swarm_client.core import background
+    from swarm_protocol.errors import NoSwarm
+
+    try:
+        background.run(publish(config, key, revoked))
+    except NoSwarm as error:
+        raise NoSwarm(
+            f"the swarm has not been told, so it still lets them in: {error}. Once it runs: `swarm keys publish`"
+        ) from None
+
+
+def _config(args: argparse.Namespace) -> ClientConfig:
+    return ClientConfig(initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm))
+
+
+def _key(args: argparse.Namespace) -> OrganiserKey:
+    from swarm_protocol.access.organiser import OrganiserKey
+
+    return OrganiserKey.load(_key_path(args))
+
+
+def _key_path(args: argparse.Namespace) -> Path:
+    if args.key is not None:
+        return Path(args.key)
+    import platformdirs
+
+    return platformdirs.user_config_path("swarm") / "organiser.key"

@@ -1,0 +1,71 @@
+"""The application: all routers, the count of requests, and the shape of refusals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, FairQueue, Limits, RateLimit
+from swarm_gateway.limits.preparing import Preparations
+from swarm_gateway.monitor_api.endpoints import Monitored, monitor_router
+from swarm_gateway.openai_api.endpoints import openai_router
+from swarm_gateway.pages.router import add_pages
+from swarm_gateway.web.http import Gateway, refusal
+from swarm_gateway.web.metrics import CountRequests, Metrics
+from swarm_gateway.web.models import Models
+
+
+def create_app(
+    models: Models,
+    limits: Limits = DEFAULT_LIMITS,
+    keys: Sequence[str] = (),
+    clock: Callable[[], float] = time.monotonic,
+    monitored: Monitored | None = None,
+) -> FastAPI:
+    """Return the application, which serves on one event loop.
+
+    Args:
+        monitored: the swarm that ``/api/v1`` shows; None if there is no such API.
+        keys: see ``Gateway``.
+        clock: a function that returns seconds, for limits by time.
+    """
+    queue = FairQueue(limits, is_shared=len(keys) > 1)
+    gateway = Gateway(
+        models,
+        queue,
+        RateLimit(limits.requests_per_minute, clock),
+        Metrics(queue),
+        tuple(keys),
+        Preparations(limits, is_shared=len(keys) > 1),
+    )
+    app = FastAPI(title="swarm", openapi_url=None)  # FastAPI's documentation pages would load foreign scripts
+    app.add_middleware(CountRequests, metrics=gateway.metrics)
+    app.include_router(openai_router(gateway))
+    if monitored is not None:
+        app.include_router(monitor_router(gateway, monitored))
+    add_pages(app)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", dependencies=[Depends(gateway.admit)])
+    async def show_metrics() -> Response:
+        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(ApiError)
+    async def refuse(_request: Request, error: ApiError) -> Response:
+        return refusal(error)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_path(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        hint = " (expected /v1/chat/completions)" if path == "/v1/responses" else ""
+        return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}{hint}"))
+
+    return app

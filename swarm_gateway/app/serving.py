@@ -1,0 +1,144 @@
+"""The flags of ``swarm serve``, and its server. Packages of the server are imported only when it starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib.util
+import logging
+import shlex
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm_client.core.config import ClientConfig
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, Limits, is_loopback, read_keys
+from swarm_protocol.wire.printable import printable
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_BACKLOG = 2048  # connections that wait to be accepted
+_DRAIN_S = 5  # the time for active answers to end after Ctrl-C
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """The settings of ``swarm serve``. Construction raises ValueError if other machines could ask without a key."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: a free port
+    keys: tuple[str, ...] = ()
+    limits: Limits = DEFAULT_LIMITS
+    history: str | None = None  # a file, or "none"; None: a file in the user's data directory
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port is {self.port}: expected 0 to 65535")
+        if not self.keys and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} is reached from other machines: give --api-keys FILE, with a key in each line"
+            )
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace) -> ServeSettings:
+        """Return the settings of parsed flags. Raise ValueError also if a package is missing."""
+        if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
+            raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
+        keys = () if args.api_keys is None else read_keys(args.api_keys)
+        limits = Limits(args.max_active, args.max_queued, args.requests_per_minute)
+        return cls(args.host, args.port, keys, limits, args.history)
+
+
+def add_serve_flags(command: argparse.ArgumentParser) -> None:
+    add, settings, limits = command.add_argument, ServeSettings, Limits
+    add("--host", default=settings.host, help="address to listen on; one that other machines reach needs --api-keys")
+    add("--port", type=int, default=settings.port, metavar="N", help="to listen on; 0: one that is free")
+    add("--api-keys", type=Path, metavar="FILE", help="a key in each line: who has none of them is refused")
+    add("--max-active", type=int, default=limits.max_active, metavar="N", help="generations at the same time")
+    add("--max-queued", type=int, default=limits.max_queued, metavar="N", help="generations that wait for their turn")
+    add("--requests-per-minute", type=int, metavar="N", help="of each key; any number if not given")
+    add(
+        "--history",
+        metavar="FILE|none",
+        help="where to keep what happens in the swarm; if not given, in the user's data directory",
+    )
+
+
+def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:
+    """Serve until a signal.
+
+    Raises:
+        ValueError: the gateway cannot listen at the address.
+        CheckpointError, UnsupportedModel, NoSwarm: see ``check_model``.
+    """
+    from swarm_client.batching.loop import GenerationLoop
+    from swarm_client.core import background
+    from swarm_client.core.access import ClientAccess
+    from swarm_gateway.app.app import create_app
+    from swarm_gateway.history.opening import open_history
+    from swarm_gateway.history.recorder import Recorder
+    from swarm_gateway.monitor.monitor import Monitor
+    from swarm_gateway.monitor_api.endpoints import Monitored
+    from swarm_gateway.web.models import SwarmModels, check_model
+
+    model, files = check_model(model, revision, config)
+    with contextlib.closing(listen(settings.host, settings.port)) as listener:
+        recorder = Recorder(Monitor(config), open_history(settings.history, config.swarm))
+        models = SwarmModels(config, model, revision, GenerationLoop, files=files, monitor=recorder)
+        is_private = ClientAccess.of(config).control is not None
+        monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
+        app = create_app(models, settings.limits, settings.keys, monitored=monitored)
+        background.run(recorder.start())
+        try:
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the normal ways to end
+                run(app, listener, _greeting(settings, listener, models.own))
+        finally:
+            models.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raise ValueError if the address cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} of {host} is in use: expected another --port, or 0 for a free one") from None
+        raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from None
+
+
+def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
+    """Serve until a signal. Print the lines of the greeting once the server accepts connections."""
+    import uvicorn
+
+    from swarm_gateway.app.connections import IncomingRequests, protocol_of
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            print(*greeting, sep="\n", flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # cutting answers off now is no error
+            await super().shutdown(sockets)
+
+    # Uvicorn's own logging would write a line for each request.
+    options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
+    options.timeout_graceful_shutdown = _DRAIN_S
+    options.http = protocol_of(IncomingRequests.of_this_process())
+    Server(options).run([listener])
+
+
+def _greeting(settings: ServeSettings, listener: socket.socket, model: str) -> list[str]:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    page = f"http://{host}:{listener.getsockname()[1]}/"
+    url = f"{page}v1"
+    key = " -H 'Authorization: Bearer KEY'" if settings.keys else ""
+    body = shlex.quote(f'{{"model": "{printable(model)}", "prompt": "Return a list of"}}')
+    curl = f"curl {url}/completions{key} -H 'Content-Type: application/json' -d {body}"
+    return [f"serving on {url}", f"  in a browser: {page} and {page}monitor", f"  {curl}"]

@@ -1,0 +1,59 @@
+"""The preparation of requests in threads, before their generations take places: text becomes tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, FairQueue, Limits
+
+T = TypeVar("T")
+_LONG_BYTES = 64 * 1024  # of a body; tokenizing this much text takes about 40 ms
+_RETRY_S = 5
+
+
+class Preparations:
+    """The preparation of requests: short ones at once, long ones one by one, which leaves threads and memory to others.
+
+    Long requests take turns, round robin over keys. They may be as many as generations may be active and waiting. A
+    long request whose client leaves before its turn is not prepared. One event loop must make all calls.
+    """
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, *, is_shared: bool = False) -> None:
+        """Set the limits; ``is_shared`` says whether there are several keys."""
+        waiting = replace(limits, max_active=1, max_queued=limits.max_active + limits.max_queued)
+        self._queue = FairQueue(waiting, is_shared=is_shared)
+
+    async def run(self, key: str, num_bytes: int, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, or raise what it raises.
+
+        Args:
+            key: the client's key.
+            num_bytes: the size of the request's body.
+
+        Raises:
+            ApiError: too many long requests wait.
+        """
+        if num_bytes <= _LONG_BYTES:
+            return await asyncio.to_thread(work)
+        try:
+            (place,) = self._queue.join(key, 1)
+        except ApiError:
+            message = "too many long prompts wait to be made into tokens: try again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S) from None
+        try:
+            await place.turn.wait()
+        except asyncio.CancelledError:
+            place.leave()
+            raise
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+
+        def ended(working: asyncio.Task[T]) -> None:
+            place.leave()
+            if not working.cancelled():
+                working.exception()  # marks the error as seen, because the client may have left
+
+        working.add_done_callback(ended)  # not earlier, because the thread goes on if the client leaves
+        return await asyncio.shield(working)

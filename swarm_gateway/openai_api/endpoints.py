@@ -1,0 +1,92 @@
+"""The paths under ``/v1``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from swarm_gateway.openai_api.conversation import call_reader
+from swarm_gateway.openai_api.embeddings import embeddings
+from swarm_gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
+from swarm_gateway.openai_api.generating import Delta, Work
+from swarm_gateway.openai_api.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
+from swarm_gateway.openai_api.sampling import echoes_of, requests_of
+from swarm_gateway.web.http import Answer, Gateway, as_json, event, read_body
+from swarm_gateway.web.models import not_found
+
+_DONE = b"data: [DONE]\n\n"
+
+
+def openai_router(gateway: Gateway) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+
+    async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request, key: str) -> Response:
+        began_s = time.perf_counter()
+        gateway.rate.count(key)
+        body = await read_body(request)
+        asked: ChatRequest | CompletionRequest = parse(kind, body)
+        return Answer(_generated(gateway, asked, len(body), key, began_s), is_stream=asked.stream)
+
+    @router.post("/chat/completions")
+    async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        return await answer(ChatRequest, request, key)
+
+    @router.post("/completions")
+    async def complete(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        return await answer(CompletionRequest, request, key)
+
+    @router.post("/embeddings")
+    async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        gateway.rate.count(key)
+        body = await read_body(request)
+        return Answer(embeddings(gateway, parse(EmbeddingRequest, body), len(body), key), is_stream=False)
+
+    def described(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": gateway.created, "owned_by": "swarm"}
+
+    @router.get("/models", dependencies=[Depends(gateway.admit)])
+    async def list_models() -> Response:
+        data = [described(name) for name in await gateway.models.names()]
+        return JSONResponse({"object": "list", "data": data})
+
+    @router.get("/models/{name:path}", dependencies=[Depends(gateway.admit)])
+    async def show_model(name: str) -> Response:
+        if name not in await gateway.models.names():
+            raise not_found(name)
+        return JSONResponse(described(name) | {"chat_template": await gateway.models.has_template(name)})
+
+    return router
+
+
+async def _generated(
+    gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
+) -> AsyncGenerator[bytes, None]:
+    model = await gateway.models.get(asked.model)
+    requests, echoes = await gateway.preparations.run(
+        key, num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
+    )
+    num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
+    texts = None if asked.num_logprobs is None else TokenTexts(model.tokenizer)
+    form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(model.name, texts)
+    new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
+    new_call_reader()  # an unknown format is refused before a place is taken
+    places = gateway.queue.join(key, len(requests))
+    work = Work(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader, echoes)
+    gateway.metrics.prompt_tokens.inc(num_prompt)
+    async with aclosing(work.items()) as items:
+        if not asked.stream:
+            found = [item async for item in items if isinstance(item, Delta)]
+            yield as_json(form.whole(found, len(requests), usage(num_prompt, work.num_generated)))
+            return
+        async for item in items:
+            so_far = {"usage": usage(num_prompt, work.num_generated)} if asked.wants_usage_always else {}
+            yield event(form.chunk(item) | so_far)
+    if asked.wants_usage:
+        yield event(form.last_chunk(usage(num_prompt, work.num_generated)))
+    yield _DONE

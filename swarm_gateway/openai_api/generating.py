@@ -1,0 +1,198 @@
+"""The generations of one request: their turns, their text, and their end when the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from swarm_client.batching.request import FinishReason, Request, Servers, Token
+from swarm_client.batching.streaming import Scored, stream
+from swarm_client.core.events import Event
+from swarm_client.generation.text_stream import StopStrings, TextStream
+from swarm_gateway.limits.admission import Place
+from swarm_gateway.openai_api.tools import CallReader, ToolCall
+from swarm_gateway.web.http import end_tasks
+from swarm_gateway.web.metrics import Metrics, TokenTimes
+from swarm_gateway.web.models import ServedModel, end_ids
+
+Finish = FinishReason | Literal["tool_calls"]
+
+
+@dataclass(frozen=True)
+class SaidToken:
+    """A token of an answer; ``offset`` is where its text begins in the text of the choice."""
+
+    token: Token
+    offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A new piece of one choice; ``finish`` is None while more pieces follow."""
+
+    choice: int
+    text: str
+    tokens: tuple[SaidToken, ...] = ()  # if logprobs were asked for
+    finish: Finish | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Happened:
+    """An event of one choice's servers, or their chain; sent only if the request asks for it."""
+
+    choice: int
+    what: Servers | Event
+
+
+Item: TypeAlias = Delta | Happened
+
+
+class _Writer:
+    """A writer that turns the tokens of one choice into deltas."""
+
+    def __init__(
+        self, choice: int, model: ServedModel, request: Request, stop: Sequence[str], calls: CallReader | None
+    ) -> None:
+        self._choice, self._calls, self._tokenizer = choice, calls, model.tokenizer
+        # Special tokens may mark the beginning or the end of a call.
+        self._text = TextStream(model.tokenizer, request.prompt, with_special=calls is not None)
+        self._stops = StopStrings(stop)
+        self._ends = frozenset(end_ids(request.config))
+        self._with_tokens = request.num_logprobs is not None
+        self._counts_end = request.scores_prompt  # evaluation harnesses expect as many tokens as they asked for
+        self._num_decoded = self._num_sent = 0  # characters
+        self._held: list[SaidToken] = []
+        self._has_called = False
+
+    def begin(self, echo: str, prompt: Sequence[Token]) -> Delta:
+        """Return the echoed prompt, which begins the answer; ``prompt`` has its tokens if logprobs were asked for."""
+        text, said, offset = TextStream(self._tokenizer), [], 0
+        for token in prompt:
+            said.append(SaidToken(token, offset))
+            offset += len(text.put(token.id))
+        self._num_decoded = self._num_sent = len(echo)
+        return Delta(self._choice, echo, tuple(said))
+
+    def put(self, token: Token) -> Delta | None:
+        if token.id in self._ends:  # the end token has no text
+            if self._counts_end:
+                self._held.append(SaidToken(token, self._num_decoded))
+            return None
+        if self._with_tokens:
+            self._held.append(SaidToken(token, self._num_decoded))
+        text = self._passed(self._text.put(token.id))
+        return self._delta(text, "stop" if self._stops.found else None)
+
+    def end(self, reason: FinishReason) -> Delta | None:
+        text = self._passed(self._text.end())
+        if self._stops.found:
+            return self._delta(text, "stop")
+        return self._delta(text + self._stops.end(), reason)
+
+    def _passed(self, text: str) -> str:
+        self._num_decoded += len(text)
+        return self._stops.put(text)
+
+    def _delta(self, text: str, reason: FinishReason | None) -> Delta | None:
+        """Return a delta with the tokens that begin in the text; at an end without stop string, with all held ones."""
+        found: list[ToolCall] = []
+        if self._calls is not None:
+            text, found = self._calls.put(text)
+            if reason is not None:
+                rest, more = self._calls.end(is_cut=reason == "length")
+                text, found = text + rest, found + more
+            if found and not self._calls.several:
+                found, reason = found[:1], "stop"
+        if not text and not found and reason is None:
+            return None
+        self._has_called |= bool(found)
+        finish: Finish | None = "tool_calls" if reason == "stop" and self._has_called else reason
+        self._num_sent += len(text)
+        is_whole = finish is not None and not self._stops.found
+        said = [token for token in self._held if is_whole or token.offset < self._num_sent]
+        self._held = self._held[len(said) :]
+        return Delta(self._choice, text, tuple(said), finish, tuple(found))
+
+
+@dataclass
+class Work:
+    """One request's generations, each with its place in the queue.
+
+    Attributes:
+        began_s: when the request came, by ``time.perf_counter``.
+        new_call_reader: a function that makes the call reader of each generation.
+        echoes: the text that each answer begins with; empty if answers begin with the generated text.
+        num_generated: the number of tokens so far, over all generations.
+    """
+
+    model: ServedModel
+    requests: Sequence[Request]
+    stop: Sequence[str]
+    places: Sequence[Place]
+    metrics: Metrics
+    began_s: float
+    new_call_reader: Callable[[], CallReader | None] = lambda: None
+    echoes: Sequence[str] = ()
+    num_generated: int = 0
+
+    async def items(self) -> AsyncGenerator[Item, None]:
+        """Yield the items of all choices as they come. Closing the iterator ends all generations.
+
+        Raises:
+            ValueError: see ``Batcher.submit``.
+            SwarmError: see ``swarm_protocol.errors``.
+        """
+        queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._write(choice, queue)) for choice in range(len(self.requests))]
+        try:
+            num_ended = 0
+            while num_ended < len(tasks):
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is not None:
+                    yield item
+                num_ended += item is None
+        finally:
+            await end_tasks(tasks)
+            for place in self.places:
+                place.leave()
+
+    async def _write(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
+        try:
+            async with self.places[choice]:
+                await self._generate(choice, queue)
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    async def _generate(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
+        request = replace(self.requests[choice], user=self.places[choice].user)
+        writer = _Writer(choice, self.model, request, self.stop, self.new_call_reader())
+        times = TokenTimes(self.metrics, self.began_s)
+        echo = self.echoes[choice] if self.echoes else None
+        async with aclosing(stream(self.model.batcher, request)) as items:
+            async for item in items:
+                if echo is not None and isinstance(item, Scored | Token | str):
+                    queue.put_nowait(writer.begin(echo, item.prompt if isinstance(item, Scored) else ()))
+                    echo = None
+                if isinstance(item, Scored):
+                    continue
+                if isinstance(item, Token):
+                    self.num_generated += 1
+                    times.token()
+                    delta = writer.put(item)
+                elif isinstance(item, str):
+                    delta = writer.end(item)
+                else:
+                    queue.put_nowait(Happened(choice, item))
+                    continue
+                if delta is not None:
+                    queue.put_nowait(delta)
+                    if delta.finish is not None:
+                        return

@@ -1,0 +1,193 @@
+"""Parts of requests: messages, tools, and the format that an answer must have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import from_json
+
+from swarm_gateway.limits.admission import ApiError
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's pattern for names of tools
+Values: TypeAlias = tuple[Any, ...] | None  # with which an unsupported field is ignored; None: all values
+
+
+def _unsupported(name: str, values: tuple[Any, ...]) -> ApiError:
+    expected = f"leave it out, or give {' or '.join(map(repr, values))}" if values else "leave it out"
+    return ApiError(400, f"{name} is not supported: {expected}", param=name, code="unsupported_parameter")
+
+
+_MESSAGE: dict[str, Values] = {  # fields that clients send back with an answer
+    "annotations": ([],),
+    "audio": (),
+    "cache_control": None,
+    "function_call": (),
+    "refusal": (),
+}
+
+
+def supported(fields: Mapping[str, Any], known: Mapping[str, Any], others: Mapping[str, Values]) -> Any:
+    """Return the fields that are supported; null counts as absent. Raise ApiError for an unsupported field or value."""
+    found = {}
+    for name, value in fields.items():
+        if name in others:
+            harmless = others[name]
+            if value is not None and harmless is not None and value not in harmless:
+                raise _unsupported(name, harmless)
+        elif value is not None or name not in known:
+            found[name] = value
+    return found
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of content that comes in parts. Raise ApiError if a part is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ApiError(400, f"content of type {kind!r} is not supported: expected text", param="messages")
+        if part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str):
+            raise ApiError(400, 'a part of content is not {"type": "text", "text": "…"}', param="messages")
+    return "".join(part["text"] for part in content)
+
+
+class CalledFunction(BaseModel):
+    """The function of a call. Its ``arguments`` are JSON, or text that a model wrote in the place of JSON."""
+
+    model_config = STRICT
+    name: str
+    arguments: str
+
+
+class Call(BaseModel):
+    model_config = STRICT
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # in a stream's chunks, which clients send back
+
+
+class Message(BaseModel):
+    model_config = STRICT
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_joined)] = None
+    tool_calls: list[Call] = []
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None  # from servers of reasoning models; clients send it back
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_supported(cls, fields: Any) -> Any:
+        return supported(fields, cls.model_fields, _MESSAGE) if isinstance(fields, dict) else fields
+
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are an assistant's")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise ValueError("expected tool_call_id in messages of tools, and in no others")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("expected content")
+        return self
+
+    def as_turn(self) -> dict[str, Any]:
+        """Return the message for a chat template. A developer becomes the system, as few templates know developers."""
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        turn["content"] = self.content or ""
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        optional = {
+            "tool_call_id": self.tool_call_id,
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+        }
+        return turn | {name: value for name, value in optional.items() if value is not None}
+
+
+def _object(text: str) -> Any:
+    """Return arguments as an object, as chat templates expect; text that is no JSON object stays text."""
+    try:
+        found = from_json(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, dict) else text
+
+
+class Function(BaseModel):
+    """A tool's function. ``strict`` has no effect, because constrained arguments always follow the schema."""
+
+    model_config = STRICT
+    name: Annotated[str, Field(pattern=_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = STRICT
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = STRICT
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = STRICT
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ToolSubset(BaseModel):
+    model_config = STRICT
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(BaseModel):
+    model_config = STRICT
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+class NamedSchema(BaseModel):
+    """A named JSON schema. ``strict`` has no effect, because the answer always follows the schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = STRICT
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected json_schema with the type json_schema, and with no other")
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the answer must follow; None if any text is allowed."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None

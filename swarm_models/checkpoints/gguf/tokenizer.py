@@ -1,0 +1,31 @@
+"""The tokenizer of a model, with its chat template; a GGUF file contains its own."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from swarm_models.checkpoints.files import Directory, FileMissing, locate
+
+
+def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer; raise CheckpointError, or any error that untrusted files cause in the libraries."""
+    files = locate(str(name_or_path), revision, None)
+    gguf = None
+    with suppress(FileMissing):  # a tokenizer needs no config.json
+        gguf = files.gguf
+    tokenizer: PreTrainedTokenizerBase
+    if gguf is None:
+        if isinstance(files, Directory):
+            files.check_links()
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
+        return tokenizer
+    path = files.path(gguf).absolute()
+    with tempfile.TemporaryDirectory() as alone:  # keeps out the tokenizer of another model beside the file
+        (Path(alone) / path.name).symlink_to(path)
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name, trust_remote_code=False)
+    tokenizer.name_or_path = str(name_or_path)
+    return tokenizer

@@ -1,0 +1,3 @@
+"""The names of the quantisations that a server can use."""
+
+METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")

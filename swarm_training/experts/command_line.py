@@ -1,0 +1,179 @@
+"""Command line of experts: ``swarm experts serve``.
+
+The ready line contains what clients and other servers need:
+``ready name=N initial_peer=MULTIADDR peer_id=… experts=N.3.7,…``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT
+from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.errors import SwarmError
+from swarm_protocol.process import signals
+from swarm_protocol.process.config_file import Parsers, apply_config, leaves
+from swarm_protocol.process.invocation import CONSOLE_SCRIPT, add_common_flags
+from swarm_protocol.process.logs import say_error, start_logging
+from swarm_protocol.wire.constants import MIB
+from swarm_training.experts.core.cells import check_grid, check_name, expert_name, parse_expert_name
+from swarm_training.experts.core.config import ServerConfig
+
+_CHECK_EVERY_S = 1.0
+_COMMAND = "experts"
+_MAX_MIB = 1 << 20
+
+
+def make_parser() -> argparse.ArgumentParser:
+    is_script = Path((sys.argv or [""])[0]).name == CONSOLE_SCRIPT
+    parser = argparse.ArgumentParser(
+        prog=f"{CONSOLE_SCRIPT} {_COMMAND}" if is_script else "python -m swarm_training.experts",
+        description="Experts for mixtures of others.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    text = "host experts of a mixture, and train them, until Ctrl-C"
+    serve = commands.add_parser(
+        "serve", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = serve.add_argument
+    add("--name", required=True, help="of the mixture: letters, digits, hyphens, underscores")
+    add("--hidden", type=int, required=True, metavar="N", help="size of a row")
+    add("--grid", type=int, nargs="+", default=list(ServerConfig.grid), metavar="N", help="sizes of its dimensions")
+    add("--cells", nargs="+", default=[], metavar="CELL", help="to host, such as 3.7, instead of --experts free ones")
+    add("--experts", type=int, default=ServerConfig.num_experts, metavar="N", help="how many to host, in free cells")
+    add("--kind", default=ServerConfig.kind, help="of expert")
+    add("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="that registers kinds of experts")
+    add("--learning-rate", type=float, default=ServerConfig.learning_rate, help="of Adam; 0: they are not trained")
+    add(
+        "--max-grad-norm",
+        type=float,
+        default=ServerConfig.max_grad_norm,
+        help="of the gradients of a batch",
+    )
+    add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="servers of experts; none: a new DHT")
+    add("--host", default=ServerConfig.host, help="address to listen on")
+    add("--port", type=int, default=ServerConfig.port, help="of the service; 0: any that is free")
+    add("--dht-port", type=int, default=ServerConfig.dht_port, help="of the DHT; 0: any that is free")
+    add("--announce-host", metavar="HOST", help="address that others use, if it is another; needs both ports")
+    add("--directory", type=Path, help="where experts are saved, and loaded from")
+    add("--save-every", type=float, default=ServerConfig.save_every_s, metavar="SECONDS")
+    add(
+        "--replicas", type=int, default=ServerConfig.replicas, metavar="N", help="servers that keep each expert as well"
+    )
+    add("--replicate-every", type=float, default=ServerConfig.replicate_every_s, metavar="SECONDS")
+    add(
+        "--replica-memory",
+        type=float,
+        default=ServerConfig.replica_bytes / MIB,
+        metavar="MIB",
+        help="for experts of others; 0: none are kept",
+    )
+    add("--adopt", type=int, default=ServerConfig.adopt, metavar="N", help="experts to take whose server is gone")
+    add("--adopt-after", type=float, default=ServerConfig.adopt_after_s, metavar="SECONDS", help="that it is gone")
+    add("--identity", type=Path, metavar="FILE", help="this server's key, made if there is none; by default a new one")
+    add(
+        "--membership",
+        type=Path,
+        metavar="FILE",
+        help=f"of a private swarm, from its organiser; or the environment variable {ENVIRONMENT} has its content",
+    )
+    add_common_flags(serve, "info")
+    return parser
+
+
+def parse_args(argv: list[str], all_parsers: Callable[[], Parsers] | None = None) -> argparse.Namespace:
+    """Parse the arguments; for ``all_parsers``, see ``apply_config``. Raise ValueError if the config file is wrong."""
+    parser = make_parser()
+    apply_config(dict(leaves(parser, (_COMMAND,))), argv, CONFIG_RULES, all_parsers)
+    return parser.parse_args(argv)
+
+
+def read_config(args: argparse.Namespace) -> ServerConfig:
+    """Return the configuration of these arguments. Raise ValueError if a flag is wrong."""
+    for peer in args.initial_peers:
+        check_peer(peer)
+    if not 0 <= args.replica_memory < _MAX_MIB:
+        raise ValueError(f"--replica-memory is {args.replica_memory:g}: expected 0 to {_MAX_MIB} MiB")
+    cells = tuple(parse_expert_name(text, check_name(args.name), check_grid(args.grid)) for text in args.cells)
+    return ServerConfig(
+        name=args.name,
+        hidden=args.hidden,
+        grid=tuple(args.grid),
+        num_experts=len(cells) or args.experts,
+        kind=args.kind,
+        learning_rate=args.learning_rate,
+        max_grad_norm=args.max_grad_norm,
+        host=args.host,
+        port=args.port,
+        dht_port=args.dht_port,
+        announce_host=args.announce_host,
+        initial_peers=tuple(args.initial_peers),
+        directory=args.directory,
+        save_every_s=args.save_every,
+        cells=cells,
+        replicas=args.replicas,
+        replicate_every_s=args.replicate_every,
+        replica_bytes=int(args.replica_memory * MIB),
+        adopt=args.adopt,
+        adopt_after_s=args.adopt_after,
+    )
+
+
+def serve(config: ServerConfig, identity_file: Path | None, membership: Path | None) -> None:
+    """Serve experts until a signal comes; a second signal ends the process at once.
+
+    Raises:
+        ValueError, SwarmError: see ``ExpertServer``; or its libp2p daemon has ended.
+    """
+    stopping = threading.Event()
+
+    def stop(number: int, _frame: object) -> None:
+        if number == signal.SIGHUP:
+            signals.leave_terminal()
+        elif stopping.is_set():
+            os._exit(signals.INTERRUPTED)
+        stopping.set()
+
+    import torch
+
+    from swarm_protocol.net.identity import Identity
+    from swarm_training.experts.server.expert_server import ExpertServer
+
+    torch.seed()  # otherwise, the experts of all servers would begin with the same weights
+    identity = Identity.load_or_create(identity_file) if identity_file is not None else None
+    for number in (signal.SIGINT, *signals.ending_signals()):
+        signal.signal(number, stop)
+    with ExpertServer(config, identity, membership=membership) as server:
+        experts = ",".join(expert_name(config.name, cell) for cell in sorted(server.experts))
+        peer = server.initial_peers[0]
+        print(f"ready name={config.name} initial_peer={peer} peer_id={server.peer_id} experts={experts}", flush=True)
+        while not stopping.wait(_CHECK_EVERY_S):
+            server.check()
+
+
+def main(argv: list[str] | None = None, all_parsers: Callable[[], Parsers] | None = None) -> None:
+    try:
+        args = parse_args((sys.argv[1:] if argv is None else argv) or ["--help"], all_parsers)
+        start_logging(args)
+        config = read_config(args)
+    except ValueError as error:
+        say_error(error)
+        sys.exit(2)
+    try:
+        for name in args.modules:
+            importlib.import_module(name)
+    except ImportError as error:
+        say_error(ValueError(f"--import: {error}"))
+        sys.exit(2)
+    try:
+        serve(config, args.identity, args.membership)
+    except (SwarmError, ValueError) as error:
+        say_error(error)
+        sys.exit(1)

@@ -1,0 +1,112 @@
+"""The client's cache of experts: recently read from the DHT, without servers that have just failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_training.experts.core.cells import Cell, Prefix
+from swarm_training.experts.directory.board import Board, Holders
+from swarm_training.experts.directory.records import Holder
+
+_STALE = 6  # times the refresh interval: records themselves do not last much longer
+_MAX_BANS = 6  # each ban is twice as long as the one before
+_logger = logging.getLogger(__name__)
+Failure = tuple[str, Cell]  # of the server with this peer id, for one cell; (): for all its cells
+
+
+@dataclass
+class _Ban:
+    until: float
+    times: int
+
+
+class Directory:
+    """The cache of one mixture's experts; used on one event loop only.
+
+    Entries older than ``refresh_s`` are read again in the background. Callers wait only for entries that are missing
+    or very old.
+    """
+
+    def __init__(self, board: Board, refresh_s: float, ban_s: float, clock: Callable[[], float]) -> None:
+        """Create an empty cache; ``clock`` returns seconds."""
+        self._board = board
+        self._refresh_s = refresh_s
+        self._ban_s = ban_s
+        self._clock = clock
+        self._known: dict[Prefix, tuple[Holders, float]] = {}  # with the time at which they were read
+        self._bans: dict[Failure, _Ban] = {}
+        self._refreshing: asyncio.Task[Any] | None = None
+
+    async def following(self, prefixes: Iterable[Prefix], without: Collection[Failure] = ()) -> dict[Prefix, set[int]]:
+        """Return the coordinates that follow each prefix, of experts whose servers are not banned, nor in ``without``.
+
+        Raises:
+            PeerUnavailable: the DHT does not answer.
+        """
+        wanted, now = set(prefixes), self._clock()
+        ages = {prefix: now - self._known[prefix][1] for prefix in wanted if prefix in self._known}
+        if unknown := {prefix for prefix in wanted if ages.get(prefix, self._too_old_s) >= self._too_old_s}:
+            await self._read(unknown)
+        old = {prefix for prefix, age_s in ages.items() if self._refresh_s <= age_s < self._too_old_s}
+        if old and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.ensure_future(self._refresh(old))
+        known = {prefix: self._known.get(prefix, ({}, now))[0] for prefix in wanted}  # some entries may be gone by now
+        return {
+            prefix: {
+                at
+                for at, holders in following.items()
+                if any(self._is_usable(each, (*prefix, at), without) for each in holders)
+            }
+            for prefix, following in known.items()
+        }
+
+    def holder(self, cell: Cell, without: Collection[Failure] = ()) -> Holder | None:
+        """Return the server to call for an expert, or None if all known servers have just failed."""
+        holders, _ = self._known.get(cell[:-1], ({}, 0.0))
+        return next((each for each in holders.get(cell[-1], ()) if self._is_usable(each, cell, without)), None)
+
+    def failed(self, holder: Holder, cell: Cell = ()) -> None:
+        """Ban the expert, or without ``cell`` the whole server, for a while: longer each time until it answers."""
+        ban = self._bans.setdefault((holder.peer_id, cell), _Ban(0.0, 0))
+        if self._clock() >= ban.until:  # simultaneous failures count once
+            ban.until = self._clock() + self._ban_s * 2**ban.times
+            ban.times = min(ban.times + 1, _MAX_BANS)
+
+    def answered(self, holder: Holder, cell: Cell) -> None:
+        for what in ((), cell):
+            self._bans.pop((holder.peer_id, what), None)
+
+    def forget(self) -> None:
+        """Drop all entries, so that they are read again before they are used."""
+        self._known.clear()
+
+    def close(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+
+    @property
+    def _too_old_s(self) -> float:
+        return self._refresh_s * _STALE
+
+    def _is_usable(self, holder: Holder, cell: Cell, without: Collection[Failure]) -> bool:
+        """Return whether no ban applies; ``cell`` may also be a prefix, which is never banned."""
+        keys: list[Failure] = [(holder.peer_id, ()), (holder.peer_id, cell)]
+        return all(
+            key not in without and (key not in self._bans or self._clock() >= self._bans[key].until) for key in keys
+        )
+
+    async def _refresh(self, prefixes: set[Prefix]) -> None:
+        try:
+            await self._read(prefixes)
+        except PeerUnavailable as error:
+            _logger.debug("where experts are is not known anew: %s", error)
+
+    async def _read(self, prefixes: set[Prefix]) -> None:
+        found = await self._board.read(prefixes)
+        now = self._clock()
+        self._known |= {prefix: (found.get(prefix, {}), now) for prefix in prefixes}

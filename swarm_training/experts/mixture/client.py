@@ -1,0 +1,82 @@
+"""The client that layers of a process share: a DHT node that only reads, and channels to servers of experts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+from swarm_protocol.access.tokens import Role
+from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.process import network_loop
+from swarm_training.experts.core.access import Access
+from swarm_training.experts.core.config import MixtureConfig
+from swarm_training.experts.directory.board import Board, DhtBoard, DhtNodeOfExperts
+from swarm_training.experts.directory.directory import Directory
+from swarm_training.experts.mixture.dispatch import Dispatcher
+from swarm_training.experts.net.calls import ExpertCalls, GrpcCalls
+
+
+class Network(Protocol):
+    """The interface of a client that a layer uses."""
+
+    @property
+    def calls(self) -> ExpertCalls: ...
+
+    def board(self, name: str, grid: Sequence[int], hidden: int) -> Board: ...
+
+
+class ExpertClient:
+    """The client of any number of layers, a context manager; it works on the network loop of this process."""
+
+    def __init__(
+        self, initial_peers: Sequence[str], identity: Identity | None = None, *, membership: Path | None = None
+    ) -> None:
+        """Join the DHT of the experts.
+
+        Args:
+            initial_peers: multiaddrs of servers of experts, or of other members of their DHT.
+            membership: the membership file of a private swarm, from its organiser; the environment variable
+                SWARM_MEMBERSHIP may have its content instead. The client role allows forward passes, the trainer role
+                training too. Only members are accepted as servers then.
+
+        Raises:
+            ValueError: there are no initial peers, one is no multiaddr with a peer id, or the membership is unusable.
+            NoSwarm: no initial peer answered.
+        """
+        if isinstance(initial_peers, str) or not initial_peers:
+            raise ValueError("initial_peers: expected a list of at least one multiaddr, which servers print")
+        for peer in initial_peers:
+            check_peer(peer)
+        access = Access.of(Role.CLIENT, identity, membership)
+        self.calls: ExpertCalls = GrpcCalls(ClientCredentials(access.identity, access.token))
+        self._dht = network_loop.run(DhtNodeOfExperts.join(initial_peers, access, Listening()))
+
+    def board(self, name: str, grid: Sequence[int], hidden: int) -> Board:
+        return DhtBoard(self._dht, name, grid, hidden)
+
+    def close(self) -> None:
+        network_loop.run(self._close())
+
+    async def _close(self) -> None:
+        await self.calls.close()
+        await self._dht.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+def dispatcher(
+    network: Network, name: str, grid: Sequence[int], hidden: int, k: int, config: MixtureConfig
+) -> Dispatcher:
+    """Return the dispatcher of one layer."""
+    board = network.board(name, grid, hidden)
+    directory = Directory(board, config.refresh_s, config.ban_s, time.monotonic)
+    return Dispatcher(name, hidden, k, directory, network.calls, config)

@@ -1,0 +1,141 @@
+"""A trainer's calls for audits: to the peer that has answered, and to the mates that judge its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from swarm_protocol.errors import BadReply
+from swarm_protocol.pb import swarm_pb2 as wire_pb
+from swarm_protocol.rpc.channels import translated
+from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.status import FirstStatus
+from swarm_training.core.record import Progress
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.pb import training_ledger_pb2 as ledger_pb
+from swarm_training.stages.audit.statements import Statement, answer_digest, arrived, evidence_form, request_digest
+from swarm_training.stages.audit.testimony import Answer
+from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
+from swarm_training.stages.pb import stages_pb2 as pb
+from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsStub
+from swarm_training.stages.rpc.client import BackwardReply, MicroBatch, StagesClient, answering
+from swarm_training.stages.rpc.forms import encode_as
+from swarm_training.stages.rpc.framing import pack
+from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request to a peer of a stage, see ``StagesClient``."""
+
+    which: MicroBatch
+    inputs: Tensor
+    labels: Tensor | None = None
+    grad: Tensor | None = None
+    loss_scale: float = 1.0
+    accumulates: bool = False
+    wants_grad: bool = False
+    is_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The statement that a peer has signed about its answer, with the signed message."""
+
+    statement: Statement
+    signed: ledger_pb.SignedByPeer
+
+
+class AuditClient:
+    """A trainer's client for audits. Calls raise PeerError, RequestRejected or AccessDenied, as in ``StagesClient``."""
+
+    def __init__(self, network: GrpcNetwork, client: StagesClient) -> None:
+        self._network, self._client = network, client
+
+    async def attest(
+        self, peer: Progress, asked: Asked, answer: Answer, seed: bytes, timeout_s: float, *, withdraws: bool
+    ) -> Evidence:
+        """Return the peer's signed statement about ``answer``, which the same peer has given.
+
+        Raises BadReply if the statement is about another request or answer, since it is no evidence then."""
+        request = audit_pb.AttestRequest(
+            micro_batch=self._client.named(asked.which),
+            is_backward=asked.is_backward,
+            seed=seed,
+            withdraws=withdraws,
+        )
+        stub = AuditsStub(await self._network.channel(peer))  # type: ignore[no-untyped-call]
+        async with answering(peer, timeout_s):
+            reply: audit_pb.AttestReply = await stub.Attest(request)
+        try:
+            statement = Statement.read(reply.statement)
+        except ValueError as error:
+            raise BadReply(str(error), peer.peer_id) from None
+        work = self._work(asked)
+        tensors = {name: arrived(_form(work, name), tensor) for name, tensor in _tensors(asked).items()}
+        expected = Statement(
+            peer.peer_id,
+            work,
+            asked.is_backward,
+            request_digest(tensors),
+            answer_digest(answer),
+            seed,
+            statement.sketch,
+        )
+        has_sketch = asked.is_backward and asked.accumulates
+        if statement != expected or bool(statement.sketch) != has_sketch:
+            raise BadReply("a peer signs something else than what it has answered", peer.peer_id)
+        return Evidence(statement, reply.statement)
+
+    async def accuse(self, mate: Progress, asked: Asked, answer: Answer, evidence: Evidence, timeout_s: float) -> bool:
+        """Return whether the mate upholds the accusation, and excludes the peer that gave this answer."""
+        stub = AuditsStub(await self._network.channel(mate))  # type: ignore[no-untyped-call]
+        async with answering(mate, timeout_s):
+            call = stub.Accuse(self._accusation(asked, answer, evidence))
+            async with translated(mate.peer_id, FirstStatus(call)):
+                reply: audit_pb.AccuseReply = await call
+            return reply.is_upheld
+
+    def _accusation(self, asked: Asked, answer: Answer, evidence: Evidence) -> Iterator[audit_pb.AccuseRequest]:
+        work = self._work(asked)
+        yield audit_pb.AccuseRequest(statement=evidence.signed)
+        named = [(name, _encoded(_form(work, name), tensor)) for name, tensor in _tensors(asked).items()]
+        for request in pack(pb.ComputeRequest(), named):
+            yield audit_pb.AccuseRequest(request=request)
+        first = pb.ComputeReply(loss_sum=answer.loss_sum, num_tokens=answer.num_tokens)
+        shown = evidence_form(work.reply_form)
+        tensor = [] if answer.tensor is None else [("tensor", encode_as(shown, answer.tensor))]
+        for reply in pack(first, tensor):
+            yield audit_pb.AccuseRequest(answer=reply)
+
+    def _work(self, asked: Asked) -> pb.Work:
+        if not asked.is_backward:
+            return self._client.forward_work(asked.which)
+        return self._client.backward_work(
+            asked.which,
+            accumulates=asked.accumulates,
+            wants_grad=asked.wants_grad,
+            loss_scale=asked.loss_scale,
+        )
+
+
+def answer_of(reply: Tensor | BackwardReply) -> Answer:
+    """Return the answer in a reply of ``StagesClient.forward`` or ``backward``."""
+    if isinstance(reply, Tensor):
+        return Answer(reply)
+    return Answer(reply.grad, reply.loss_sum, reply.num_tokens)
+
+
+def _tensors(asked: Asked) -> dict[str, Tensor]:
+    found = {INPUTS: asked.inputs, LABELS: asked.labels, GRAD: asked.grad}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _encoded(form: pb.Form, tensor: Tensor) -> tuple[wire_pb.Tensor, list[bytes]]:
+    return encode_as(form, tensor) if tensor.is_floating_point() else encode(tensor)
+
+
+def _form(work: pb.Work, name: str) -> pb.Form:
+    return work.grad_form if name == GRAD else work.inputs_form

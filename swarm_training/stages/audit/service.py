@@ -1,0 +1,207 @@
+"""The gRPC service for audits: a stage peer signs its own answers, and checks the signed answers of its mates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+from torch import Tensor
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.errors import PeerMoved, RequestRejected
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.rpc.serving import admitted, errors_as_status
+from swarm_training.stages.audit.answers import Answers
+from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
+from swarm_training.stages.audit.statements import Statement, answer_digest, evidence_form, read_answer, request_digest
+from swarm_training.stages.audit.testimony import Answer, Testimony, Tolerance, agree
+from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
+from swarm_training.stages.pb import stages_pb2 as pb
+from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsServicer, add_AuditsServicer_to_server
+from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
+from swarm_training.stages.rpc.forms import FORMS
+from swarm_training.stages.rpc.hosting import StageHost
+from swarm_training.stages.rpc.room import Limits, Room
+from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, require_moment
+
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[Any, Any]
+_NAMES = {form: name for name, form in FORMS.items()}
+_logger = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """The interface of ``Accumulator`` that audits need."""
+
+    def pending(self, m: int, trainer: str) -> Sequence[Tensor] | None: ...
+
+    def withdraw(self, m: int, trainer: str) -> None: ...
+
+
+class Mates(Protocol):
+    """The interface of ``TrainingPeer`` to the mates of a stage peer."""
+
+    def banned(self) -> frozenset[str]: ...
+
+    def exclude(self, peer_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Witness:
+    """The stage peer that signs and checks answers.
+
+    Attributes:
+        precision: the precision in which the peer computes.
+        answers: the answers that the peer has given.
+    """
+
+    host: StageHost
+    pending: Pending
+    mates: Mates
+    identity: Identity
+    answers: Answers
+    precision: str = "fp32"
+
+
+class AuditService(AuditsServicer):
+    def __init__(
+        self, run: str, witness: Witness, limits: Limits | None = None, access: AccessControl | None = None
+    ) -> None:
+        """Set up the service. The arguments are those of ``StagesService``."""
+        self._run = run
+        self._witness = witness
+        self._limits = limits or Limits()
+        self._access = access
+        self._room = Room(self._limits)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server that has not started."""
+        add_AuditsServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+
+    async def Attest(self, request: audit_pb.AttestRequest, context: _Context) -> audit_pb.AttestReply:
+        reply = audit_pb.AttestReply()
+        async with errors_as_status(context):
+            trainer = admitted(context, self._access)
+            check_micro_batch(request.micro_batch, self._run, self._witness.host)
+            reply.statement.CopyFrom((await self._statement(trainer, request)).signed(self._witness.identity))
+            if request.withdraws:
+                self._witness.pending.withdraw(request.micro_batch.number, trainer)
+        return reply
+
+    async def Accuse(self, requests: AsyncIterator[audit_pb.AccuseRequest], context: _Context) -> audit_pb.AccuseReply:
+        is_upheld = False
+        async with errors_as_status(context):
+            trainer = admitted(context, self._access)
+            with self._room.request(trainer) as reservation:
+                messages: list[audit_pb.AccuseRequest] = []
+                reader: RequestReader | None = None
+                statement: Statement | None = None
+                async with asyncio.timeout(self._limits.read_s):
+                    async for message in requests:
+                        if (statement is None) != message.HasField("statement"):
+                            raise RequestRejected("an accusation begins with a statement, and has it once")
+                        if statement is None:
+                            statement = await self._checked(message)
+                            reader = RequestReader(
+                                self._witness.host.stage, statement.is_backward, reservation, self._limits.max_tokens
+                            )
+                            reader.start(statement.work)
+                        assert reader is not None
+                        if message.HasField("request"):
+                            reader.take(message.request)
+                        if message.HasField("answer"):
+                            reservation.take(message.answer.ByteSize())
+                            messages.append(message)
+                if statement is None or reader is None or not messages:
+                    raise RequestRejected("an accusation came without a statement or an answer: expected both")
+                is_upheld = statement.peer_id in self._witness.mates.banned() or await self._is_wrong(
+                    statement, await asyncio.to_thread(reader.tensors), [message.answer for message in messages]
+                )
+            if is_upheld and statement.peer_id not in self._witness.mates.banned():
+                self._witness.mates.exclude(statement.peer_id)
+            elif not is_upheld:
+                _logger.warning("trainer %s has accused %s, whose answer is right", trainer, statement.peer_id)
+        return audit_pb.AccuseReply(is_upheld=is_upheld)
+
+    async def _statement(self, trainer: str, request: audit_pb.AttestRequest) -> Statement:
+        """Return the statement. Raises PeerMoved if the answer is unknown, or its gradient is not pending any more."""
+        if len(request.seed) != SEED_BYTES:
+            raise RequestRejected(f"a seed has {len(request.seed)} bytes: expected {SEED_BYTES}")
+        which = request.micro_batch
+        given = self._witness.answers.given(trainer, which, is_backward=request.is_backward)
+        if given is None:
+            raise PeerMoved(f"nothing is known here of an answer to micro-batch {which.number}")
+        found: tuple[float, ...] = ()
+        if request.is_backward and given.work.accumulates:
+            gradients = self._witness.pending.pending(which.number, trainer)
+            if gradients is None:
+                raise PeerMoved(f"no gradient of micro-batch {which.number} is pending here")
+            found = await asyncio.to_thread(sketch, gradients, request.seed)
+        return Statement(
+            self._witness.identity.peer_id,
+            given.work,
+            request.is_backward,
+            given.request,
+            given.answer,
+            request.seed,
+            found,
+        )
+
+    async def _checked(self, message: audit_pb.AccuseRequest) -> Statement:
+        """Return the statement in a message.
+
+        Raises RequestRejected if it is invalid or this peer's own, PeerMoved if it is about another stage or step."""
+        try:
+            statement = await asyncio.to_thread(Statement.read, message.statement)
+        except ValueError as error:
+            raise RequestRejected(str(error)) from None
+        if statement.peer_id == self._witness.identity.peer_id:
+            raise RequestRejected("a peer is accused before itself: expected one of its mates")
+        check_micro_batch(statement.work.micro_batch, self._run, self._witness.host)
+        if bool(statement.sketch) != (statement.is_backward and statement.work.accumulates):
+            raise RequestRejected("a statement has no sketch of the gradient that it is about, or one of none")
+        return statement
+
+    async def _is_wrong(
+        self, statement: Statement, tensors: dict[str, Tensor], replies: Sequence[pb.ComputeReply]
+    ) -> bool:
+        """Return whether this peer computes something else than what was signed.
+
+        Raises RequestRejected if the signature is not of this request and this answer."""
+        work = statement.work
+        said = await asyncio.to_thread(read_answer, evidence_form(work.reply_form), replies)
+        digests = await asyncio.to_thread(lambda: (request_digest(tensors), answer_digest(said)))
+        if digests != (statement.request, statement.answer):
+            raise RequestRejected("a statement is about another request or answer than those that came with it")
+        own = await self._compute(statement, tensors)
+        tolerance = Tolerance.of(self._witness.precision, _NAMES[work.reply_form])
+        return not agree(Testimony(statement.peer_id, said, statement.sketch), own, tolerance)
+
+    async def _compute(self, statement: Statement, tensors: dict[str, Tensor]) -> Testimony:
+        work, stage = statement.work, self._witness.host.stage
+        inputs, labels = tensors["inputs"], tensors.get("labels")
+
+        def forward() -> tuple[Answer, Sequence[Tensor]]:
+            require_moment(work.micro_batch, self._witness.host)
+            found = stage.forward(inputs, labels)
+            loss_sum = 0.0 if found.loss_sum is None else float(found.loss_sum)
+            return Answer(found.hidden, loss_sum, found.num_tokens or 0), ()
+
+        def backward() -> tuple[Answer, Sequence[Tensor]]:
+            require_moment(work.micro_batch, self._witness.host)
+            scale = work.loss_scale if stage.is_last else 1.0
+            found = stage.backward(inputs, labels, tensors.get("grad"), loss_scale=scale)
+            tensor = found.inputs if work.wants_grad else None
+            return Answer(tensor, found.loss_sum or 0.0, found.num_tokens or 0), found.parameters
+
+        is_backward = statement.is_backward
+        share = SHARES[BACKWARD if is_backward else FORWARD]
+        answer, gradients = await self._witness.host.compute(backward if is_backward else forward, share)
+        sketched: tuple[float, ...] = ()
+        if statement.sketch:
+            sketched = await asyncio.to_thread(sketch, gradients, statement.seed)
+        return Testimony(self._witness.identity.peer_id, answer, sketched)

@@ -1,0 +1,177 @@
+"""Builders from a run file: a stage with its optimizer and its gradient sums, and a trainer's micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import platformdirs
+import torch
+
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.default_model import check_location, locate
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.process.scratch import scratch_directory
+from swarm_training.commands.building import build_blocks, build_tokenizer
+from swarm_training.compression.compressor import Plain
+from swarm_training.contract.backend import Joining
+from swarm_training.core.config import TrainingConfig, checkpoints_needed
+from swarm_training.optim.by_name import optimizer_by_name
+from swarm_training.run.state import TrainedState
+from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
+from swarm_training.stages.engine.accumulator import Accumulator
+from swarm_training.stages.engine.building import build_stage
+from swarm_training.stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
+from swarm_training.stages.engine.stage import Stage
+from swarm_training.stages.peer.presence import Membership
+from swarm_training.stages.placement.memory import StageNeeds, room_of
+from swarm_training.stages.rpc.client import WireForms
+from swarm_training.stages.rpc.room import Limits
+from swarm_training.stages.trainer.batches import BlockMicroBatches, loss_scale_of
+from swarm_training.stages.trainer.config import TrainerConfig
+
+PRESUME_GONE_S = 8.0  # the silence after which a mate counts as gone: both sides of a cut network compute the same
+
+
+@dataclass(frozen=True)
+class BuiltStage:
+    """A stage with its optimizer and gradient sums.
+
+    Attributes:
+        state: the stage's parameters and their optimizer; the learning rate follows from the global step.
+        limits: the limits of what trainers may send.
+    """
+
+    stage: Stage
+    state: TrainedState
+    sums: Accumulator
+    limits: Limits
+
+
+def require_stages(file: RunFile) -> int:
+    """Return the number of micro-batches in a batch. Raises ValueError if the run cannot be trained in stages."""
+    if not file.stages.count:
+        raise ValueError("the run is not trained in stages: expected their number as `count` under [stages]")
+    if file.averaging.aggregation != "mean" or file.averaging.error_feedback or file.averaging.power_sgd_rank:
+        raise ValueError("a run in stages counts exactly: expected none but `codec` under [averaging]")
+    return file.stages.num_micro_batches(file.run.target_batch_size)
+
+
+def member_of(who: Joining) -> Membership:
+    access = None if who.organiser is None else AccessControl(who.organiser)
+    return Membership(who.identity, who.initial_peers, access, who.token)
+
+
+def training_config(file: RunFile, **where: Any) -> TrainingConfig:
+    """Return a peer's settings. ``where``: addresses and ports. Raises SwarmError if temporary files have no room."""
+    codec = "fp64" if file.stages.sums == "fp64" else file.averaging.codec
+    return TrainingConfig(
+        counting="exact",
+        codec=codec,
+        presume_gone_s=PRESUME_GONE_S,
+        checkpoint_every=file.run.checkpoint_every,
+        checkpoints_kept=checkpoints_needed(file.run.checkpoint_every, file.rollback),
+        checkpoint_directory=scratch_directory() if file.run.checkpoint_every else None,
+        rollback=file.rollback,
+        **where,
+    )
+
+
+def stage_source(file: RunFile) -> StageSource:
+    """Return the source of the model's weights. Raises ValueError if there is no such model."""
+    from transformers import AutoConfig, LlamaConfig
+
+    model = file.model
+    if model.preset:
+        hidden, layers, heads = PRESETS[model.preset]
+        config: Any = LlamaConfig(
+            vocab_size=len(build_tokenizer(model)),
+            hidden_size=hidden,
+            intermediate_size=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=file.data.block_length,
+            tie_word_embeddings=True,
+        )
+        return Scratch(config, model.seed)
+    check_location(name := locate(model.name_or_path))
+    if model.init == "pretrained":
+        return Checkpoint.open(name)
+    try:
+        return Scratch(AutoConfig.from_pretrained(name), model.seed)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{model.name_or_path} is no causal language model: {reason}") from None
+
+
+def stage_options(file: RunFile, device: str) -> StageOptions:
+    settings = file.stages
+    lora = LoraSettings(rank=settings.lora_rank, seed=file.model.seed) if settings.lora_rank else None
+    boundaries = BoundarySettings(settings.layers, file.model.seed)
+    return StageOptions(settings.precision, settings.checkpoint_activations, lora, device, boundaries=boundaries)
+
+
+def build(
+    file: RunFile,
+    source: StageSource,
+    index: int,
+    config: TrainingConfig,
+    device: str = "cpu",
+    memory_bytes: int | None = None,
+) -> BuiltStage:
+    """Build a stage. ``memory_bytes``: the memory that the process may take.
+
+    Raises ValueError if there is no such stage, or no room for it, and as ``build_stage``.
+    """
+    num_micro_batches = require_stages(file)
+    stage = build_stage(source, index, file.stages.count, stage_options(file, device))
+    settings = file.optimizer
+    room = room_of(needs_of(file, stage), memory_bytes)
+    stage.keep_at_most(room.kept)
+    optimizer = optimizer_by_name(
+        settings.name, stage.parameters, lr=settings.rate(0), weight_decay=settings.weight_decay
+    )
+    state = TrainedState(stage.parameters, optimizer, Plain(), config.common)
+    _schedule(optimizer, settings, state)
+    dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
+    sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
+    return BuiltStage(stage, state, sums, Limits(max_bytes=room.requests))
+
+
+def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
+    tensor_bytes = 8 * stage.width * file.stages.micro_batch_size * file.data.block_length  # at most: those of fp64
+    most_bytes = 2 * 2 * tensor_bytes  # inputs and gradients, twice: no trainer gets more than half of the room
+    num_rooms = 2 if file.stages.audit_share else 1  # auditors' requests have a room of their own
+    return StageNeeds(
+        stage.num_trained, stage.untrained_bytes, file.optimizer.name, file.stages.sums, most_bytes, num_rooms
+    )
+
+
+def build_micro_batches(file: RunFile) -> BlockMicroBatches:
+    """Return a run's micro-batches. Raises ValueError if there are no such data, or if they are streamed: the content
+    of a micro-batch must follow from its number."""
+    if file.data.streaming:
+        raise ValueError("data of a run in stages cannot be streamed: expected streaming = false under [data]")
+    cache = platformdirs.user_cache_path("swarm") / "tokens"
+    blocks = build_blocks(file.data, file.run.name, build_tokenizer(file.model), cache)
+    return BlockMicroBatches(blocks, file.run.name, require_stages(file), file.stages.micro_batch_size)
+
+
+def loss_scale(file: RunFile) -> float:
+    """Return the loss scale of ``build_micro_batches`` without loading any data."""
+    return loss_scale_of(file.stages.micro_batch_size, file.data.block_length)
+
+
+def trainer_config(file: RunFile, routing: str) -> TrainerConfig:
+    forms = WireForms(file.stages.activations, file.stages.gradients)
+    share, precision = file.stages.audit_share, file.stages.precision
+    return replace(TrainerConfig(), forms=forms, routing=routing, audit_share=share, precision=precision)
+
+
+def _schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, state: TrainedState) -> None:
+    def set_rate(*_arguments: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate(state.step)
+
+    optimizer.register_step_pre_hook(set_rate)

@@ -1,0 +1,59 @@
+"""The export of a run in stages: a checkpoint that stock transformers loads, or an adapter for PEFT."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_training.checkpoints.whole_directory import require_writable
+from swarm_training.contract.backend import Joining
+from swarm_training.runfile.settings import RunFile
+from swarm_training.stages.commands.building import member_of, require_stages, stage_source, training_config
+from swarm_training.stages.commands.collecting import collect, require_new
+from swarm_training.stages.compress.layers import NONE
+from swarm_training.stages.engine.boundaries import FILE_NAME
+from swarm_training.stages.peer.presence import WatchPresence
+from swarm_training.stages.peer.watch import Watch
+
+Say = Callable[[str], object]
+_LOOK_S = 0.2
+
+
+async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, timeout_s: float = 60.0) -> None:
+    """Write the run as it is now if it stands still, else its newest checkpoint that all stages have.
+
+    Raises:
+        NoSwarm, PeerUnavailable: no peer gives some stage.
+        CannotWrite: the directory cannot be written.
+        ValueError: the directory is not empty, or the peers train another model.
+    """
+    require_stages(file)
+    require_new(directory)
+    require_writable(directory)
+    config = training_config(file)
+    source = await asyncio.to_thread(stage_source, file)
+    watching = await WatchPresence.enter(file.run.name, file.stages.count, member_of(who), config)
+    try:
+        await _until_all_are_known(watching.watch, timeout_s)
+        step = await collect(file, source, watching.watch.all_records, watching.network, directory)
+    finally:
+        await watching.leave()
+    say(f"wrote {directory}: the run after step {step}")
+    if (layers := file.stages.layers) != NONE:
+        say(
+            f"the model was trained with layers between its stages ({layers}), which no stock model has: without those "
+            f"in {FILE_NAME} it computes something else. "
+            "swarm_training.stages.engine.boundaries.install_boundaries puts them into the loaded model"
+        )
+
+
+async def _until_all_are_known(watch: Watch, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while watch.view().moment is None:
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        empty = [str(number) for number, stage in enumerate(watch.view().stages) if not stage]
+        raise PeerUnavailable(f"nobody is at stage {', '.join(empty)}: expected a peer at each") from None

@@ -1,0 +1,251 @@
+"""The serving of a stage until the process is stopped: one given stage, or always the stage that needs a peer most.
+
+After the run's last step, the process may go on as an inference server of the trained blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_protocol.process.routine import repeat
+from swarm_server.machine.heap import HeapTrimmer
+from swarm_training.contract.backend import Joining
+from swarm_training.core.config import TrainingConfig
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.progress.board import DhtBoard
+from swarm_training.run.presence import listening_host
+from swarm_training.runfile.settings import RunFile
+from swarm_training.stages.audit.answers import Answers
+from swarm_training.stages.audit.service import AuditService, Witness
+from swarm_training.stages.commands.building import (
+    build,
+    loss_scale,
+    member_of,
+    require_stages,
+    stage_source,
+    trainer_config,
+    training_config,
+)
+from swarm_training.stages.commands.inference import Afterwards, Place, require_untaken, serve_trained, until_step
+from swarm_training.stages.commands.spans import costs_of, spans_of_stages
+from swarm_training.stages.engine.settings import StageSource
+from swarm_training.stages.engine.stage import Stage
+from swarm_training.stages.peer.placing import Announcements, Mover, Pace, choose
+from swarm_training.stages.peer.presence import Membership, StageOfRun, StagePresence
+from swarm_training.stages.peer.shared import spans_of
+from swarm_training.stages.peer.stage_peer import LOOK_S, StagePeer
+from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.routing.router import SHORTEST_DELAY
+from swarm_training.stages.rpc.hosting import HostedStage
+from swarm_training.stages.rpc.service import StagesService
+from swarm_training.stages.trainer.recomputing import Recomputing
+
+Say = Callable[[str], object]
+_LOOK_S = 0.2
+_TRIM_S = 20.0  # between two checks for heap growth: giving memory back stops computing for 0.3 s
+
+
+async def serve(
+    file: RunFile,
+    who: Joining,
+    index: int | None,
+    say: Say,
+    device: str = "cpu",
+    *,
+    stays: bool = True,
+    pace: Pace | None = None,
+    afterwards: Afterwards | None = None,
+    memory_bytes: int | None = None,
+    **where: Any,
+) -> None:
+    """Hold a stage until cancelled, and then leave the run.
+
+    ``index``: the stage where the peer begins; None: the stage that limits the run. ``stays``: the peer stays at a
+    given stage; else it moves to another when that helps. ``afterwards``: the plan after the last step, when the
+    process serves the trained blocks; the peer stays in the run then, for peers that come late. ``memory_bytes``: the
+    memory that the process may take, see ``room_of``. ``where``: addresses and ports, see ``TrainingConfig``.
+
+    Raises:
+        ValueError: there is no such stage, model or address, or no room for the stage; or the other peers train another
+            model; or the directory for the trained model has another one.
+        NoSwarm: no initial peer answered.
+        AccessDenied: a moderator has banned this peer.
+        SwarmError: see ``serve_trained``.
+    """
+    place = StageOfRun(file.run.name, index or 0, file.stages.count, require_stages(file))
+    config, member = training_config(file, **where), member_of(who)
+    source = await asyncio.to_thread(stage_source, file)
+    host = await asyncio.to_thread(listening_host, config.host, member.initial_peers)
+    listening = Listening(host, config.dht_port, config.announce_host)
+    board = await DhtBoard.join(place.run, member.initial_peers, member.identity, listening, config.join_timeout_s)
+    serving = _Serving(
+        file, source, member, config, board, place, device, pace or Pace(), say, afterwards, memory_bytes
+    )
+    try:
+        if index is not None and stays:
+            await serving.hold(index, stays=True)
+        else:
+            await serving.go_where_it_helps(index)
+    finally:
+        await board.close()
+
+
+@dataclass
+class _Serving:
+    """A peer on one DHT node, which holds one stage after another."""
+
+    file: RunFile
+    source: StageSource
+    member: Membership
+    config: TrainingConfig
+    board: DhtBoard
+    place: StageOfRun
+    device: str
+    pace: Pace
+    say: Say
+    afterwards: Afterwards | None
+    memory_bytes: int | None
+
+    def __post_init__(self) -> None:
+        runs = self.place.runs
+        self.boards = {number: self.board.beside(run) for number, run in enumerate(runs)}
+        self.costs = costs_of(self.source.config, spans_of_stages(self.source.config, len(runs)))
+        self.announcements = Announcements(self.boards, runs, self.member.identity)
+        self.is_founder = not self.member.initial_peers  # until the peer moves: the next stage may have peers
+        self.is_new = True  # until the peer has held a stage
+
+    async def go_where_it_helps(self, index: int | None) -> None:
+        """Hold one stage after another, each the one that limits the run, until cancelled."""
+        if index is None:
+            index = 0 if self.is_founder else await self._choose()
+        while True:
+            moved_to = await self.hold(index, stays=False)
+            self.say(f"moves from stage {index} to stage {moved_to}, which limits the run")
+            index, self.is_founder = moved_to, False
+
+    async def _choose(self) -> int:
+        async with self._watch() as watch:
+            return await choose(watch, self.announcements, self.member.identity.peer_id, self.costs, self.pace)
+
+    @asynccontextmanager
+    async def _watch(self) -> AsyncIterator[Watch]:
+        network = GrpcNetwork(ClientCredentials(self.member.identity, self.member.token))
+        watch = Watch(self.place.runs, network, self.boards, self.config.silence_s, random.Random())
+        watching = asyncio.ensure_future(watch.run())
+        try:
+            yield watch
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await network.close()
+
+    async def hold(self, index: int, *, stays: bool) -> int:
+        """Hold a stage, and return the next stage once the peer has left this one. A peer that stays never returns."""
+        place, config = (
+            StageOfRun(self.place.run, index, self.place.num_stages, self.place.num_micro_batches),
+            self.config,
+        )
+        async with self.announcements.on_the_way(index):
+            built = await asyncio.to_thread(
+                build, self.file, self.source, index, config, self.device, self.memory_bytes
+            )
+        stage, services = built.stage, list[StagesService]()
+        answers = Answers() if self.file.stages.audit_share else None
+
+        def add_services(server: grpc.aio.Server, peer: StagePeer, network: GrpcNetwork) -> None:
+            hosted, access = HostedStage(stage, peer, built.sums), self.member.access
+            is_finite = self._recomputing(hosted, peer, network).is_finite
+            services.append(
+                StagesService(place.run, hosted, built.limits, access, answers, peer.peer.banned, is_finite)
+            )
+            services[-1].add_to(server)
+            if answers is not None:
+                precision = self.file.stages.precision
+                witness = Witness(hosted, built.sums, peer.peer, self.member.identity, answers, precision)
+                AuditService(place.run, witness, built.limits, access).add_to(server)
+
+        self.say(f"stage {index} of {place.num_stages}: blocks {stage.span}, {stage.num_trained} parameters")
+        presence = await StagePresence.enter(
+            place,
+            self.member,
+            config,
+            built.state,
+            built.sums,
+            add_services,
+            shared=spans_of(stage.names, stage.parameters, stage.shared),
+            board=self.board,
+            look_s=0.0 if self.is_founder else LOOK_S,
+        )
+        telling = asyncio.ensure_future(_tell_steps(presence.stage_peer, place.num_micro_batches, self.say))
+        trimming: asyncio.Task[None] = asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S)))
+        moved_to: int | None = None
+        try:
+            if self.is_new and self.afterwards is not None:
+                require_untaken(self.afterwards, presence.stage_peer.step)
+            self.is_new = False
+            self.say(f"others join by: --initial-peers {' '.join(presence.addresses)}")
+            moved_to = await self._until_it_moves(presence, stage, stays)
+            return moved_to
+        finally:
+            telling.cancel()
+            trimming.cancel()
+            for service in services:
+                service.close()
+            await presence.leave()
+            if moved_to is None:
+                self.say(f"left the run after step {presence.stage_peer.step}")
+
+    def _recomputing(self, hosted: HostedStage, peer: StagePeer, network: GrpcNetwork) -> Recomputing:
+        """Return a recomputation of micro-batches, as trainers with the usual routing compute them."""
+        config, scale = trainer_config(self.file, SHORTEST_DELAY), loss_scale(self.file)
+        return Recomputing(self.place.run, hosted, lambda: peer.watch.view().stages, network, config, scale)
+
+    async def _until_it_moves(self, presence: StagePresence, stage: Stage, stays: bool) -> int:
+        """Return the stage to which the peer moves. The peer does not move any more after the last step."""
+        peer, after = presence.stage_peer, self.afterwards
+        ways: list[Coroutine[Any, Any, int | None]] = [presence.wait()]
+        if not stays:
+            ways.append(Mover(peer, self.costs, self.pace).next_stage())
+        if after is not None:
+            ways.append(until_step(peer.watch, after.step))
+        moved_to = await _first_of(ways)
+        if moved_to is not None:
+            return moved_to
+        assert after is not None, "a peer that stays is there until it is cancelled"
+        host = self.config.host, self.config.announce_host
+        here = Place(stage, peer.watch, presence.network, presence.addresses, *host)
+        await _first_of([presence.wait(), serve_trained(self.file, after, here, self.say)])
+        raise AssertionError("a server serves until it is cancelled")
+
+
+async def _first_of(ways: list[Coroutine[Any, Any, int | None]]) -> int | None:
+    """Return what the first of these that ends returns, or raise its error; cancel the others."""
+    tasks = [asyncio.ensure_future(way) for way in ways]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task in done).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _tell_steps(peer: StagePeer, num_micro_batches: int, say: Say) -> None:
+    moment = peer.moment
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        if peer.moment != moment:
+            if peer.moment.rollbacks > moment.rollbacks:
+                say(f"the run has gone back to step {peer.step}")
+            else:
+                say(f"step {peer.step}: {peer.num_counted} of {num_micro_batches} micro-batches here")
+            moment = peer.moment

@@ -1,0 +1,41 @@
+"""The training command of a trainer, which owns nothing but data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from swarm_training.contract.backend import Joining
+from swarm_training.runfile.settings import RunFile
+from swarm_training.stages.commands.building import build_micro_batches, member_of, require_stages, trainer_config
+from swarm_training.stages.trainer.presence import train
+from swarm_training.stages.trainer.trainer import StepReport
+
+Say = Callable[[str], object]
+
+
+async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, say: Say) -> None:
+    """Train until the run has taken ``end`` steps, or all of its schedule, or until cancelled.
+
+    Raises ValueError if there is no such data, and as ``swarm_training.stages.trainer.presence.train``.
+    """
+    require_stages(file)
+    data = await asyncio.to_thread(build_micro_batches, file)
+    steps = end or file.optimizer.total_steps or None
+    config = trainer_config(file, routing)
+    has_told = False
+
+    def tell(report: StepReport) -> None:
+        nonlocal has_told
+        if report.loss is None:  # other trainers have computed all of the step
+            return
+        has_told = True
+        again = f", {report.num_replays} replayed" if report.num_replays else ""
+        say(
+            f"step {report.moment.step + 1}: loss {report.loss:.3f}, {report.num_micro_batches} of {data.count} "
+            f"micro-batches{again} in {report.seconds:.1f} s"
+        )
+
+    await train(file.run.name, file.stages.count, member_of(who), data, config, tell, steps)
+    if not has_told:
+        say(f"nothing was left to do: the run has taken {steps} steps")

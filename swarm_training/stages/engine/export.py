@@ -1,0 +1,137 @@
+"""The export of trained weights as files that stock ``transformers`` and ``peft`` load."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as weight_init
+from transformers.core_model_loading import revert_weight_conversion
+
+from swarm_models.checkpoints.formats.shards import INDEX
+from swarm_models.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.peft_files import WEIGHTS_NAME
+from swarm_training.stages.compress.layers import NONE
+from swarm_training.stages.engine.boundaries import is_of_boundary, save_boundaries
+from swarm_training.stages.engine.lora import name_in_peft_file, peft_config
+from swarm_training.stages.engine.settings import LoraSettings
+from swarm_training.stages.engine.skeleton import keeps_fp32
+
+_METADATA = {"format": "pt"}
+
+
+def export(
+    parts: Iterable[Mapping[str, Tensor]],
+    config: PreTrainedConfig,
+    directory: Path,
+    generation_config: GenerationConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    layers: str = NONE,
+) -> None:
+    """Write a checkpoint from ``Stage.state()`` of all stages, first to last: a file for each, and an index.
+
+    ``layers``: the layers at the boundaries. They are no part of the stock model, and go into a file of their own, in
+    fp32. Without them, the checkpoint is not what was trained (``install_boundaries``).
+
+    Parts are taken one at a time, so that no more than one must be in memory. The directory has no index before all
+    is written.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or differs between two stages.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / INDEX).unlink(missing_ok=True)
+    with hf_loader():
+        model = _on_meta(config, dtype)
+    expected, tied = _expected(model), set(_tied(model).values())
+    shared: dict[str, Tensor] = {}
+    stored: list[set[str]] = []  # names in each file
+    seen: set[str] = set()
+    total_bytes = 0
+    between: dict[str, Tensor] = {}
+    for number, whole in enumerate(parts):
+        between |= {name: whole[name].cpu().clone() for name in whole if layers != NONE and is_of_boundary(name)}
+        part = {name: each for name, each in whole.items() if name not in between}
+        for name in part:
+            if name not in expected:
+                raise ValueError(f"stage {number} has a tensor {name}: the model has none of that name")
+            if name in seen and (name not in shared or not torch.equal(shared[name], part[name])):
+                raise ValueError(f"tensor {name} differs between stages: expected states of the same step")
+        shared |= {name: part[name].clone() for name in tied & part.keys() - seen}
+        fresh = {name: _as_stored(model, name, part[name], dtype) for name in part if name not in seen}
+        seen |= part.keys()
+        with hf_loader():
+            converted = revert_weight_conversion(model, fresh)
+        save_file({name: each.contiguous() for name, each in converted.items()}, _part(directory, number), _METADATA)
+        stored.append(set(converted))
+        total_bytes += sum(each.numel() * each.element_size() for each in converted.values())
+    if missing := sorted(expected - seen):
+        raise ValueError(f"no stage has tensor {missing[0]}: expected the states of all stages")
+    if between:
+        save_boundaries(between, layers, directory)
+    model.config.save_pretrained(directory)
+    (generation_config or model.generation_config).save_pretrained(directory)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(stored):
+        file = f"model-{number + 1:05}-of-{len(stored):05}.safetensors"
+        _part(directory, number).replace(directory / file)
+        weight_map |= dict.fromkeys(sorted(names), file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def export_adapter(
+    parts: Iterable[Mapping[str, Tensor]], settings: LoraSettings, directory: Path, base_model: str
+) -> None:
+    """Write a PEFT adapter from ``Stage.state()`` of all stages. ``base_model``: the model that the adapter is for.
+
+    Raises:
+        ValueError: there are no matrices.
+    """
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        tensors |= {name_in_peft_file(name): each.cpu().contiguous() for name, each in part.items()}
+    if not tensors:
+        raise ValueError("the stages have no adapter: expected their states")
+    directory.mkdir(parents=True, exist_ok=True)
+    adapter = peft_config(settings, base_model)
+    if not settings.target_modules:  # PEFT's default for the family is written out, so that readers need not know it
+        adapter.target_modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    adapter.inference_mode = True
+    adapter.save_pretrained(str(directory))
+    save_file(tensors, directory / WEIGHTS_NAME, _METADATA)
+
+
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    with weight_init.no_init_weights(), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    """Return the names that are not stored, each with the name of the tensor that it shares."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    return tied
+
+
+def _expected(model: PreTrainedModel) -> set[str]:
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return set(model.state_dict()) - ignored - _tied(model).keys()
+
+
+def _as_stored(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    narrowed = tensor.is_floating_point() and not keeps_fp32(model, name)
+    return tensor.detach().to("cpu", dtype if narrowed else tensor.dtype)
+
+
+def _part(directory: Path, number: int) -> Path:
+    return directory / f"part-{number}.safetensors"

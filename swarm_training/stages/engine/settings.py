@@ -1,0 +1,106 @@
+"""The settings of a stage: the source of its weights, its precision, and what is trained."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_protocol.wire.constants import MIB
+from swarm_training.stages.compress.layers import NONE, Compression
+
+PRECISIONS = ("fp32", "bf16")
+ALL_LINEAR = "all-linear"
+MAX_RANK = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """A model that begins with random weights.
+
+    Every module's numbers follow from ``seed`` and the module's name alone, drawn as its family draws them. However a
+    model is split, its stages have the weights of one process with the same seed.
+    """
+
+    config: PreTrainedConfig
+    seed: int = 0
+
+
+StageSource = Checkpoint | Scratch
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The settings of low-rank adapters in every stage's blocks (Hu et al., 2021); nothing else is trained then.
+
+    Attributes:
+        target_modules: the names of linear layers; empty: those that PEFT adapts by default in this family;
+            ``("all-linear",)``: all.
+        seed: the seed of the matrices that do not begin at 0.
+    """
+
+    rank: int = 8
+    alpha: int = 16
+    target_modules: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= MAX_RANK:
+            raise ValueError(f"rank is {self.rank}: expected 1 to {MAX_RANK}")
+        if not 1 <= self.alpha <= 10**6:
+            raise ValueError(f"alpha is {self.alpha}: expected 1 to 1000000")
+
+
+@dataclass(frozen=True)
+class BoundarySettings:
+    """The settings of layers between stages, which reduce the numbers that travel; they are trained with the rest.
+
+    Attributes:
+        layers: the name of the layers, see ``Compression``.
+        seed: the seed of the numbers that they begin with.
+    """
+
+    layers: str = NONE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Compression.parse(self.layers)
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """The options of a stage.
+
+    Attributes:
+        precision: "fp32", or "bf16": computes with bf16 copies of fp32 weights, which the optimizer changes.
+        checkpoint_activations: ``backward`` keeps each block's input alone and computes the rest twice.
+        lora: the adapters that are trained instead of all weights.
+        kept_bytes: the most bytes of activations that wait for their backward; without room they are computed again.
+            None are kept with ``checkpoint_activations``.
+        boundaries: the layers between stages, by default none; not with ``lora``: its adapter is for the stock model.
+    """
+
+    precision: str = "fp32"
+    checkpoint_activations: bool = False
+    lora: LoraSettings | None = None
+    device: str = "cpu"
+    kept_bytes: int = 512 * MIB
+    boundaries: BoundarySettings = BoundarySettings()
+
+    def __post_init__(self) -> None:
+        if self.kept_bytes < 0:
+            raise ValueError(f"kept_bytes is {self.kept_bytes}: expected at least 0")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision is {self.precision!r}: expected one of {', '.join(PRECISIONS)}")
+        if self.lora is not None and self.boundaries.layers != NONE:
+            raise ValueError(
+                f"layers between stages are {self.boundaries.layers}: expected {NONE} with LoRA, whose adapter is for "
+                "the stock model"
+            )
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of a module's own stream of random numbers: 63 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,135 @@
+"""The front of runs in stages for ``swarm server --train`` and ``swarm train``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarm_training.commands.staged import StagesBackend
+
+if TYPE_CHECKING:
+    from swarm_training.contract.backend import Joining
+    from swarm_training.contract.run_like import RunView
+    from swarm_training.runfile.settings import RunFile
+
+Command = Callable[[], None]
+say = partial(print, flush=True)
+
+
+def serve_stage(args: argparse.Namespace) -> Command:
+    """Return what ``swarm server`` with ``--train`` was asked for. Raises ValueError if a flag is wrong."""
+    from swarm_protocol.access.tokens import Role
+    from swarm_protocol.net.hosts import split_address
+    from swarm_training.commands.flags import joining_as
+    from swarm_training.runfile.reading import read_run_file
+    from swarm_training.stages.commands.building import require_stages
+    from swarm_training.stages.commands.inference import after_last_step
+
+    file = read_run_file(args.train)
+    require_stages(file)
+    if args.blocks is not None and args.initial_blocks is not None:
+        raise ValueError("--blocks and --initial-blocks: expected one of them")
+    for name in ("port", "dht_port"):
+        if not 0 <= getattr(args, name) < 1 << 16:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
+    announced = args.announce_address
+    if announced is not None:
+        host, port = split_address(announced, 0)
+        if port:
+            raise ValueError(
+                f"--announce-address is {announced!r}: expected HOST alone with --train; its port is --port"
+            )
+        announced = host
+    who = joining_as(Role.TRAINER, file, args.initial_peers, args.membership, args.identity)
+    where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
+    stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
+    afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)
+    options = {"stays": stays, "afterwards": afterwards}
+    return _until_stopped(_hold(file, who, blocks, args.device, args.memory, **options, **where))
+
+
+def _hold(
+    file: RunFile,
+    who: Joining,
+    blocks: str | None,
+    device: str,
+    memory: str | None,
+    **options: Any,
+) -> Command:
+    """Return the command that holds a stage. ``options``: see ``serve``."""
+    from swarm_protocol.span import Span
+    from swarm_server.core.config import parse_size
+    from swarm_training.stages.commands.building import require_stages, stage_source
+    from swarm_training.stages.commands.running import carry_out, device_named
+    from swarm_training.stages.commands.serving import serve
+    from swarm_training.stages.commands.spans import spans_of_stages, stage_with
+
+    require_stages(file)
+    index = None
+    if blocks is not None:
+        span, spans = Span.parse(blocks), spans_of_stages(stage_source(file).config, file.stages.count)
+        index = stage_with(span, spans)
+    named = device_named(device)
+    options["memory_bytes"] = None if memory is None else parse_size(memory)
+    return lambda: carry_out(lambda: serve(file, who, index, say, named, **options))
+
+
+def _until_stopped(hold: Command) -> Command:
+    """Return a command without an error at its end: a server that ends after a signal has done what it should."""
+
+    def run() -> None:
+        from swarm_protocol.process.signals import ending_signals
+
+        try:
+            hold()
+        except KeyboardInterrupt:
+            pass
+        except SystemExit as end:
+            if end.code not in {128 + number for number in ending_signals()}:
+                raise
+
+    return run
+
+
+def _train(file: RunFile, who: Joining) -> Command:
+    from swarm_training.stages.commands.building import require_stages
+    from swarm_training.stages.commands.running import carry_out
+    from swarm_training.stages.routing.router import SHORTEST_DELAY
+
+    require_stages(file)
+
+    def run() -> None:
+        from swarm_training.stages.commands.training import train_run
+
+        carry_out(lambda: train_run(file, who, SHORTEST_DELAY, None, say))
+
+    return run
+
+
+def _export(file: RunFile, who: Joining, directory: Path) -> Command:
+    from swarm_training.stages.commands.building import require_stages
+    from swarm_training.stages.commands.running import carry_out
+
+    require_stages(file)
+
+    def run() -> None:
+        from swarm_training.stages.commands.exporting import export_run
+
+        carry_out(lambda: export_run(file, who, directory, say))
+
+    return run
+
+
+@contextmanager
+def _look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
+    from swarm_training.stages.commands.looking import look
+
+    with look(file, who) as see:
+        yield see
+
+
+STAGES = StagesBackend(_hold, _train, _export, _look)

@@ -1,0 +1,60 @@
+"""The barrier between stages: when a stage may step, and when it goes back with others. It decides from data alone.
+
+All stages step together. A stage that holds its average of step t waits until every other stage holds its own. Until
+then, each can still compute micro-batches of step t for stages that lack some because a peer has died. A peer that sees
+any peer past the step follows it: the barrier was open then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm_training.core.moment import Moment
+from swarm_training.stages.peer.run_stages import RunStages, StageMember
+
+
+def may_step(stages: RunStages, moment: Moment) -> bool:
+    """Return whether a peer that holds the average of this moment may apply it."""
+    if any(_is_past(peer, moment) for stage in stages.stages for peer in stage):
+        return True
+    return bool(stages.stages) and all(_holds(stage, moment) for stage in stages.stages)
+
+
+def went_back_to(stages: RunStages, moment: Moment) -> Moment | None:
+    """Return where the run is after a rollback that a stage has decided; None if there was none since this moment.
+
+    More than half of a stage must say so: no single peer can send a run back, unless it is alone at its stage.
+    """
+    found = []
+    for stage in stages.stages:
+        later = [peer.moment for peer in stage if peer.moment.rollbacks > moment.rollbacks]
+        if 2 * len(later) > len(stage):
+            found.append(min(each for each in later if each.rollbacks == max(later).rollbacks))
+    if not found:
+        return None
+    rollbacks = max(each.rollbacks for each in found)
+    return min(each for each in found if each.rollbacks == rollbacks)
+
+
+def is_stranded(stages: RunStages, own_stage: int, moment: Moment) -> bool:
+    """Return whether another stage has gone on without this one, where no peer is left that could follow.
+
+    This happens if all peers that held the average die after other stages have seen it: the other stages have no
+    weights of this step any more.
+    """
+    own = stages.stages[own_stage]
+    if any(_is_past(peer, moment) or (peer.moment == moment and peer.holds) for peer in own):
+        return False
+    others = [stage for number, stage in enumerate(stages.stages) if number != own_stage]
+    return any(2 * sum(_is_past(peer, moment) for peer in stage) > len(stage) for stage in others)
+
+
+def _is_past(peer: StageMember, moment: Moment) -> bool:
+    return peer.moment.rollbacks == moment.rollbacks and peer.moment.step > moment.step
+
+
+def _holds(stage: Sequence[StageMember], moment: Moment) -> bool:
+    """Return whether a peer holds the average, and no peer still has to get it. If the holders died, the rest would be
+    stranded."""
+    here = [peer for peer in stage if peer.moment == moment]
+    return any(peer.holds for peer in here) and all(peer.holds or not any(peer.bits) for peer in here)

@@ -1,0 +1,105 @@
+"""The checkpoints of a stage at peers of the next stage, so that a stage can lose all of its own peers.
+
+The first peers of each stage, by id, keep the newest checkpoint of the stage before; the first stage keeps those of the
+last. A peer's record says which checkpoint it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from swarm_protocol.errors import SwarmError
+from swarm_training.core.network import Network
+from swarm_training.core.record import PRESENT, Kept, Progress
+from swarm_training.run.peer import TrainingPeer
+from swarm_training.run.transfer import download_replica
+from swarm_training.stages.peer.watch import Watch
+
+_LOOK_S = 0.5
+_KEEPERS = 2  # peers of a stage that keep one, since one may die together with the stage before
+MOST_BYTES = 64 << 30
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+_logger = logging.getLogger(__name__)
+
+
+class Replicas:
+    """The replicas of the stage before, kept here, and those of the own stage, kept by peers of the next stage."""
+
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        peer: TrainingPeer,
+        watch: Watch,
+        network: Network,
+        in_thread: InThread,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """Start without replicas. ``most_bytes``: the largest checkpoint of another stage; it passes through memory."""
+        self._before, self._after = (index - 1) % num_stages, (index + 1) % num_stages
+        self._is_alone = num_stages == 1
+        self._peer = peer
+        self._watch = watch
+        self._network = network
+        self._in_thread = in_thread
+        self._most_bytes = most_bytes
+
+    async def run(self) -> None:
+        """Keep the newest checkpoint of the stage before, if this peer is to keep one, until cancelled."""
+        while not self._is_alone:
+            if self._is_keeper():
+                await self._keep(newest(peer.kept for peer in self._watch.records(self._before)))
+            await asyncio.sleep(_LOOK_S)
+
+    async def fetch(self, step: int | None = None) -> tuple[int, bytes] | None:
+        """Fetch the own stage's newest checkpoint, or that of a given step, from a peer of the next stage. Return its
+        step and its state; None if there is none."""
+        holders = self.holders()
+        known = [peer.replica for peer in holders if peer.replica is not None]
+        wanted = newest(each for each in known if step in (None, each.step))
+        if wanted is None:
+            return None
+        data = await self._download(wanted, [peer for peer in holders if peer.replica == wanted])
+        return None if data is None else (wanted.step, data)
+
+    def holders(self) -> list[Progress]:
+        """Return the peers that may have checkpoints of the own stage."""
+        return [] if self._is_alone else self._watch.records(self._after)
+
+    def _is_keeper(self) -> bool:
+        own = self._peer.own
+        lower = [peer for peer in self._peer.view().others if peer.peer_id < own.peer_id]
+        return own.state in PRESENT and len(lower) < _KEEPERS
+
+    async def _keep(self, wanted: Kept | None) -> None:
+        if wanted is None or wanted.state_digest in self._peer.replicas.digests().values():
+            return
+        sources = [peer for peer in self._watch.records(self._before) if peer.kept == wanted]
+        data = await self._download(wanted, sources)
+        if data is None:
+            return
+        self._peer.replicas.discard_after(wanted.step)  # checkpoints that a rollback has undone
+        try:
+            await self._in_thread(lambda: self._peer.replicas.keep(wanted.step, wanted.state_digest, data))
+        except OSError as error:
+            _logger.warning("a checkpoint of stage %d is not kept: %s", self._before, error.strerror)
+            return
+        self._peer.show_replica()
+
+    async def _download(self, wanted: Kept, sources: Iterable[Progress]) -> bytes | None:
+        digest = wanted.state_digest
+        for source in sources:
+            if source.is_reachable:
+                try:
+                    return await download_replica(self._network, source, digest, self._most_bytes, self._in_thread)
+                except (SwarmError, TimeoutError, ValueError) as error:
+                    _logger.debug("%s does not give a checkpoint: %s", source.peer_id, error)
+        return None
+
+
+def newest(checkpoints: Iterable[Kept | None]) -> Kept | None:
+    known = [each for each in checkpoints if each is not None]
+    return max(known, key=lambda each: (each.step, each.state_digest), default=None)

@@ -1,0 +1,467 @@
+"""A stage peer: it counts micro-batches, averages with its mates when they have all, and steps when all stages do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import inf
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm_protocol.errors import PeerMoved
+from swarm_training.compression.codecs import codec_of
+from swarm_training.core.bitmap import contains
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import JOINING, Progress
+from swarm_training.meeting.attending import Averaged, WentBack
+from swarm_training.progress import policy
+from swarm_training.progress.table import ProgressTable
+from swarm_training.run.peer import TrainingPeer
+from swarm_training.run.standing import now
+from swarm_training.run.state import TrainedState
+from swarm_training.stages.peer import barrier
+from swarm_training.stages.peer.counting import Counting, Gradients, InThread, Sums
+from swarm_training.stages.peer.replicas import Replicas
+from swarm_training.stages.peer.run_stages import RunStages
+from swarm_training.stages.peer.shared import SharedGradients
+from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.routing.speed import ComputeSpeed
+
+T = TypeVar("T")
+LOOK_S = 5.0
+_STRANDED_S = 5.0
+_TICK_S = 0.25  # the longest wait without news: other peers may have become silent, for instance
+_logger = logging.getLogger(__name__)
+
+
+class StagePeer:
+    """A peer of a stage. Its methods are for one event loop, except ``add``.
+
+    A stage may lose all of its peers, or all that hold the average with which other stages have stepped. The peers that
+    are left, or come next, then begin at the newest checkpoint after one more rollback. The other stages go back to
+    their checkpoints of that step.
+
+    Attributes:
+        index: the number of the stage.
+        watch: the watch of all stages.
+        peer: the part that this peer has in the run of its stage.
+        num_counted: the number of micro-batches of the last step in this peer's sums.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        peer: TrainingPeer,
+        watch: Watch,
+        replicas: Replicas,
+        state: TrainedState,
+        sums: Sums,
+        codec: str,
+        compute: InThread,
+        in_thread: InThread,
+        shared: SharedGradients | None = None,
+    ) -> None:
+        """Set up the peer. ``codec``: the codec of the averaging. ``compute``: calls a function in the compute thread;
+        no other thread computes with the weights. ``in_thread``: calls a function that takes long in any other thread.
+        ``shared``: given if another stage has some of the parameters too."""
+        self.index = index
+        self.peer = peer
+        self.watch = watch
+        self._replicas = replicas
+        self._shared = shared
+        self._stranded_s: float | None = None  # the time since which the stage is stranded
+        self._state = state
+        self._counting = Counting(sums, in_thread, self._counts_at_mates, self._tell)
+        self._dtype = codec_of(codec).dtype
+        self._compute = compute
+        self._in_thread = in_thread
+        self._reported: frozenset[int] = frozenset()  # micro-batches
+        self._speed = ComputeSpeed()
+        self._news = asyncio.Event()
+        self._has_warned = False
+        self._warned_of: Moment | None = None
+        self._is_averaging = False
+        self.num_counted = 0
+
+    # ------------------------------------------------------------ what the service of micro-batches asks
+
+    @property
+    def step(self) -> int:
+        """Return the step of the weights."""
+        return self._state.step
+
+    @property
+    def moment(self) -> Moment:
+        """Return the moment of the weights."""
+        return self._state.moment
+
+    def record(self) -> Progress:
+        """Return this peer's record, as other peers see it soon."""
+        return self.peer.own
+
+    async def compute(self, function: Callable[[], T], share: float) -> T:
+        """Call a function in the compute thread, before the optimizer's step or after it.
+
+        ``share``: the share of a micro-batch's work. This peer's announced speed follows from the function's
+        duration."""
+
+        def timed() -> T:
+            began_s = time.perf_counter()
+            result = function()
+            self._speed.note(share, time.perf_counter() - began_s)
+            return result
+
+        result: T = await self._compute(timed)
+        return result
+
+    def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
+        """Keep a result of ``backward`` for this micro-batch until ``commit``. Call it in the compute thread.
+
+        Raises:
+            PeerMoved: the peer is at another step.
+            PeerBusy: there is no room for it.
+            RequestRejected: there is no such micro-batch.
+        """
+        self._counting.add(step, m, trainer, gradients)
+
+    async def commit(self, step: int, m: int, trainer: str) -> bool:
+        """Add what is pending to the sums. Return whether the micro-batch counts at this stage now, also if another
+        peer of the stage has it. If not, it must be computed again.
+
+        Raises:
+            PeerMoved: the peer is at another step.
+            PeerBusy: the stage is averaging; it takes later what it lacks for that.
+            RequestRejected: there is no such micro-batch.
+        """
+        return await self._counting.commit(step, m, trainer)
+
+    def note_not_finite(self, step: int) -> bool:
+        """Record a trainer's report that some answer of this step is not finite, whichever peer computes it. Return
+        False if there is no checkpoint to go back to. Otherwise the stage decides, as it does if the loss is too high.
+
+        Raises:
+            PeerMoved: the peer is at another step.
+        """
+        if step != self.step:
+            raise PeerMoved(f"this peer is at step {self.step}")
+        if not any(peer.kept for peer in self.peer.view().all):
+            return False
+        self._counting.note_not_finite()
+        return True
+
+    def _counts_at_mates(self, m: int) -> bool:
+        view = self.peer.view()
+        return any(contains(mate.micro_batches, m) for mate in view.at(view.own.moment) if mate is not view.own)
+
+    def _tell(self) -> None:
+        self._news.set()
+
+    @property
+    def may_leave(self) -> bool:
+        """Return whether the run loses nothing with this peer but what trainers can replay: it is not averaging, or a
+        mate holds the same average."""
+        own = self.peer.own
+        if own.decided:
+            mates = self.peer.view().others
+            return any(mate.moment == own.moment and mate.decided == own.decided for mate in mates)
+        return not self._is_averaging and not own.accepted
+
+    # ------------------------------------------------------------ life
+
+    async def run(self) -> None:
+        """Run until cancelled; the peer must have joined its stage, or founded it.
+
+        Raises:
+            AccessDenied: a moderator has banned this peer, or most of its mates exclude it.
+        """
+        relays = [self._relay(table) for table in (self.peer.table, *self.watch.tables)]
+        relaying = asyncio.gather(self._replicas.run(), *relays)
+        try:
+            while True:
+                await self._advance()
+                await self._wait()
+        finally:
+            relaying.cancel()
+            with suppress(asyncio.CancelledError):
+                await relaying
+
+    async def join(self, look_s: float = LOOK_S) -> None:
+        """Take over the state of the stage from a mate. If none is found for ``look_s``, the first joining peer by id
+        founds the stage. It begins with what it has if no stage has taken a step, else from a checkpoint. A silent peer
+        that has not evidently ended is waited for, for a minute.
+
+        Raises:
+            ValueError: the others train another model.
+            AccessDenied: a moderator has banned this peer.
+        """
+        self.peer.start()
+        deadline_s = now() + look_s
+        while not self.peer.own.state_digest:
+            if self.peer.view().others:
+                self.peer.require_same_batch()
+                await self.load()
+                continue
+            await self.peer.look()
+            seen = self.peer.view()
+            may_found = now() > deadline_s and not seen.others and not seen.silent and self._is_first()
+            if not may_found or not await self._found():
+                await asyncio.sleep(_TICK_S)
+
+    def _is_first(self) -> bool:
+        joining = self.peer.table.heard(now(), {JOINING})
+        return all(self.peer.own.peer_id < peer.peer_id for peer in joining)
+
+    async def _found(self) -> bool:
+        """Begin the stage's run, or go on from a checkpoint if all its peers are gone; return False if there is none
+        yet."""
+        moments = [peer.moment for stage in self._stages().stages for peer in stage]
+        newest = max(moments, default=Moment(0, 0))
+        if newest == Moment(0, 0):
+            await self.peer.found(await self._compute(self._state.digest))
+            return True
+        found = await self._replicas.fetch()
+        if found is None:
+            if not self._has_warned:
+                _logger.warning(
+                    "nobody is left of stage %d, and no peer of the next one has a checkpoint of it so far; runs keep "
+                    "some if checkpoint_every is above 0",
+                    self.index,
+                )
+            self._has_warned = True
+            return False
+        step, data = found
+        _logger.warning("nobody is left of stage %d: it goes on from its checkpoint of step %d", self.index, step)
+        moment = Moment(newest.rollbacks, step)
+        digest = await self._take_over(partial(self._state.load, moment, data))
+        await self.peer.found(digest, resumed_at=moment)
+        return True
+
+    async def load(self) -> bool:
+        """Take over the state of the stage; return False if no peer gives it. Gradients of an older state are dropped.
+
+        Raises:
+            ValueError: the others train another model than this peer, which has not joined yet.
+        """
+        downloaded = await self.peer.download()
+        if downloaded is None:
+            return False
+        moment = downloaded.arrival.moment
+        try:
+            digest = await self._take_over(partial(self._state.load, moment, downloaded.data))
+        except ValueError as error:
+            await self.peer.refuse(downloaded, error)
+            return False
+        is_right = await self.peer.loaded(downloaded, digest)
+        if is_right:
+            await self._compute(partial(self.peer.keep, digest))
+            await self.peer.copy_checkpoint()
+        return is_right
+
+    async def _relay(self, table: ProgressTable) -> None:
+        while True:
+            counter = table.counter
+            self._news.set()
+            await table.changed_since(counter, inf)
+
+    async def _wait(self) -> None:
+        """Wait for news, which may be none."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_TICK_S):
+                await self._news.wait()
+        self._news.clear()
+
+    async def _advance(self) -> None:
+        """Do what follows from the news."""
+        self.peer.require_admitted()
+        if self.peer.is_aside:
+            await self._try_to_take_part()
+            return
+        if self.peer.is_cut_off:
+            await self._stand_aside()
+            return
+        self._note_skipped()
+        if (moment := self._elsewhere()) is not None and await self._go_back(moment):
+            return
+        if await self.peer.is_lost():
+            await self.load()
+        elif policy.must_discard(self.peer.view()):
+            await self._discard()
+        elif self._is_stranded():
+            await self._restore()
+        else:
+            self._counting.drop_moot()
+            await self._report()
+            if await self.peer.is_due():
+                self._is_averaging = True
+                try:
+                    await self._average()
+                finally:
+                    self._is_averaging = False
+
+    async def _stand_aside(self) -> None:
+        """Let others go on without this peer: they know of each other, but cannot call each other to average."""
+        _logger.warning("other peers of stage %d cannot be called: this peer waits until they can", self.index)
+        self.peer.stand_aside()
+        await self._counting.discard()
+
+    async def _try_to_take_part(self) -> None:
+        """Take part again, unless peers that are still heard of cannot be called."""
+        if self.peer.calls_all and not (await self.peer.is_lost() and await self.load()):
+            self.peer.take_part()
+
+    def _note_skipped(self) -> None:
+        """Take over the number of batches that other peers have skipped by rollbacks."""
+        members = (peer for stage in self._stages().stages for peer in stage)
+        known = (peer.skipped_batches for peer in members if peer.moment.rollbacks <= self.moment.rollbacks)
+        if (skipped := max(known, default=0)) > self.peer.own.skipped_batches:
+            self.peer.skip_batches(skipped)
+
+    def _elsewhere(self) -> Moment | None:
+        """Return the moment to which another stage has gone back; None if there is none."""
+        return barrier.went_back_to(self._stages(), self._state.moment)
+
+    def _stages(self) -> RunStages:
+        return self.watch.view()
+
+    async def _report(self) -> None:
+        done, losses = self._counting.done, self._counting.loss()
+        if done == self._reported and (losses[0] != inf or self.peer.own.loss == inf):
+            return
+        await self.peer.measure(len(done - self._reported), self._speed.per_s)
+        self._reported = done
+        await self.peer.report_micro_batches(done, *losses)
+
+    async def _discard(self) -> None:
+        """Discard the sums: the batch is decided without them, or a part of them counts at another peer too."""
+        _logger.debug("%d micro-batches are given up, as another peer has some of them", len(self._counting.done))
+        await self._counting.discard()
+        await self._report()
+
+    async def _average(self) -> None:
+        """Average with all of the stage, and step when all stages may."""
+        with self._counting.closed():
+            vector = await self._counting.vector(self._dtype)
+            await self._report()
+            losses = self._counting.loss()
+            decided = await self._decision(vector)
+            if isinstance(decided, WentBack):
+                await self._accept_rollback(decided)
+            elif decided is not None:
+                self.peer.hold(decided, b"" if self._shared is None else await self._shared.offer(decided))
+                if await self._may_step() and (gradient := await self._completed(decided)) is not None:
+                    await self._step(decided, gradient, *losses)
+
+    async def _decision(self, vector: Tensor) -> Averaged | WentBack | None:
+        """Return what the stage decides; None too if another stage goes back meanwhile: this one may wait in vain."""
+        averaging = asyncio.ensure_future(self.peer.average(vector))
+        try:
+            while not averaging.done():
+                if self._elsewhere() is not None or self.peer.is_cut_off:
+                    return None
+                waiting = asyncio.ensure_future(self._wait())
+                try:
+                    await asyncio.wait([averaging, waiting], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+            return averaging.result()
+        finally:
+            averaging.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(averaging, return_exceptions=True)
+
+    async def _may_step(self) -> bool:
+        """Wait for the other stages; return False if the run goes back instead."""
+        while not barrier.may_step(self._stages(), self._state.moment):
+            if self._elsewhere() is not None:
+                return False
+            await self._wait()
+        return True
+
+    async def _completed(self, averaged: Averaged) -> Tensor | None:
+        """Return the average with another stage's part; None if the run goes on without this peer, or goes back."""
+        if self._shared is None:
+            return averaged.gradient
+        while (gradient := await self._shared.completed(averaged)) is None:
+            if self._elsewhere() is not None or await self.peer.is_lost():
+                return None
+            await self._wait()
+        return gradient
+
+    async def _step(self, averaged: Averaged, gradient: Tensor, loss: float, loss_samples: int) -> None:
+        num_counted = len(self._counting.done)
+        digest = await self._take_over(partial(self._state.apply, gradient))
+        self.num_counted = num_counted
+        await self._compute(partial(self.peer.keep, digest))
+        await self.peer.stepped(averaged, digest, loss, loss_samples)
+
+    async def _accept_rollback(self, back: WentBack) -> None:
+        """Go back as this stage has decided. The batches since that checkpoint, this one too, are skipped."""
+        group = back.group
+        skipped = self.peer.own.skipped_batches + group.step + 1 - group.next_moment.step
+        digest = await self._take_over(partial(self._state.go_to, back.group.next_moment, back.state))
+        await self._compute(partial(self.peer.keep, digest))
+        await self.peer.went_back(back, digest, skipped)
+
+    def _is_stranded(self) -> bool:
+        """Return whether the stage is stranded for a while: news of the average's holders may be on their way."""
+        if not barrier.is_stranded(self._stages(), self.index, self._state.moment):
+            self._stranded_s = None
+            return False
+        if self._stranded_s is None:
+            self._stranded_s = now()
+        return now() - self._stranded_s > _STRANDED_S
+
+    async def _restore(self) -> None:
+        """Go back to a checkpoint, so that the other stages go back too."""
+        self._stranded_s = None
+        own = max(self.peer.rollbacks.kept.digests(), default=-1)
+        step = max(own, max((peer.replica.step for peer in self._replicas.holders() if peer.replica), default=-1))
+        if step < 0:
+            _logger.warning("stage %d cannot go on, and there is no checkpoint of it", self.index)
+            return
+        await self._go_back(Moment(self._state.moment.rollbacks + 1, step))
+
+    async def _go_back(self, moment: Moment) -> bool:
+        """Go back to the checkpoint of that step; return False if this peer must load a mate's state, or wait."""
+        kept = self.peer.rollbacks.kept
+        known = kept.digests().get(moment.step)
+        data = None if known is None else await self._in_thread(partial(kept.read, known))
+        has_mates = any(peer.moment.rollbacks >= moment.rollbacks for peer in self.peer.view().others)
+        if data is None and not has_mates:
+            found = await self._replicas.fetch(moment.step)
+            data = None if found is None else found[1]
+        if data is None:
+            if not has_mates and self._warned_of != moment:
+                self._warned_of = moment
+                _logger.warning(
+                    "the run has gone back to step %d, and nobody is known to have stage %d's checkpoint of it: "
+                    "the stage waits until somebody has",
+                    moment.step,
+                    self.index,
+                )
+            return False
+        digest = await self._take_over(partial(self._state.load, moment, data))
+        _logger.warning("the run goes back to step %d, as a stage was lost, or has decided so", moment.step)
+        await self.peer.go_back(moment, digest)
+        await self._compute(partial(self.peer.keep, digest))
+        self.peer.show_kept()
+        return True
+
+    async def _take_over(self, change: Callable[[], None]) -> bytes:
+        """Change the state in the compute thread, and return its digest. The sums of the older state are dropped."""
+
+        def changed() -> bytes:
+            change()
+            self._counting.clear(self._state.step)
+            return self._state.digest()
+
+        async with self._counting.changing:
+            digest: bytes = await self._compute(changed)
+            self._counting.done = self._reported = frozenset()
+            self.num_counted = 0
+        return digest

@@ -1,0 +1,180 @@
+"""The choice of the peer of a stage that is asked next. It decides from data alone.
+
+The default policy asks the peer with the least delay by announced speeds, if all trainers do the same (``Backlogs``).
+The other policies are there to be compared. ``weighted_round_robin`` is SWARM's Algorithm 1, which does not see that a
+peer is idle. ``ready_time`` takes the peer that would be ready first by this trainer's own measurements; one of many
+trainers then mistakes the requests of others for slow peers. ``queue_only`` takes the shortest queue of this trainer's
+requests, and ``random`` takes any peer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from swarm_training.stages.routing.backlogs import Backlogs
+from swarm_training.stages.routing.speed import SHARES, believed
+from swarm_training.stages.routing.weighted import WeightedRoundRobin
+
+POLICIES = ("shortest_delay", "weighted_round_robin", "ready_time", "queue_only", "random")
+SHORTEST_DELAY, WEIGHTED, READY_TIME, QUEUE_ONLY, RANDOM = POLICIES
+_SMOOTHING = 0.2  # the weight of a new measurement in the moving average
+_UNKNOWN_S = 0.01  # as long as no peer has been measured, which is soon over
+_KEPT_FIRST = 1.0  # micro-batches of extra delay for a kept graph: while no peer is idle, it saves work for all
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The times for which a peer is not asked.
+
+    Attributes:
+        first_s: the time after a failure; it doubles with each failure that follows, up to ``most_s``.
+        busy_s: the time after the peer had no room.
+    """
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    busy_s: float = 0.1
+
+    def after(self, failures: int) -> float:
+        return float(min(self.first_s * 2.0 ** min(failures - 1, 32), self.most_s))
+
+
+@dataclass
+class _Peer:
+    """A trainer's knowledge of a peer from its own requests. Times are those of one clock, in seconds."""
+
+    runtime_s: dict[str, float] = field(default_factory=dict)  # moving average, by kind of request
+    waiting: Counter[str] = field(default_factory=Counter)  # unanswered requests, by kind
+    free_s: float = 0.0  # when the peer is expected to have answered them
+    answered_s: float = 0.0
+    failures: int = 0  # consecutive ones
+    not_before_s: float = 0.0
+
+
+class Router:
+    """A trainer's choice of peers. Requests are of kinds, such as forward; a peer answers one request at a time."""
+
+    def __init__(self, policy: str, draw: Callable[[], float], backoff: Backoff | None = None) -> None:
+        """Start without knowledge. ``draw``: returns a number, uniform in [0, 1), for random choices and ties.
+
+        Raises:
+            ValueError: there is no such policy.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"routing is {policy!r}: expected one of {', '.join(POLICIES)}")
+        self._policy = policy
+        self._draw = draw
+        self._backoff = backoff or Backoff()
+        self._peers: dict[str, _Peer] = {}
+        self._announced: Mapping[str, float] = {}
+        self._num_trainers = 1
+        self._weighted, self._backlogs = WeightedRoundRobin(draw), Backlogs(draw)
+
+    def hear(self, announced: Mapping[str, float], num_trainers: int) -> None:
+        """Take over the micro-batches per second that peers announce (0: unknown), and how many trainers there are."""
+        self._announced, self._num_trainers = announced, num_trainers
+
+    def choose(self, candidates: Collection[str], kind: str, now: float, kept_by: str | None = None) -> str | None:
+        """Return the peer to ask; None if all are to be left alone for a while, see ``wait_s``. ``kept_by``: the peer
+        that has computed a part of this. The default policy asks it unless it has a micro-batch more to do than
+        another."""
+        willing = sorted(peer for peer in candidates if self._peer(peer).not_before_s <= now)
+        if not willing:
+            return None
+        speeds, share = believed(self._announced, candidates), SHARES.get(kind, 1.0)
+        if self._policy == SHORTEST_DELAY:
+            delays_s = {peer: self._delay_s(peer, speeds[peer], share, now) for peer in willing}
+            if kept_by in delays_s:
+                delays_s[kept_by] -= _KEPT_FIRST / speeds[kept_by]
+            return min(delays_s, key=delays_s.__getitem__)
+        if self._policy == WEIGHTED:
+            return self._weighted.choose(willing, speeds, share)
+        if self._policy == RANDOM:
+            return willing[int(self._draw() * len(willing))]
+        if self._policy == QUEUE_ONLY:
+            least = min(self._peer(peer).waiting.total() for peer in willing)
+            shortest = [peer for peer in willing if self._peer(peer).waiting.total() == least]
+            return shortest[int(self._draw() * len(shortest))]
+        return min(willing, key=lambda peer: self.ready_s(peer, willing, kind, now))
+
+    def _delay_s(self, peer_id: str, speed: float, share: float, now: float) -> float:
+        waiting = sum(SHARES.get(kind, 1.0) * number for kind, number in self._peer(peer_id).waiting.items())
+        return self._backlogs.delay_s(peer_id, speed, share, waiting, self._num_trainers, now)
+
+    def ready_s(self, peer_id: str, candidates: Collection[str], kind: str, now: float) -> float:
+        """Return when this peer is expected to have answered one more request; ``runtime_s`` estimates its time."""
+        return max(now, self._peer(peer_id).free_s) + self.runtime_s(peer_id, candidates, kind)
+
+    def runtime_s(self, peer_id: str, candidates: Collection[str], kind: str) -> float:
+        """Return the seconds of a request there, without waiting; the least of the candidates if it is not measured."""
+        own = self._peer(peer_id).runtime_s.get(kind)
+        if own is not None:
+            return own
+        known = [self._peer(peer).runtime_s.get(kind) for peer in candidates]
+        return min((each for each in known if each is not None), default=_UNKNOWN_S)
+
+    def is_known(self, candidates: Collection[str], kind: str) -> bool:
+        """Return whether a candidate has answered a request of this kind."""
+        return any(kind in self._peer(peer).runtime_s for peer in candidates)
+
+    def wait_s(self, candidates: Collection[str], now: float) -> float:
+        """Return the seconds until a candidate may be asked again."""
+        return max(0.0, min((self._peer(peer).not_before_s for peer in candidates), default=now) - now)
+
+    def num_waiting(self, peer_id: str) -> int:
+        """Return the number of unanswered requests to a peer."""
+        return self._peer(peer_id).waiting.total()
+
+    def asked(self, peer_id: str, candidates: Collection[str], kind: str, now: float) -> None:
+        """Record that a request was sent; one of ``answered``, ``busy``, ``failed`` and ``withdrawn`` must follow."""
+        peer = self._peer(peer_id)
+        peer.free_s = self.ready_s(peer_id, candidates, kind, now)
+        peer.waiting[kind] += 1
+        speed, share = believed(self._announced, candidates)[peer_id], SHARES.get(kind, 1.0)
+        self._weighted.asked(peer_id, speed, share)
+        self._backlogs.asked(peer_id, speed, share, self._num_trainers, now)
+
+    def answered(self, peer_id: str, kind: str, asked_s: float, now: float) -> None:
+        peer = self._peer(peer_id)
+        took_s = now - max(asked_s, peer.answered_s)  # the peer was busy with the previous request until then
+        usual_s = peer.runtime_s.get(kind, took_s)
+        peer.runtime_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s)
+        peer.answered_s, peer.failures = now, 0
+        self._ended(peer, kind, now)
+
+    def busy(self, peer_id: str, kind: str, now: float) -> None:
+        """Record that a peer had no room, since other trainers send it work as well."""
+        peer = self._peer(peer_id)
+        peer.not_before_s = now + self._backoff.busy_s
+        self._ended(peer, kind, now)
+
+    def failed(self, peer_id: str, kind: str, now: float) -> None:
+        """Record that a peer did not answer, or answered wrongly."""
+        peer = self._peer(peer_id)
+        peer.failures += 1
+        peer.not_before_s = now + self._backoff.after(peer.failures)
+        self._ended(peer, kind, now)
+
+    def withdrawn(self, peer_id: str, kind: str, now: float) -> None:
+        """Record that an answer is no longer waited for, which says nothing about the peer."""
+        self._ended(self._peer(peer_id), kind, now)
+
+    def keep(self, peer_ids: Collection[str]) -> None:
+        """Forget all other peers, unless they still have requests to answer."""
+        gone = [peer for peer, known in self._peers.items() if peer not in peer_ids and not known.waiting.total()]
+        for peer in gone:
+            del self._peers[peer]
+            self._weighted.forget(peer)
+            self._backlogs.forget(peer)
+
+    def _peer(self, peer_id: str) -> _Peer:
+        return self._peers.setdefault(peer_id, _Peer())
+
+    def _ended(self, peer: _Peer, kind: str, now: float) -> None:
+        """End a request. The rest is estimated from now on, so that errors of the past do not add up."""
+        peer.waiting[kind] -= 1
+        assert peer.waiting[kind] >= 0
+        left_s = (number * peer.runtime_s.get(each, _UNKNOWN_S) for each, number in peer.waiting.items())
+        peer.free_s = now + sum(left_s)

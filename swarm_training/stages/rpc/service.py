@@ -1,0 +1,222 @@
+"""The gRPC service of a stage peer for trainers: Forward, Backward and Commit of micro-batches.
+
+A trainer without an answer asks another peer and never commits here, so that a lost answer counts for nothing. A commit
+counts once however often it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+from torch import Tensor
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
+from swarm_protocol.rpc.serving import admitted, errors_as_status
+from swarm_training.core.moment import Moment
+from swarm_training.stages.pb import stages_pb2 as pb
+from swarm_training.stages.pb.stages_pb2_grpc import StagesServicer, add_StagesServicer_to_server
+from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
+from swarm_training.stages.rpc.forms import encode_as
+from swarm_training.stages.rpc.framing import pack
+from swarm_training.stages.rpc.hosting import StageHost
+from swarm_training.stages.rpc.room import Limits, Room
+from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, moment_of, require_moment, tokens_of
+
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[Any, Any]
+IsFinite = Callable[[Moment, int, Tensor, Tensor], Awaitable[bool]]
+_WRITE_S = 1.0  # the time to end a write after its call was cancelled
+
+
+class AnswerNotes(Protocol):
+    """The interface of ``Answers`` in the audits."""
+
+    def note(
+        self,
+        trainer: str,
+        work: pb.Work,
+        tensors: Mapping[str, Tensor],
+        replies: Sequence[pb.ComputeReply],
+        *,
+        is_backward: bool,
+    ) -> None: ...
+
+
+class StagesService(StagesServicer):
+    """The service of a stage peer for trainers.
+
+    Attributes:
+        room: the room for requests.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        host: StageHost,
+        limits: Limits | None = None,
+        access: AccessControl | None = None,
+        answers: AnswerNotes | None = None,
+        banned: Callable[[], Collection[str]] = frozenset,
+        is_finite: IsFinite | None = None,
+    ) -> None:
+        """Set up the service. ``run``: the run's name without the number of the stage. ``access``: that of a private
+        run; None: all may train. ``answers``: records answers for audits; None: no audits. ``banned``: returns the ids
+        of trainers to refuse. ``is_finite``: see ``Recomputing``; None: no report of non-finite answers is believed."""
+        self._run = run
+        self._host = host
+        self._limits = limits or Limits()
+        self._access = access
+        self._answers = answers
+        self._banned = banned
+        self._is_finite = is_finite
+        self._checking = asyncio.Lock()
+        self._not_finite_at: Moment | None = None
+        self.room = Room(self._limits)
+        self._silences: dict[str, asyncio.TimerHandle] = {}
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server that has not started."""
+        add_StagesServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        for silence in self._silences.values():
+            silence.cancel()
+        self._silences.clear()
+
+    async def Forward(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context) -> None:
+        async with errors_as_status(context):
+            await self._serve(requests, context, is_backward=False)
+
+    async def Backward(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context) -> None:
+        async with errors_as_status(context):
+            await self._serve(requests, context, is_backward=True)
+
+    async def Commit(self, request: pb.CommitRequest, context: _Context) -> pb.CommitReply:
+        is_committed = False
+        async with errors_as_status(context):
+            trainer = self._heard(context)
+            check_micro_batch(request.micro_batch, self._run, self._host)
+            which = request.micro_batch
+            if request.is_not_finite:
+                is_committed = await self._note_not_finite(trainer, request)
+            else:
+                is_committed = await asyncio.shield(self._host.commit(which.step, which.number, trainer))
+        return pb.CommitReply(is_committed=is_committed)
+
+    async def _note_not_finite(self, trainer: str, request: pb.CommitRequest) -> bool:
+        """Check the report here before all stages go back, because anybody can send one.
+
+        Raises RequestRejected if all answers for the micro-batch are finite, TimeoutError if that takes long.
+        """
+        which, most = request.micro_batch, self._limits.max_tokens
+        if not self._host.stage.is_last:
+            raise RequestRejected(f"stage {which.stage} is told that something is not finite: expected the last stage")
+        with self.room.request(trainer) as reservation:
+            ids, labels = (tokens_of(wire, reservation, most) for wire in (request.ids, request.labels))
+            async with asyncio.timeout(self._limits.read_s), self._checking:
+                require_moment(which, self._host)
+                moment = moment_of(which)
+                if moment != self._not_finite_at:
+                    if self._is_finite is None or await self._is_finite(moment, which.number, ids, labels):
+                        raise RequestRejected(f"all answers for micro-batch {which.number} are finite, as found here")
+                    require_moment(which, self._host)
+                    self._not_finite_at = moment
+        return self._host.note_not_finite(which.step)
+
+    async def _serve(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context, *, is_backward: bool) -> None:
+        trainer = self._heard(context)
+        with self.room.request(trainer) as reservation:
+            reader = RequestReader(self._host.stage, is_backward, reservation, self._limits.max_tokens)
+            await self._read(requests, reader)
+            tensors = await asyncio.to_thread(reader.tensors)
+            compute = self._backward if is_backward else self._forward
+            reply = await compute(trainer, reader.work, tensors)
+            if self._answers is not None:
+                note = partial(self._answers.note, trainer, reader.work, tensors, reply, is_backward=is_backward)
+                await asyncio.to_thread(note)
+        await _write(context, reply)
+        self._heard(context)
+
+    async def _read(self, requests: AsyncIterator[pb.ComputeRequest], reader: RequestReader) -> None:
+        """Read the request. Raises TimeoutError if it comes too slowly, and what the reader raises."""
+        async with asyncio.timeout(self._limits.read_s):
+            await self._take_all(requests, reader)
+
+    async def _take_all(self, requests: AsyncIterator[pb.ComputeRequest], reader: RequestReader) -> None:
+        is_first = True
+        async for message in requests:
+            if is_first != message.HasField("work"):
+                raise RequestRejected("a call begins with what is to be computed, and has it once")
+            if is_first:
+                check_micro_batch(message.work.micro_batch, self._run, self._host)
+                reader.start(message.work)
+            reader.take(message)
+            is_first = False
+        if is_first:
+            raise RequestRejected("a call came without a message: expected what is to be computed")
+
+    async def _forward(self, _: str, work: pb.Work, tensors: dict[str, Tensor]) -> list[pb.ComputeReply]:
+        def run() -> list[pb.ComputeReply]:
+            require_moment(work.micro_batch, self._host)
+            found = self._host.stage.forward(tensors["inputs"], tensors.get("labels"))
+            loss_sum = None if found.loss_sum is None else float(found.loss_sum)
+            return _replies(work, found.hidden, loss_sum, found.num_tokens)
+
+        return await self._host.compute(run, SHARES[FORWARD])
+
+    async def _backward(self, trainer: str, work: pb.Work, tensors: dict[str, Tensor]) -> list[pb.ComputeReply]:
+        def run() -> list[pb.ComputeReply]:
+            require_moment(work.micro_batch, self._host)  # once more: the peer may have stepped in between
+            which, stage = work.micro_batch, self._host.stage
+            if work.accumulates:
+                self._host.require_room(which.number, trainer)
+            scale = work.loss_scale if stage.is_last else 1.0
+            found = stage.backward(tensors["inputs"], tensors.get("labels"), tensors.get("grad"), loss_scale=scale)
+            if work.accumulates:
+                self._host.add(which.step, which.number, trainer, found)
+            return _replies(work, found.inputs if work.wants_grad else None, found.loss_sum, found.num_tokens)
+
+        is_all = self._host.stage.is_last  # the last stage has the loss, and is asked for no forward pass alone
+        return await self._host.compute(run, 1.0 if is_all else SHARES[BACKWARD])
+
+    def _heard(self, context: _Context) -> str:
+        """Return the trainer that calls. Raises AccessDenied if it may not."""
+        trainer = admitted(context, self._access)
+        if trainer in self._banned():
+            raise AccessDenied(f"a moderator has banned {trainer} from the run")
+        if trainer in self._silences:
+            self._silences[trainer].cancel()
+        loop = asyncio.get_running_loop()
+        self._silences[trainer] = loop.call_later(self._limits.silence_s, self._is_gone, trainer)
+        return trainer
+
+    def _is_gone(self, trainer: str) -> None:
+        del self._silences[trainer]
+        self._host.forget(trainer)
+
+
+def _replies(
+    work: pb.Work, tensor: Tensor | None, loss_sum: float | None, num_tokens: int | None
+) -> list[pb.ComputeReply]:
+    first = pb.ComputeReply(loss_sum=loss_sum or 0.0, num_tokens=num_tokens or 0)
+    return list(pack(first, [] if tensor is None else [("tensor", encode_as(work.reply_form, tensor))]))
+
+
+async def _write(context: _Context, replies: Iterable[pb.ComputeReply]) -> None:
+    """Write the replies. A cancelled handler first ends its write, since grpc.aio does not bear such a cancellation."""
+    for reply in replies:
+        writing = asyncio.ensure_future(context.write(reply))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing], timeout=_WRITE_S)
+            if writing.done() and not writing.cancelled():
+                writing.exception()  # the error is read, so that asyncio does not log it
+            raise
+        except grpc.aio.BaseError as error:
+            raise PeerUnavailable(f"the trainer is gone: {error}") from None

@@ -1,0 +1,166 @@
+"""The checks of a trainer's request before a stage peer takes memory or time for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+import torch
+
+from swarm_protocol.errors import PeerMoved, RequestRejected
+from swarm_protocol.pb import swarm_pb2 as wire_pb
+from swarm_protocol.wire.codec import Assembler, shown_shape
+from swarm_protocol.wire.constants import MAX_BATCH_SIZE
+from swarm_protocol.wire.printable import printable
+from swarm_training.core.moment import Moment
+from swarm_training.stages.pb import stages_pb2 as pb
+from swarm_training.stages.rpc.forms import check_form, check_header, decoded
+from swarm_training.stages.rpc.framing import Arriving
+from swarm_training.stages.rpc.hosting import ComputingStage, StageHost
+from swarm_training.stages.rpc.room import Reservation
+
+WIRE_VERSION = 1
+INPUTS, LABELS, GRAD = FIELDS = ("inputs", "labels", "grad")
+_NAME_CHARS = 60
+
+
+def moment_of(message: pb.MicroBatch) -> Moment:
+    return Moment(message.rollbacks, message.step)
+
+
+def check_micro_batch(message: pb.MicroBatch, run: str, host: StageHost) -> None:
+    """Check that this peer can compute the micro-batch.
+
+    Raises:
+        PeerMoved: the trainer speaks another version, or means another run, stage or step than this peer is at.
+        RequestRejected: there is no such micro-batch.
+    """
+    if message.wire_version != WIRE_VERSION:
+        raise PeerMoved(f"this peer speaks version {WIRE_VERSION} of stages, the trainer {message.wire_version}")
+    if (message.run, message.stage) != (run, host.stage.index):
+        shown = printable(message.run, _NAME_CHARS)
+        raise PeerMoved(
+            f"this peer has stage {host.stage.index} of run {run}, not stage {message.stage} of run {shown}"
+        )
+    require_moment(message, host)
+    if message.number >= host.num_micro_batches:
+        raise RequestRejected(f"there is no micro-batch {message.number}: expected 0 to {host.num_micro_batches - 1}")
+
+
+def require_moment(message: pb.MicroBatch, host: StageHost) -> None:
+    """Check a request's moment. Raises PeerMoved if the peer is at another step."""
+    if moment_of(message) != host.moment:
+        raise PeerMoved(
+            f"micro-batch {message.number} is of step {message.step} after {message.rollbacks} rollbacks: this peer is "
+            f"at step {host.moment.step} after {host.moment.rollbacks}"
+        )
+
+
+def tokens_of(wire: wire_pb.Tensor, reservation: Reservation, max_tokens: int) -> torch.Tensor:
+    """Return token ids that came in one piece, [rows, positions] int64.
+
+    Raises:
+        RequestRejected: the tensor has no token ids, or too many.
+        PeerBusy: there is no room for them.
+    """
+    shape = list(wire.shape[:3])
+    if len(shape) != 2 or min(shape) < 1 or wire.dtype != wire_pb.INT64 or wire.codec != wire_pb.RAW:
+        raise RequestRejected(f"token ids have shape {shown_shape(wire)}: expected [rows, positions] of int64")
+    _require_size(shape[0], shape[1], max_tokens)
+    reservation.take(wire.size_bytes)
+    assembler = Assembler(wire)
+    if not assembler.complete:
+        raise RequestRejected(f"token ids have {assembler.received_bytes} of {assembler.size_bytes} bytes")
+    return assembler.tensor()
+
+
+def _require_size(rows: int, positions: int, max_tokens: int) -> None:
+    """Check the size of a micro-batch. Raises RequestRejected if it is too large."""
+    if rows > MAX_BATCH_SIZE or rows * positions > max_tokens:
+        raise RequestRejected(
+            f"a micro-batch has {rows} × {positions} positions: expected at most {MAX_BATCH_SIZE} rows, and "
+            f"{max_tokens} in all"
+        )
+
+
+@dataclass
+class RequestReader:
+    """The reader of one request, which checks headers as they come; in order: inputs, labels, grad."""
+
+    stage: ComputingStage
+    is_backward: bool
+    reservation: Reservation
+    max_tokens: int
+    work: pb.Work = field(default_factory=pb.Work)
+    _arriving: Arriving = field(init=False)
+    _shape: tuple[int, int] = (0, 0)  # rows and positions of the inputs
+
+    def __post_init__(self) -> None:
+        self._arriving = Arriving(FIELDS, self._begin)
+
+    def start(self, work: pb.Work) -> None:
+        """Begin a request. Raises RequestRejected if what is asked for is out of range."""
+        for form in (work.inputs_form, work.grad_form, work.reply_form):
+            check_form(form)
+        if self.is_backward and self.stage.is_last and not 0 < work.loss_scale < inf:
+            raise RequestRejected(f"loss_scale is {work.loss_scale}: expected a number above 0")
+        self.work = work
+
+    def take(self, message: pb.ComputeRequest) -> None:
+        """Take a message. Raises RequestRejected if it is wrong, PeerBusy if there is no room for what it announces."""
+        self._arriving.take(message)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all finite tensors of this call, by field: [rows, positions, width], or token ids [rows, positions].
+
+        Raises:
+            RequestRejected: one is missing, incomplete or not finite.
+        """
+        self._arriving.finish()
+        found = self._arriving.found
+        for name in FIELDS:
+            if self._takes(name) and name not in found:
+                raise RequestRejected(f"{name} are missing: stage {self.stage.index} expects them")
+        result = {}
+        for name, assembler in found.items():
+            tensor = assembler.tensor() if self._has_tokens(name) else decoded(self._form(name), assembler)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise RequestRejected(f"{name} are not finite (they contain NaN or infinity)")
+            result[name] = tensor
+        return result
+
+    def _takes(self, name: str) -> bool:
+        if name == LABELS:
+            return self.stage.is_last
+        return name == INPUTS or (self.is_backward and not self.stage.is_last)
+
+    def _has_tokens(self, name: str) -> bool:
+        return name == LABELS or (name == INPUTS and self.stage.is_first)
+
+    def _form(self, name: str) -> pb.Form:
+        return self.work.grad_form if name == GRAD else self.work.inputs_form
+
+    def _begin(self, name: str, wire: wire_pb.Tensor) -> Assembler:
+        if not self._takes(name):
+            raise RequestRejected(f"{name} came: stage {self.stage.index} expects none in this call")
+        if name == INPUTS:
+            self._shape = self._checked_inputs(wire)
+        rows, positions = self._shape
+        expected = [rows, positions] if self._has_tokens(name) else [rows, positions, self.stage.width]
+        if list(wire.shape) != expected:
+            raise RequestRejected(f"{name} have shape {shown_shape(wire)}: expected {expected}")
+        if self._has_tokens(name):
+            if wire.dtype != wire_pb.INT64 or wire.codec != wire_pb.RAW:
+                raise RequestRejected(f"{name} came with dtype {wire.dtype}: expected token ids in int64")
+        else:
+            check_header(self._form(name), wire)
+        self.reservation.take(wire.size_bytes)
+        return Assembler(wire)
+
+    def _checked_inputs(self, wire: wire_pb.Tensor) -> tuple[int, int]:
+        shape = list(wire.shape[:4])
+        if len(shape) != (2 if self.stage.is_first else 3) or min(shape) < 1:
+            expected = "[rows, positions]" if self.stage.is_first else f"[rows, positions, {self.stage.width}]"
+            raise RequestRejected(f"inputs have shape {shown_shape(wire)}: expected {expected}")
+        _require_size(shape[0], shape[1], self.max_tokens)
+        return shape[0], shape[1]

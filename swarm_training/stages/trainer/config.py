@@ -1,0 +1,59 @@
+"""The settings of a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from swarm_protocol.wire.constants import MIB
+from swarm_training.stages.routing.router import POLICIES, SHORTEST_DELAY, Backoff
+from swarm_training.stages.rpc.client import WireForms
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The settings of a trainer's way through the stages. Raises ValueError if a setting is out of its range.
+
+    Attributes:
+        routing: the policy that chooses a stage's peer, see ``Router``.
+        forms: the forms in which tensors travel.
+        per_peer: the micro-batches under way for each peer of the swarm, of all trainers together.
+        max_under_way: the most micro-batches under way of this trainer, however many peers there are.
+        first_deadline_s: the time limit for an answer if it is unknown how long answers take.
+        least_deadline_s: the least time limit for any answer.
+        slack: the time limit for an answer, as a factor of its expected time, including what it waits for.
+        settle_s: the time in which a peer's record shows a commit.
+        steal_s: the time without progress before this trainer takes on micro-batches of other trainers.
+        kept_bytes: the most bytes of this step's inputs and gradients that are kept to replay a single stage.
+        poll_s: the time between two looks at what the peers report.
+        audit_share: the share of answers that other peers of the stage compute too; the peers must know of it.
+        precision: the precision in which peers compute, by which answers of two of them may differ.
+    """
+
+    routing: str = SHORTEST_DELAY
+    forms: WireForms = field(default_factory=WireForms)
+    backoff: Backoff = field(default_factory=Backoff)
+    per_peer: float = 2.0
+    max_under_way: int = 64
+    first_deadline_s: float = 60.0
+    least_deadline_s: float = 5.0
+    slack: float = 4.0
+    settle_s: float = 10.0
+    steal_s: float = 20.0
+    kept_bytes: int = 512 * MIB
+    poll_s: float = 0.05
+    audit_share: float = 0.0
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.routing not in POLICIES:
+            raise ValueError(f"routing is {self.routing!r}: expected one of {', '.join(POLICIES)}")
+        for name in ("per_peer", "max_under_way", "first_deadline_s", "least_deadline_s", "settle_s", "steal_s"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
+        if not 0 <= self.audit_share <= 1:
+            raise ValueError(f"audit_share is {self.audit_share}: expected 0 (none) to 1 (all)")
+        if not 1 <= self.slack < inf:
+            raise ValueError(f"slack is {self.slack}: expected a factor of at least 1")
+        if self.kept_bytes < 0 or not 0 < self.poll_s < inf:
+            raise ValueError("kept_bytes and poll_s: expected at least 0 bytes, and more than 0 s")

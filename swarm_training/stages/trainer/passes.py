@@ -1,0 +1,158 @@
+"""The passes of one micro-batch forward and backward through the stages, and its commits where it is lacking."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm_protocol.errors import PeerBusy, PeerMoved, SwarmError
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import Progress
+from swarm_training.stages.audit.auditor import Auditor
+from swarm_training.stages.audit.client import Asked
+from swarm_training.stages.routing.coverage import Claims
+from swarm_training.stages.routing.speed import BACKWARD, FORWARD
+from swarm_training.stages.rpc.client import BackwardReply, MicroBatch, StagesClient
+from swarm_training.stages.trainer.asking import Asking
+from swarm_training.stages.trainer.traces import Trace, backwards_needed
+
+R = TypeVar("R", Tensor, BackwardReply)
+_COMMIT_TRIES, _COMMIT_RETRY_S, _COMMIT_S = 3, 0.2, 5.0
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes of micro-batches in one step."""
+
+    moment: Moment
+    num_stages: int
+    loss_scale: float
+    asking: Asking
+    client: StagesClient
+    claims: Claims
+    auditor: Auditor | None = None
+
+    async def run(self, number: int, trace: Trace, lacking: frozenset[int]) -> None:
+        """Compute what these stages lack; put what becomes known on the way into the trace, also after a failure.
+
+        When it returns, ``claims`` has what was committed, or may have been. Raises as ``Asking.ask``.
+        """
+        commits: list[asyncio.Task[None]] = []
+        try:
+            for stage in backwards_needed(lacking, frozenset(trace.grads), self.num_stages):
+                reply, peer = await self._backward(stage, number, trace, stage in lacking)
+                if reply.grad is not None:
+                    trace.grads[stage - 1] = reply.grad
+                if stage == self.num_stages - 1:
+                    trace.loss.loss_sum, trace.loss.num_tokens = reply.loss_sum, reply.num_tokens
+                if stage in lacking:
+                    commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
+            await asyncio.gather(*commits)
+        except asyncio.CancelledError:
+            for commit in commits:
+                commit.cancel()
+            raise
+        except BaseException:
+            await asyncio.gather(*commits, return_exceptions=True)
+            raise
+
+    async def compute_backward(self, stages: Iterable[int], number: int, trace: Trace) -> None:
+        """Compute these stages, the last of them first, and have nothing counted. The trace has the gradient of the
+        last one's output. Raises as ``Asking.ask``."""
+        for stage in sorted(stages, reverse=True):
+            reply, _ = await self._backward(stage, number, trace, accumulates=False)
+            if reply.grad is not None:
+                trace.grads[stage - 1] = reply.grad
+
+    async def note_not_finite(self, number: int, trace: Trace) -> bool:
+        """Report the micro-batch to the last stage, which has the losses. The last stage checks the report, and decides
+        about a rollback to a checkpoint. Return False if there is none."""
+        stage = self.num_stages - 1
+        which = MicroBatch(stage, self.moment, number)
+
+        async def call(peer: Progress, timeout_s: float) -> bool:
+            content = trace.content
+            return await self.client.note_not_finite(peer, which, content.ids, content.labels, timeout_s)
+
+        return await self.asking.tell(stage, self.moment, call)
+
+    async def inputs(self, stage: int, number: int, trace: Trace) -> Tensor:
+        """Return the inputs of a stage, computed from the nearest stage before it with known inputs."""
+        if stage == 0:
+            return trace.content.ids
+        if stage not in trace.inputs:
+            before = await self.inputs(stage - 1, number, trace)
+            which = MicroBatch(stage - 1, self.moment, number)
+
+            async def call(peer: Progress, timeout_s: float) -> Tensor:
+                return await self.client.forward(peer, which, before, timeout_s)
+
+            trace.inputs[stage], peer = await self._ask(Asked(which, before), FORWARD, call)
+            trace.kept_by[stage - 1] = peer.peer_id
+        return trace.inputs[stage]
+
+    async def _backward(
+        self, stage: int, number: int, trace: Trace, accumulates: bool
+    ) -> tuple[BackwardReply, Progress]:
+        inputs = await self.inputs(stage, number, trace)
+        asked = Asked(
+            MicroBatch(stage, self.moment, number),
+            inputs,
+            labels=trace.content.labels if stage == self.num_stages - 1 else None,
+            grad=trace.grads.get(stage),
+            loss_scale=self.loss_scale,
+            accumulates=accumulates,
+            wants_grad=stage > 0 and stage - 1 not in trace.grads,
+            is_backward=True,
+        )
+
+        async def call(peer: Progress, timeout_s: float) -> BackwardReply:
+            return await self.client.backward(
+                peer,
+                asked.which,
+                asked.inputs,
+                timeout_s,
+                labels=asked.labels,
+                grad=asked.grad,
+                loss_scale=asked.loss_scale,
+                accumulates=asked.accumulates,
+                wants_grad=asked.wants_grad,
+            )
+
+        return await self._ask(asked, BACKWARD, call, trace.kept_by.pop(stage, None))
+
+    async def _ask(
+        self,
+        asked: Asked,
+        kind: str,
+        call: Callable[[Progress, float], Awaitable[R]],
+        kept_by: str | None = None,
+    ) -> tuple[R, Progress]:
+        if self.auditor is not None:
+            return await self.auditor.ask(asked, kind, call, kept_by)
+        return await self.asking.ask(asked.which.stage, self.moment, kind, call, kept_by)
+
+    async def _commit(self, peer: Progress, which: MicroBatch) -> None:
+        """Commit a gradient and claim it, unless the peer says that it does not count. The claim stays after a lost
+        answer, since the commit may have been carried out. A wrong claim costs time until a record shows it."""
+        clock = asyncio.get_running_loop().time
+        for _ in range(_COMMIT_TRIES):
+            self.claims.add(which.stage, which.number, peer.peer_id, clock())
+            try:
+                if not await self.client.commit(peer, which, _COMMIT_S):
+                    self.claims.drop(which.stage, which.number)
+                return
+            except PeerMoved:
+                self.claims.drop(which.stage, which.number)
+                return
+            except PeerBusy:  # the stage of the peer is averaging, which may come to nothing
+                self.claims.drop(which.stage, which.number)
+            except SwarmError as error:
+                _logger.debug("stage %d: the commit of %d is in doubt: %s", which.stage, which.number, error)
+            await asyncio.sleep(_COMMIT_RETRY_S)

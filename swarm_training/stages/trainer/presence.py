@@ -1,0 +1,110 @@
+"""The network presence of a trainer: no peer calls it; it watches all stages, and is on the roster of trainers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_training.core.config import TrainingConfig
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.stages.peer.presence import Membership, WatchPresence
+from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.trainer.batches import MicroBatches
+from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.roster import Roster
+from swarm_training.stages.trainer.trainer import StepReport, Trainer
+
+_LOOK_S = 0.1
+_NEWS_S = 1.0  # records on the DHT are some seconds old: by then, the peers' own news is there
+
+
+class Trainers(Protocol):
+    """The trainers of the run, see ``Roster``."""
+
+    def trainers(self) -> Mapping[str, int]: ...
+
+    async def enter(self, step: int) -> None: ...
+
+    async def run(self) -> None: ...
+
+    async def leave(self) -> None: ...
+
+
+async def train(
+    run: str,
+    num_stages: int,
+    member: Membership,
+    data: MicroBatches,
+    config: TrainerConfig,
+    on_step: Callable[[StepReport], object] = lambda report: None,
+    end: int | None = None,
+    join_timeout_s: float = 60.0,
+) -> None:
+    """Train until the run has taken ``end`` steps, or until cancelled.
+
+    Raises:
+        NoSwarm: no initial peer answered.
+        PeerUnavailable: some stage has no peer for ``join_timeout_s``.
+        ValueError: there are no initial peers, or the run has another number of micro-batches.
+        RequestRejected, AccessDenied, TrainingDiverged: as ``Trainer.train``.
+    """
+    peer_config = TrainingConfig(counting="exact", join_timeout_s=join_timeout_s)
+    watching = await WatchPresence.enter(run, num_stages, member, peer_config)
+    try:
+        roster = Roster(watching.board.node, run, member.identity)
+        await train_beside(watching.watch, watching.network, roster, run, member, data, config, on_step, end)
+    finally:
+        await watching.leave()
+
+
+async def train_beside(
+    watch: Watch,
+    network: GrpcNetwork,
+    roster: Trainers,
+    run: str,
+    member: Membership,
+    data: MicroBatches,
+    config: TrainerConfig,
+    on_step: Callable[[StepReport], object] = lambda report: None,
+    end: int | None = None,
+    join_timeout_s: float = 60.0,
+) -> None:
+    """Train as ``train`` does, given a watch that runs."""
+    await roster.enter(await _first_step(watch, data, join_timeout_s))
+    own_id = member.identity.peer_id
+    trainer = Trainer(run, own_id, lambda: watch.view().stages, roster.trainers, network, data, config, on_step)
+    staying = asyncio.gather(roster.run(), watch.relay(trainer.look_soon))
+    training = asyncio.ensure_future(trainer.train(end))
+    both: list[asyncio.Future[Any]] = [training, staying]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not training.done():
+            await staying  # raises: a trainer that is not heard, or does not hear others, must not go on
+        await training
+    finally:
+        training.cancel()
+        staying.cancel()
+        await asyncio.gather(training, staying, return_exceptions=True)
+        await roster.leave()
+
+
+async def _first_step(watch: Watch, data: MicroBatches, timeout_s: float) -> int:
+    """Return the run's step, once every stage has a peer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while watch.view().moment is None:
+                await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_NEWS_S)
+            while (moment := (view := watch.view()).moment) is None:
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        empty = [number for number, stage in enumerate(watch.view().stages) if not stage]
+        raise PeerUnavailable(f"nobody is at stage {', '.join(map(str, empty))}: expected a peer at each") from None
+    if view.num_micro_batches != data.count:
+        raise ValueError(
+            f"a batch has {view.num_micro_batches} micro-batches in this run, and {data.count} here: expected the same "
+            "run file"
+        )
+    return moment.step

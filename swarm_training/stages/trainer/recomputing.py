@@ -1,0 +1,74 @@
+"""The check by which a peer of the last stage finds out whether all that is computed of a micro-batch is finite."""
+
+from __future__ import annotations
+
+import random
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from swarm_protocol.errors import PeerMoved, TrainingDiverged
+from swarm_training.core.moment import Moment
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.stages.routing.coverage import Claims
+from swarm_training.stages.routing.router import Router
+from swarm_training.stages.rpc.client import StagesClient
+from swarm_training.stages.rpc.hosting import StageHost
+from swarm_training.stages.trainer.asking import Asking, Look, StepOver
+from swarm_training.stages.trainer.batches import Content
+from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.passes import Passes
+from swarm_training.stages.trainer.traces import Trace
+
+
+class Recomputing:
+    """A recomputation of micro-batches as by a trainer, which counts nothing. The own stage is computed here.
+
+    Hence a trainer that reports divergence must give token ids that cause it: hidden states or gradients of a stranger
+    could make any model overflow.
+    """
+
+    def __init__(
+        self, run: str, host: StageHost, look: Look, network: GrpcNetwork, config: TrainerConfig, loss_scale: float
+    ) -> None:
+        """Set up. ``look``: returns each stage's living peers. ``config``, ``loss_scale``: those of the trainers."""
+        self._host, self._look, self._config, self._loss_scale = host, look, config, loss_scale
+        self._asking = Asking(look, Router(config.routing, random.random, config.backoff), config, run)
+        self._client = StagesClient(network, run, config.forms)
+
+    async def is_finite(self, moment: Moment, number: int, ids: Tensor, labels: Tensor) -> bool:
+        """Return whether all answers are finite. ids, labels: [rows, positions] int64.
+
+        Raises:
+            PeerMoved: a stage has no peer at this moment, or this peer has gone on.
+            RequestRejected: the token ids do not fit the model.
+        """
+        stages, trace = len(self._look()), Trace(Content(ids, labels))
+        claims = Claims(self._config.settle_s)
+        passes = Passes(moment, stages, self._loss_scale, self._asking, self._client, claims)
+        try:
+            inputs = await passes.inputs(stages - 1, number, trace)
+            if not await self._own_is_finite(moment, inputs, trace):
+                return False
+            await passes.compute_backward(range(stages - 1), number, trace)
+        except TrainingDiverged:
+            return False
+        except StepOver:
+            raise PeerMoved(f"some stage has nobody at step {moment.step} any more") from None
+        return True
+
+    async def _own_is_finite(self, moment: Moment, inputs: Tensor, trace: Trace) -> bool:
+        """Compute the last stage here, and put the gradient of its inputs into the trace."""
+
+        def compute() -> bool:
+            if self._host.moment != moment:
+                raise PeerMoved(f"this peer is at step {self._host.moment.step}")
+            found = self._host.stage.backward(inputs, trace.content.labels, loss_scale=self._loss_scale)
+            is_finite = isfinite(found.loss_sum or 0.0)
+            if found.inputs is not None:
+                trace.grads[self._host.stage.index - 1] = found.inputs
+                is_finite &= bool(torch.isfinite(found.inputs).all())
+            return is_finite
+
+        return await self._host.compute(compute, 1.0)

@@ -1,0 +1,74 @@
+"""The trace of a micro-batch through the stages, with which one stage alone can be replayed.
+
+Weights do not change within a step. Hence the inputs of a stage and the gradient of its output are right until its end,
+whichever peers computed them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from swarm_training.stages.trainer.batches import Content
+
+
+@dataclass
+class Loss:
+    """The loss of a micro-batch, summed over ``num_tokens`` tokens; both are 0 until the last stage has computed it."""
+
+    loss_sum: float = 0.0
+    num_tokens: int = 0
+
+
+@dataclass
+class Trace:
+    """The trace of one micro-batch in one step.
+
+    Attributes:
+        inputs: by stage, its inputs: [rows, positions, width].
+        grads: by stage, the gradient of its output: [rows, positions, width].
+        kept_by: by stage, the peer that has computed it forward, and has kept the graph of it if there was room.
+    """
+
+    content: Content
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    kept_by: dict[int, str] = field(default_factory=dict)
+    loss: Loss = field(default_factory=Loss)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(each.nbytes for each in (*self.inputs.values(), *self.grads.values()))
+
+
+class Traces:
+    """The traces of one step; the tensors of those used first are dropped when they take too much room."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._traces: dict[int, Trace] = {}
+
+    def get(self, number: int) -> Trace | None:
+        return self._traces.get(number)
+
+    def keep(self, number: int, trace: Trace) -> None:
+        self._traces.pop(number, None)
+        self._traces[number] = trace
+        left = sum(each.size_bytes for each in self._traces.values()) - self._max_bytes
+        for oldest in list(self._traces):
+            if left <= 0:
+                return
+            left -= self._traces.pop(oldest).size_bytes
+
+
+def backwards_needed(lacking: frozenset[int], known_grads: frozenset[int], num_stages: int) -> list[int]:
+    """Return the stages to compute backward, in this order: those that lack the micro-batch, and later stages with
+    unknown gradients of their inputs. ``known_grads``: the stages with a known gradient of their output.
+    """
+    needed: list[int] = []
+    for stage in range(num_stages):
+        has_grad_from = stage - 1  # the backward gives the gradient of the previous stage's output
+        if stage in lacking or (has_grad_from in needed and has_grad_from not in known_grads):
+            needed.append(stage)
+    return needed[::-1]

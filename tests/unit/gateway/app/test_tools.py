@@ -1,0 +1,267 @@
+"""Calls of tools: what the model is told, what its answers mean, and answers that must be calls."""
+
+from __future__ import annotations
+
+import copy
+import json
+from random import Random
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from tokenizers import AddedToken
+
+from swarm_gateway.openai_api.tools import FORMATS, CallReader, format_of
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve, encode
+
+TURNS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{{ '\\n' }}{% endfor %}"
+    "{% if tools %}{% for t in tools %}{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
+)
+TEMPLATES = {  # as far as they matter here, beginning with what tells the format
+    "llama": TURNS + '{{ \'{"name": function name, "parameters": dictionary of argument name and its value}\' }}',
+    "mistral": TURNS + "{{ '[TOOL_CALLS]name[ARGS]' }}",
+    "old mistral": TURNS + "{{ '[TOOL_CALLS]' }}",
+    "qwen": TURNS + '{{ "<tool_call>\\n{\\"name\\": <n>, \\"arguments\\": <args-json-object>}\\n</tool_call>" }}',
+}
+CALLS = {
+    "llama": '{"name": "add", "parameters": {"a": 1, "b": "é"}}',
+    "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "é"}[TOOL_CALLS]look[ARGS]{}',
+    "old mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": "é"}}, {"name": "look", "arguments": {}}]',
+    "qwen": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>',
+}
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/letter"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "$defs": {"letter": {"enum": ["x", "é"]}},
+}
+LOOK = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD, "strict": True}},
+    {"type": "function", "function": {"name": "look", "parameters": LOOK}},
+]
+CLOSED = {"additionalProperties": False}
+NOT_THERE = {"type": "function", "function": {"name": "f"}}
+ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}], "tools": TOOLS}
+
+
+@pytest.fixture(params=TEMPLATES)
+def family(request: Any) -> str:
+    return request.param
+
+
+def tokenizer_of(family: str, tokenizer: Any, *, special: bool = False) -> Any:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TEMPLATES[family] + "{% endif %}assistant:"
+    if special:
+        names = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+        own.add_special_tokens({"additional_special_tokens": [AddedToken(name, special=True) for name in names]})
+    return own
+
+
+def answers(answer: Any, stream: bool, index: int = 0) -> tuple[str, list[tuple[str, str]], str]:
+    """The text, calls and finish reason of a choice."""
+    if not stream:
+        (choice,) = [choice for choice in answer.choices if choice.index == index]
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        return choice.message.content or "", calls, choice.finish_reason
+    text, found, finish = "", {}, ""
+    for choice in [choice for chunk in answer for choice in chunk.choices if choice.index == index]:
+        text += choice.delta.content or ""
+        finish = choice.finish_reason or finish
+        for call in choice.delta.tool_calls or []:
+            name, arguments = found.get(call.index, (call.function.name, ""))
+            assert call.index <= len(found) and (call.id or call.index in found)
+            found[call.index] = (name, arguments + (call.function.arguments or ""))
+    return text, list(found.values()), finish
+
+
+@pytest.mark.parametrize(("stream", "special"), [(False, True), (True, False)])
+def test_calls_in_an_answer(serve: Serve, tokenizer: Any, family: str, stream: bool, special: bool) -> None:
+    own = tokenizer_of(family, tokenizer, special=special)
+    gateway = serve(tokenizer=own, vocab_size=len(own))
+    before = "" if family == "llama" else "I look."
+    gateway.says(before + CALLS[family])
+    text, calls, finish = answers(gateway.client().chat.completions.create(**ASK, stream=stream), stream)
+    expected = [("add", {"a": 1, "b": "é"}), ("look", {})][: 1 if family == "llama" else 2]
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == expected
+    assert (text, finish) == (before, "tool_calls")
+    one = gateway.client().chat.completions.create(**ASK, stream=stream, parallel_tool_calls=False)
+    assert len(answers(one, stream)[1]) == 1
+    prompt = gateway.tokenizer.decode(gateway.batcher.generations[0].request.prompt)
+    assert "user: Sort" in prompt and f"add {json.dumps(ADD, ensure_ascii=False)}look" in prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_calls_is_text(serve: Serve, tokenizer: Any, family: str, stream: bool) -> None:
+    gateway = serve(tokenizer=tokenizer_of(family, tokenizer))
+    for text in ("so <tool", '{"nam": 1}', CALLS[family][:-3].replace("add", "other"), CALLS[family][:20]):
+        gateway.says(text)
+        found = answers(gateway.client().chat.completions.create(**ASK, stream=stream), stream)
+        assert found == (gateway.tokenizer.decode(gateway.batcher.says), [], "stop")
+
+
+def test_a_call_that_is_cut_is_neither_a_call_nor_text(serve: Serve, tokenizer: Any, family: str) -> None:
+    own = tokenizer_of(family, tokenizer, special=True)
+    gateway = serve(tokenizer=own, vocab_size=len(own))
+    before, call = "" if family == "llama" else "I look.", CALLS[family].partition("}")[0]
+    gateway.says(before + call)
+    ask = ASK | {"max_tokens": len(gateway.batcher.says)}
+    for stream in (False, True):
+        found = answers(gateway.client().chat.completions.create(**ask, stream=stream), stream)
+        assert found == (before, [], "length")
+    for text in ('{"name": "Ada", "age": 3', "so it is {", "<b"):  # JSON and other text that is cut stays text
+        gateway.says(text)
+        ask = ASK | {"max_tokens": len(gateway.batcher.says)}
+        assert answers(gateway.client().chat.completions.create(**ask), False) == (text, [], "length")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_nothing_is_lost_however_the_text_comes(name: str) -> None:
+    whole = CALLS[name]
+    region = format_of(TEMPLATES[name]).region
+    broken = whole.replace('{"a": 1,', '{"a": ,')
+    for seed in range(20):
+        random = Random(seed)
+        for text, num_calls in ((whole, 1 if name == "llama" else 2), (broken, 0)):
+            reader, said, calls, place = CallReader(region, {"add", "look"}), "", [], 0
+            while place < len(text):
+                part = text[place : place + random.randint(1, 9)]
+                more, found = reader.put(part)
+                said, calls, place = said + more, calls + found, place + len(part)
+            more, found = reader.end()
+            assert len(calls + found) == num_calls and said + more == ("" if num_calls else broken)
+
+
+@pytest.mark.parametrize(
+    ("choice", "special"), [("required", True), ({"type": "function", "function": {"name": "add"}}, False)]
+)
+def test_an_answer_that_must_be_a_call(serve: Serve, tokenizer: Any, family: str, choice: Any, special: bool) -> None:
+    """Of a model that would say anything."""
+    own = tokenizer_of(family, tokenizer, special=special)
+    gateway = serve(tokenizer=own, batcher=RandomBatcher(len(own)), vocab_size=len(own))
+    answer = gateway.client().chat.completions.create(**ASK, tool_choice=choice, n=4, seed=1, max_tokens=300)
+    whole = [answers(answer, False, index) for index in range(4) if answer.choices[index].finish_reason != "length"]
+    assert len(whole) >= 2
+    for text, calls, finish in whole:
+        assert not text.strip() and finish == "tool_calls" and calls
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), {"add": ADD, "look": LOOK}[name])
+            assert name == "add" or choice == "required"
+        assert len(calls) == 1 or choice == "required"
+
+
+def test_an_answer_is_a_call_or_follows_its_schema(serve: Serve, tokenizer: Any, family: str) -> None:
+    own = tokenizer_of(family, tokenizer, special=True)
+    gateway = serve(tokenizer=own, batcher=RandomBatcher(len(own)), vocab_size=len(own))
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"], **CLOSED}
+    format_ = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    ask = ASK | {"n": 16, "max_tokens": 300, "response_format": format_}
+    answer = gateway.client().chat.completions.create(**ask, seed=2)
+    whole = [answers(answer, False, index) for index in range(16) if answer.choices[index].finish_reason != "length"]
+    for text, calls, finish in whole:
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), {"add": ADD, "look": LOOK}[name])
+        if not calls:
+            jsonschema.validate(json.loads(text), schema)
+        assert finish == ("tool_calls" if calls else "stop") and not (calls and text.strip())
+    assert {finish for _, _, finish in whole} == {"tool_calls", "stop"}
+    required = gateway.client().chat.completions.create(**ask | {"n": 2, "tool_choice": "required"}, seed=2)
+    assert all(choice.finish_reason in ("tool_calls", "length") for choice in required.choices)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_all_that_there_are(serve: Serve, tokenizer: Any, mode: str) -> None:
+    gateway = serve(tokenizer=tokenizer_of("qwen", tokenizer))
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "look"}}]}
+    ask = ASK | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    gateway.says(CALLS["qwen"].partition("\n<tool_call>\n")[0])
+    assert answers(gateway.client().chat.completions.create(**ask), False)[1] == []  # it calls another one
+    gateway.says('<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
+    assert answers(gateway.client().chat.completions.create(**ask), False)[1:] == ([("look", "{}")], "tool_calls")
+    request = gateway.batcher.generations[0].request
+    prompt = gateway.tokenizer.decode(request.prompt)
+    assert "look {" in prompt and "add {" not in prompt
+    assert len(request.processors) == (mode == "required")
+
+
+def test_formats_are_told_apart() -> None:
+    assert [FORMATS.index(format_of(template)) for template in TEMPLATES.values()] == [0, 1, 2, 3]
+    assert format_of("{{ messages }} <tool_call> <function=") is None
+
+
+def test_what_tools_say_is_in_the_prompt(serve: Serve, tokenizer: Any) -> None:
+    gateway = serve(tokenizer=tokenizer_of("qwen", tokenizer))
+    call = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "Sort"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc123def", "content": [{"type": "text", "text": "two"}]},
+    ]
+    gateway.client().chat.completions.create(model=DEFAULT_MODEL, messages=messages)
+    told = 'user: Sort\nassistant: add({"a": 1})\ntool: two\nassistant:'
+    prompt = list(gateway.batcher.generations[0].request.prompt)
+    assert prompt == encode(gateway.tokenizer, told)
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "param"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "tools"),
+        ("{{ messages[0].content }}{{ tools }}", {}, "tools"),
+        ("{{ messages[0].content }}{{ tools }}", {"tool_choice": "required"}, "tool_choice"),
+        (None, {}, "tools"),
+        (
+            TEMPLATES["qwen"] + "{% endif %}",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NOT_THERE]}}},
+            "tool_choice",
+        ),
+        (TEMPLATES["qwen"] + "{% endif %}", {"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        (
+            TEMPLATES["qwen"] + "{% endif %}",
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_tools_that_the_model_cannot_have(
+    serve: Serve, tokenizer: Any, template: str | None, more: dict[str, Any], param: str
+) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    gateway = serve(tokenizer=own)
+    with pytest.raises(openai.BadRequestError) as refused:
+        gateway.client().chat.completions.create(**ASK | more)
+    assert refused.value.param == param and param in str(refused.value)
+    gateway.client().chat.completions.create(**ASK, tool_choice="none")
+
+
+def test_a_template_that_leaves_out_what_tools_say_is_refused(gateway: Gateway) -> None:
+    message = {"role": "tool", "tool_call_id": "abc123def", "content": "two"}
+    for template in (None, "{{ messages[0].content }}"):
+        gateway.tokenizer.chat_template, before = template, gateway.tokenizer.chat_template
+        try:
+            with pytest.raises(openai.BadRequestError, match="chat template leaves them out"):
+                gateway.client().chat.completions.create(
+                    model=DEFAULT_MODEL, messages=[{"role": "user", "content": "Sort"}, message]
+                )
+        finally:
+            gateway.tokenizer.chat_template = before
+
+
+def test_the_tokenizer_may_say_where_calls_are(serve: Serve, tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ messages[0].content }}{{ tools }}"
+    calls = {"open": "<<", "close": ">>", "repeats": True, "content": "json"}
+    own.response_template = {"start_anchor": "\n", "fields": {"tool_calls": calls, "content": {"content": "text"}}}
+    gateway = serve(tokenizer=own)
+    gateway.says('so <<{"name": "look", "arguments": {}}>> it')
+    assert answers(gateway.client().chat.completions.create(**ASK), False) == ("so  it", [("look", "{}")], "tool_calls")
+    with pytest.raises(openai.BadRequestError, match="tool_choice is not supported"):
+        gateway.client().chat.completions.create(**ASK, tool_choice="required")

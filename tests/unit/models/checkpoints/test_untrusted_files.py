@@ -1,0 +1,409 @@
+"""Checkpoints and adapters that strangers have damaged or made: read, or refused by an error of ours and no other."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.describing import describe
+from swarm_models.checkpoints.family import max_positions, rope_depends_on_length, slice_config
+from swarm_models.checkpoints.peft_files import read_adapter
+from swarm_models.checkpoints.safetensors_file import MAX_HEADER_BYTES, read_header
+from swarm_protocol.errors import CheckpointError, UnsupportedModel
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import load_blocks
+from tests.zoo import make_config, save_checkpoint
+
+REFUSED = (CheckpointError, UnsupportedModel)
+FEW = settings(derandomize=True, max_examples=40)
+MANY = settings(derandomize=True, max_examples=150)
+FAMILIES = ("llama", "gpt2", "mixtral", "mamba2")
+
+
+def write_header(path: Path, header: Any, data: bytes = b"") -> Path:
+    """A safetensors file; ``header`` is bytes, or what JSON is made of."""
+    written = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + data)
+    return path
+
+
+# ---------------------------------------------------------------- headers
+
+ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+NEXT = {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}
+HEADERS = {
+    "no entry": ({"a": 3}, "entry of 'a' has no dtype"),
+    "a list": ([ENTRY], "header holds a JSON list, expected an object"),
+    "nested": (b"[" * 100_000, "header is no valid JSON: it is nested too deeply"),
+    "deep metadata": ({"__metadata__": json.loads("[" * 40 + "]" * 40), "a": ENTRY}, "header is nested too deeply"),
+    "unknown dtype": ({"a": {**ENTRY, "dtype": "F12"}}, "holds 'a' as 'F12', which is not supported"),
+    "no dtype": ({"a": {**ENTRY, "dtype": ["F32"]}}, "entry of 'a' has no dtype"),
+    "no shape": ({"a": {**ENTRY, "shape": None}}, "entry of 'a' has no shape"),
+    "negative": ({"a": {**ENTRY, "shape": [-2, -2]}}, "entry of 'a' has no shape"),
+    "fractions": ({"a": {**ENTRY, "shape": [2.0, 2.0]}}, "entry of 'a' has no shape"),
+    "truths": ({"a": {**ENTRY, "shape": [True, 4]}}, "entry of 'a' has no shape"),
+    "infinite": ({"a": {**ENTRY, "shape": [inf]}}, "entry of 'a' has no shape"),
+    "many dimensions": ({"a": {**ENTRY, "shape": [1] * 17}}, "entry of 'a' has no shape of at most 16 sizes"),
+    "huge": ({"a": {**ENTRY, "shape": [10**30, 0]}}, "entry of 'a' has no shape"),
+    "another size": ({"a": {**ENTRY, "shape": [3, 2]}}, r"size of 'a' does not fit its shape \[3, 2\]"),
+    "backwards": ({"a": {**ENTRY, "data_offsets": [16, 0]}}, "size of 'a' does not fit its shape"),
+    "before the beginning": ({"a": {**ENTRY, "data_offsets": [-16, 0]}}, "entry of 'a' does not say where its data"),
+    "one offset": ({"a": {**ENTRY, "data_offsets": [16]}}, "entry of 'a' does not say where its data begin and end"),
+    "no number": ({"a": {**ENTRY, "data_offsets": ["0", "16"]}}, "entry of 'a' does not say where its data"),
+    "past the end": ({"a": {**ENTRY, "data_offsets": [1 << 40, (1 << 40) + 16]}}, "is truncated: its header speaks of"),
+    "overlap": ({"a": ENTRY, "b": {**NEXT, "data_offsets": [8, 16]}}, "is damaged: .* has"),
+    "same data": ({"a": ENTRY, "b": {**ENTRY}, "c": NEXT}, "is damaged: the data of 'b' overlap those of another"),
+    "gap": ({"b": NEXT}, "is damaged: the data of 'b' begin after a gap"),
+    "long name": ({"a" * 600: ENTRY}, "has a name of more than 512 characters"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_that_are_refused(tmp_path: Path, name: str) -> None:
+    header, sentence = HEADERS[name]
+    path = write_header(tmp_path / "some.safetensors", header, bytes(24))
+    with pytest.raises(CheckpointError, match=rf"some\.safetensors .*{sentence}") as caught:
+        read_header(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_header_that_is_longer_than_any(tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    path.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+    with path.open("ab") as file:
+        file.truncate(2 * MAX_HEADER_BYTES)
+    with pytest.raises(CheckpointError, match=r"some\.safetensors is no safetensors file"):
+        read_header(path)
+
+
+def test_a_header_in_order_is_read(tmp_path: Path) -> None:
+    header = {"__metadata__": {"format": "pt"}, "b": NEXT, "a": ENTRY, "c": {**NEXT, "shape": [0, 9]}}
+    header["c"]["data_offsets"] = [24, 24]
+    tensors = read_header(write_header(tmp_path / "some.safetensors", header, bytes(range(24))))
+    assert {name: tuple(stored.read().shape) for name, stored in tensors.items()} == {
+        "a": (2, 2),
+        "b": (2,),
+        "c": (0, 9),
+    }
+    assert tensors["b"].read().view(torch.uint8).tolist() == list(range(16, 24))
+
+
+# ---------------------------------------------------------------- where files are
+
+INDEX = "model.safetensors.index.json"
+ELSEWHERE = [
+    "/etc/passwd",
+    "../model.safetensors",
+    "a/../../b",
+    "..",
+    ".",
+    "",
+    "a//b",
+    "./a",
+    "C:\\a",
+    "a\\..\\..\\b",
+    "a\0b",
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each family, in one file."""
+    directory = tmp_path_factory.mktemp("models")
+    for name in FAMILIES:
+        save_checkpoint(name, directory / name, max_shard_size="1GB")
+    return {name: directory / name for name in FAMILIES}
+
+
+def copy_of(model: Path, directory: Path, **contents: Any) -> Path:
+    """A copy of a checkpoint; contents, by the names of files without their ends, replace those of JSON files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in model.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    for name, content in contents.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+@pytest.mark.parametrize("shard", [*ELSEWHERE, "x" * 300, "a\nb"])
+def test_an_index_does_not_lead_out_of_the_directory(models: dict[str, Path], tmp_path: Path, shard: str) -> None:
+    directory = copy_of(models["llama"], tmp_path / "model")
+    names = read_header(directory / "model.safetensors")
+    (directory / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (directory / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, shard)}))
+    with pytest.raises(
+        CheckpointError, match=r"index\.json names a file .*: expected one in the same directory"
+    ) as caught:
+        Checkpoint.open(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_may_name_a_directory_below(models: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(models["llama"], tmp_path / "model")
+    names = read_header(directory / "model.safetensors")
+    (directory / "shards").mkdir()
+    (directory / "model.safetensors").rename(directory / "shards" / "1.safetensors")
+    (directory / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "shards/1.safetensors")}))
+    assert set(Checkpoint.open(directory).tensor_names) == set(names)
+
+
+def test_a_link_to_somewhere_else_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(models["llama"], tmp_path / "model")
+    (directory / "config.json").rename(tmp_path / "config.json")
+    (directory / "config.json").symlink_to(Path("..") / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to .*, outside .*: expected the file itself"):
+        Checkpoint.open(directory)
+
+
+def test_weights_may_lie_on_another_disk(models: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(models["llama"], tmp_path / "model")
+    (directory / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (directory / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
+    assert set(Checkpoint.open(directory).tensor_names) == set(read_header(tmp_path / "weights.safetensors"))
+
+
+def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(models: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(models["llama"], tmp_path / "model")
+    (directory / "config.json").rename(directory / "another.json")
+    (directory / "config.json").symlink_to("another.json")
+    assert Checkpoint.open(directory).config.num_hidden_layers == 6
+
+    snapshot = copy_of(models["llama"], tmp_path / "models--some--llama" / "snapshots" / "0123")
+    (tmp_path / "models--some--llama" / "blobs").mkdir()
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(tmp_path / "models--some--llama" / "blobs" / str(number))
+        path.symlink_to(Path("../../blobs") / str(number))
+    assert Checkpoint.open(snapshot).config.num_hidden_layers == 6
+    (tmp_path / "linked").symlink_to(snapshot)
+    assert Checkpoint.open(tmp_path / "linked").config.num_hidden_layers == 6
+    (tmp_path / "downloaded").mkdir()  # as the hub's client does into a directory of one's own
+    for path in snapshot.iterdir():
+        (tmp_path / "downloaded" / path.name).symlink_to(path.resolve())
+    assert Checkpoint.open(tmp_path / "downloaded").config.num_hidden_layers == 6
+
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(tmp_path / "model" / "another.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to"):
+        Checkpoint.open(snapshot)
+
+
+def test_files_of_another_checkpoint_may_be_linked_under_their_names(models: dict[str, Path], tmp_path: Path) -> None:
+    other, directory = copy_of(models["llama"], tmp_path / "other"), tmp_path / "model"
+    (other / ".env").write_text("HF_TOKEN=secret")
+    directory.mkdir()
+    for path in other.iterdir():
+        (directory / path.name).symlink_to(path)
+    assert Checkpoint.open(directory).revision == Checkpoint.open(other).revision
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    (directory / "generation_config.json").symlink_to(other / ".env")  # under another name
+    sentence = r"\.env, outside .*: expected the file itself, or a link to generation_config\.json in the directory of"
+    with pytest.raises(CheckpointError, match=sentence):
+        assert Checkpoint.open(directory).generation_config
+    (other / "model.safetensors").unlink()  # nothing says any longer that a model is there
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to"):
+        Checkpoint.open(directory)
+
+
+# ---------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize("file", ["config", "generation_config", INDEX.removesuffix(".json")])
+def test_json_that_is_nested_or_large(models: dict[str, Path], tmp_path: Path, file: str) -> None:
+    directory = copy_of(models["llama"], tmp_path)
+    for text, sentence in (
+        ('{"a":' * 100_000, "is no valid JSON: it is nested too deeply"),
+        ('{"a":' * 50 + "1" + "}" * 50, "is nested too deeply: expected at most 32 levels of JSON"),
+        ("[]", "holds a JSON list, expected an object"),
+    ):
+        (directory / f"{file}.json").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{file}\.json {sentence}"):
+            assert Checkpoint.open(directory).generation_config
+    with (directory / f"{file}.json").open("wb") as large:
+        large.truncate(65 << 20)
+    with pytest.raises(CheckpointError, match=rf"{file}\.json is too large: expected at most"):
+        assert Checkpoint.open(directory).generation_config
+
+
+def test_generation_config_that_makes_no_sense(models: dict[str, Path], tmp_path: Path) -> None:
+    for config, sentence in (
+        ({"temperature": nan}, "has temperature=nan: expected a finite number"),
+        ({"early_stopping": "x", "num_beams": []}, "is no generation config: "),
+    ):
+        directory = copy_of(models["llama"], tmp_path, generation_config=config)
+        with pytest.raises(CheckpointError, match=rf"generation_config\.json {sentence}"):
+            assert Checkpoint.open(directory).generation_config
+
+
+# ---------------------------------------------------------------- mutated
+
+NUMBERS = [0, -1, 1, 3, 2**31, 2**63, 10**400, 0.5, -0.0, 1e308, inf, -inf, nan]
+OTHERS = [
+    None,
+    True,
+    False,
+    "",
+    "auto",
+    "1",
+    "../x",
+    "x" * 1000,
+    [],
+    {},
+    [[]],
+    [1, -1],
+    ["full_attention"],
+    {"a": {"b": 1}},
+]
+SCRAPS = st.sampled_from([*NUMBERS, *OTHERS])
+
+
+def mutations(content: dict[str, Any], values: st.SearchStrategy[Any] = SCRAPS) -> st.SearchStrategy[dict[str, Any]]:
+    """The content with up to three values replaced, removed or added, wherever they are."""
+
+    def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        return [way] * bool(way) + [place for key, part in inside for place in places(part, (*way, key))]
+
+    def change(changes: list[tuple[tuple[Any, ...], bool, Any]]) -> dict[str, Any]:
+        changed = json.loads(json.dumps(content))
+        for way, removed, value in changes:
+            part = changed
+            try:
+                for key in way[:-1]:
+                    part = part[key]
+                if removed:
+                    del part[way[-1]]
+                else:
+                    part[way[-1]] = value
+            except (LookupError, TypeError):  # an earlier change has removed it
+                continue
+        return changed
+
+    ways = st.sampled_from(places(content))
+    return st.lists(st.tuples(ways, st.sampled_from([False, False, False, True]), values), min_size=1, max_size=3).map(
+        change
+    )
+
+
+def survives(call: Callable[[], object]) -> bool:
+    """Whether it was not refused; errors that are not ours come out."""
+    try:
+        call()
+    except REFUSED as error:
+        assert "\n" not in str(error)
+        return False
+    return True
+
+
+def read_all(path: Path) -> None:
+    for stored in read_header(path).values():
+        assert tuple(stored.read().shape) == stored.shape
+
+
+@MANY
+@given(data=st.data())
+def test_mutated_headers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    header = {"__metadata__": {"format": "pt"}, "a": ENTRY, "b": NEXT, "c": {**NEXT, "data_offsets": [24, 32]}}
+    path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    write_header(path, data.draw(mutations(header)), bytes(32))
+    tracemalloc.start()
+    try:
+        survives(lambda: read_all(path))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@MANY
+@given(data=st.data())
+def test_bytes_that_have_changed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = write_header(tmp_path_factory.getbasetemp() / "changed.safetensors", {"a": ENTRY, "b": NEXT}, bytes(24))
+    content = bytearray(path.read_bytes())
+    for position, value in data.draw(
+        st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=4)
+    ):
+        content[position] = value
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    survives(lambda: read_all(path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@FEW
+@given(data=st.data())
+def test_mutated_configs(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, family: str, data: st.DataObject
+) -> None:
+    config = json.loads((models[family] / "config.json").read_text())
+    generation = {
+        "temperature": 0.7,
+        "top_k": 5,
+        "eos_token_id": [2],
+        "num_beams": 1,
+        "do_sample": True,
+        "max_length": 20,
+    }
+    directory = copy_of(
+        models[family],
+        tmp_path_factory.getbasetemp() / f"mutated-{family}",
+        config=data.draw(mutations(config)),
+        generation_config=data.draw(mutations(generation)),
+    )
+
+    def use() -> None:
+        checkpoint = Checkpoint.open(directory)
+        survives(lambda: checkpoint.generation_config)
+        assert checkpoint.family.num_blocks == checkpoint.config.num_hidden_layers
+        max_positions(checkpoint.config), rope_depends_on_length(checkpoint.config)
+        slice_config(checkpoint.config, Span(0, 1))
+        load_blocks(checkpoint, Span(0, 1))
+
+    survives(use)
+
+
+@MANY
+@given(data=st.data())
+def test_mutated_indices(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "indexed"
+    if not directory.exists():
+        copy_of(models["llama"], directory)
+    names = list(read_header(directory / "model.safetensors"))
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    (directory / INDEX).write_text(json.dumps(data.draw(mutations(index, SCRAPS | st.sampled_from(ELSEWHERE)))))
+    survives(lambda: Checkpoint.open(directory))
+
+
+@MANY
+@given(data=st.data())
+def test_mutated_adapters(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.getbasetemp() / "mutated-adapter"
+    LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        alpha_pattern={"q_proj": 3, r"layers\.\d+\..*": 5},
+        rank_pattern={"q_proj": 2},
+        lora_dropout=0.1,
+        task_type="CAUSAL_LM",
+    ).save_pretrained(directory)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(data.draw(mutations(config))))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(2, 64), name.format("B"): torch.ones(64, 2)}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    written = (directory / "adapter_model.safetensors").read_bytes()
+    length = int.from_bytes(written[:8], "little")
+    header = data.draw(st.just(json.loads(written[8 : 8 + length])) | mutations(json.loads(written[8 : 8 + length])))
+    write_header(directory / "adapter_model.safetensors", header, written[8 + length :])
+    survives(lambda: read_adapter(directory, describe(make_config("llama"))))

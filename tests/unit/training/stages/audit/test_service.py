@@ -1,0 +1,236 @@
+"""Statements and accusations over gRPC: who has lied is excluded, and slander and damage come to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm_protocol.errors import BadReply, PeerMoved, RequestRejected
+from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_protocol.rpc.serving import start_server
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import Progress
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.stages.audit.answers import Answers
+from swarm_training.stages.audit.client import Asked, AuditClient, Evidence, answer_of
+from swarm_training.stages.audit.service import AuditService, Witness
+from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
+from swarm_training.stages.audit.statements import Statement
+from swarm_training.stages.audit.testimony import Answer
+from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
+from swarm_training.stages.rpc.forms import FORMS
+from swarm_training.stages.rpc.service import StagesService
+from tests.unit.identities import identity
+from tests.unit.training.stages.toys import RUN, START, ToyGradients, ToyHost, ToyStage, tokens
+
+ACCUSED, MATE, TRAINER = 1, 2, 9
+SEED, TIMEOUT_S = bytes(range(SEED_BYTES)), 30.0
+
+
+class Liar(ToyStage):
+    """Its gradients of weights are wrong, and all else is right."""
+
+    def backward(self, *arguments: Any, **named: Any) -> ToyGradients:
+        found = super().backward(*arguments, **named)
+        return replace(found, parameters=[1.1 * each for each in found.parameters])
+
+
+@dataclass
+class Peer:
+    """For an ``AuditService``: what is pending, and whom it excludes."""
+
+    host: ToyHost
+    excluded: set[str] = field(default_factory=set)
+
+    def pending(self, m: int, trainer: str) -> list[Tensor] | None:
+        return self.host.pending.get((m, trainer))
+
+    def withdraw(self, m: int, trainer: str) -> None:
+        self.host.pending.pop((m, trainer), None)
+
+    def banned(self) -> frozenset[str]:
+        return frozenset(self.excluded)
+
+    def exclude(self, peer_id: str) -> None:
+        self.excluded.add(peer_id)
+
+
+@asynccontextmanager
+async def serving(number: int, stage: ToyStage) -> AsyncIterator[tuple[Progress, Peer]]:
+    peer, own, answers, certificate = Peer(ToyHost(stage)), identity(number), Answers(), Certificate.generate()
+    service = StagesService(RUN, peer.host, answers=answers)
+    audits = AuditService(RUN, Witness(peer.host, peer, peer, own, answers))
+    server, port = await start_server(
+        lambda server: (service.add_to(server), audits.add_to(server)), certificate, "127.0.0.1", 0
+    )
+    try:
+        address = f"127.0.0.1:{port}"
+        yield Progress(RUN, own.peer_id, address=address, tls_fingerprint=certificate.fingerprint), peer
+    finally:
+        service.close()
+        await server.stop(None)
+
+
+@dataclass
+class Court:
+    """A trainer, a peer that has answered it, and a mate of that peer."""
+
+    stages: StagesClient
+    audits: AuditClient
+    accused: tuple[Progress, Peer]
+    mate: tuple[Progress, Peer]
+
+    async def answer(self, asked: Asked) -> Answer:
+        record, how = self.accused[0], {"accumulates": asked.accumulates, "wants_grad": asked.wants_grad}
+        if not asked.is_backward:
+            return answer_of(await self.stages.forward(record, asked.which, asked.inputs, TIMEOUT_S))
+        tensors = {"labels": asked.labels, "grad": asked.grad, "loss_scale": asked.loss_scale}
+        return answer_of(
+            await self.stages.backward(record, asked.which, asked.inputs, TIMEOUT_S, **tensors, **how)  # type: ignore[arg-type]
+        )
+
+    async def attest(self, asked: Asked, answer: Answer, seed: bytes = SEED, withdraws: bool = False) -> Evidence:
+        return await self.audits.attest(self.accused[0], asked, answer, seed, TIMEOUT_S, withdraws=withdraws)
+
+    async def accuse(self, asked: Asked, answer: Answer, evidence: Evidence) -> bool:
+        return await self.audits.accuse(self.mate[0], asked, answer, evidence, TIMEOUT_S)
+
+
+def with_court(scenario: Callable[[Court], Awaitable[None]], accused: ToyStage, form: str = "fp32") -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as life:
+            network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
+            life.push_async_callback(network.close)
+            stages = StagesClient(network, RUN, WireForms(form, form))
+            mate = ToyStage(accused.index, accused.num_stages)
+            court = Court(
+                stages,
+                AuditClient(network, stages),
+                await life.enter_async_context(serving(ACCUSED, accused)),
+                await life.enter_async_context(serving(MATE, mate)),
+            )
+            await scenario(court)
+
+    asyncio.run(run())
+
+
+def asked_of(stage: int, moment: Moment = START) -> Asked:
+    """A backward pass of one of three stages."""
+    ids, which = tokens(0, 3), MicroBatch(stage, moment, 3)
+    hidden = torch.randn(*ids.shape, 8, generator=torch.Generator().manual_seed(0))
+    return Asked(
+        which,
+        hidden if stage else ids,
+        labels=ids if stage == 2 else None,
+        grad=None if stage == 2 else hidden,
+        loss_scale=7.0 if stage == 2 else 1.0,
+        accumulates=True,
+        wants_grad=stage > 0,
+        is_backward=True,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stage", range(3))
+def test_a_lie_is_found_in_what_was_signed_and_the_truth_is_no_lie(stage: int, form: str) -> None:
+    async def scenario(court: Court, is_lie: bool) -> None:
+        asked = asked_of(stage)
+        answer = await court.answer(asked)
+        evidence = await court.attest(asked, answer)
+        gradients = court.accused[1].host.pending[3, identity(TRAINER).peer_id]
+        assert evidence.statement.sketch == pytest.approx(sketch(gradients, SEED), rel=1e-6)
+        assert await court.accuse(asked, answer, evidence) == is_lie
+        assert court.mate[1].excluded == ({court.accused[0].peer_id} if is_lie else set())
+        assert await court.accuse(asked, answer, evidence) == is_lie
+
+    with_court(lambda court: scenario(court, True), Liar(stage, 3), form)
+    with_court(lambda court: scenario(court, False), ToyStage(stage, 3), form)
+
+
+def test_a_forward_pass_is_signed_too() -> None:
+    class Noisy(ToyStage):
+        def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+            found = super().forward(inputs, labels)
+            return replace(found, hidden=found.hidden + 0.5)
+
+    async def scenario(court: Court) -> None:
+        asked = Asked(MicroBatch(0, START, 3), tokens(0, 3))
+        answer = await court.answer(asked)
+        assert await court.accuse(asked, answer, await court.attest(asked, answer))
+
+    with_court(scenario, Noisy(0, 3))
+
+
+def test_evidence_that_was_changed_convicts_nobody() -> None:
+    async def scenario(court: Court) -> None:
+        asked = asked_of(1)
+        answer = await court.answer(asked)
+        evidence = await court.attest(asked, answer)
+        assert answer.tensor is not None
+        other = replace(answer, tensor=-answer.tensor)
+        for changed in (replace(asked, inputs=2 * asked.inputs), replace(asked, grad=-asked.inputs)):
+            with pytest.raises(RequestRejected, match="about another request or answer"):
+                await court.accuse(changed, answer, evidence)
+        with pytest.raises(RequestRejected, match="about another request or answer"):
+            await court.accuse(asked, other, evidence)
+        for change in ({"sketch": sketch([torch.ones(9)], SEED)}, {"seed": bytes(SEED_BYTES)}, {"is_backward": False}):
+            forged = replace(evidence.statement, **change).signed(identity(TRAINER))
+            forged.public_key = evidence.signed.public_key
+            with pytest.raises(RequestRejected, match=r"signature of .* is wrong"):
+                await court.accuse(asked, answer, Evidence(evidence.statement, forged))
+        own = evidence.statement.signed(identity(MATE))
+        with pytest.raises(RequestRejected, match="accused before itself"):
+            await court.accuse(asked, answer, Evidence(evidence.statement, own))
+        with pytest.raises(BadReply, match="signs something else"):
+            await court.attest(asked, other)
+        assert not court.mate[1].excluded
+
+    with_court(scenario, ToyStage(1, 3))
+
+
+def test_who_has_moved_on_judges_nobody() -> None:
+    async def scenario(court: Court) -> None:
+        asked = asked_of(1)
+        answer = await court.answer(asked)
+        evidence = await court.attest(asked, answer)
+        court.mate[1].host.moment = Moment(0, 1)
+        with pytest.raises(PeerMoved):
+            await court.accuse(asked, answer, evidence)
+        assert not court.mate[1].excluded
+
+    with_court(scenario, Liar(1, 3))
+
+
+def test_a_peer_signs_only_what_it_has_answered() -> None:
+    async def scenario(court: Court) -> None:
+        asked = asked_of(1)
+        with pytest.raises(PeerMoved, match="nothing is known"):
+            await court.attest(asked, Answer())
+        answer = await court.answer(asked)
+        with pytest.raises(RequestRejected, match="a seed has 3 bytes"):
+            await court.attest(asked, answer, seed=b"abc")
+        await court.attest(asked, answer, withdraws=True)
+        assert not court.accused[1].host.pending
+        with pytest.raises(PeerMoved, match="is pending"):
+            await court.attest(asked, answer)
+
+    with_court(scenario, ToyStage(1, 3))
+
+
+def test_a_statement_of_other_lengths_is_none() -> None:
+    statement = Statement(
+        "", StagesClient(None, RUN, WireForms()).forward_work(asked_of(1).which), True, b"", b"", SEED, ()
+    )  # type: ignore[arg-type]
+    for change, message in (({"sketch": (1.0,)}, "a sketch of 1"), ({"seed": b""}, "a seed of 0 bytes")):
+        with pytest.raises(ValueError, match=message):
+            Statement.read(replace(statement, **change).signed(identity(1)))
+    infinite = (float("inf"), *[0.0] * 255)
+    with pytest.raises(ValueError, match="expected 256 finite"):
+        Statement.read(replace(statement, sketch=infinite).signed(identity(1)))

@@ -1,0 +1,27 @@
+"""A stage, its sums and its limits as the run file and the memory have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.wire.constants import MIB
+from swarm_training.runfile.reading import parse_run_file
+from swarm_training.stages.commands.building import build, needs_of, stage_source, training_config
+from tests.unit.training.stages.commands.test_command_line import TEXT
+
+FILE = parse_run_file(TEXT.replace("nowhere", DEFAULT_MODEL))
+
+
+def test_what_a_stage_keeps_fits_into_the_memory_that_it_is_given() -> None:
+    source, config = stage_source(FILE), training_config(FILE)
+    free = build(FILE, source, 1, config)
+    needs = needs_of(FILE, free.stage)
+    assert needs.num_trained == free.stage.num_trained and needs.other_bytes == 0
+    gradient, least = needs.gradient_bytes, needs.needed_bytes + needs.gradient_bytes + needs.request_bytes
+    assert (free.sums._max_pending_bytes, free.limits.max_bytes) == (16 * gradient, 1024 * MIB)
+    with pytest.raises(ValueError, match="--memory is 100MiB: expected at least"):
+        build(FILE, source, 1, config, memory_bytes=100 * MIB)
+    bound = build(FILE, source, 1, config, memory_bytes=least + 2 * gradient)
+    assert bound.sums._max_pending_bytes == gradient and gradient // 2 <= bound.stage._kept.max_bytes <= gradient
+    assert bound.limits.max_bytes >= needs.request_bytes

@@ -1,0 +1,88 @@
+"""When a stage may step, goes back with others, or is stranded; what a run looks like from its records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarm_training.core.bitmap import to_bits
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import Progress
+from swarm_training.stages.peer.barrier import is_stranded, may_step, went_back_to
+from swarm_training.stages.peer.run_stages import RunStages, StageMember
+
+NOW = Moment(0, 5)
+
+
+def stages(*text: str) -> RunStages:
+    """A stage is a list of peers: ``5`` is at step 5, ``5h`` holds its average, ``5b`` has micro-batches, ``1/3`` is at
+    step 3 after one rollback."""
+
+    def member(number: int, each: str) -> StageMember:
+        rollbacks, _, step = each.rstrip("hb").rpartition("/")
+        moment = Moment(int(rollbacks or 0), int(step))
+        return StageMember(f"p{number}", "", b"", moment, b"\x01" if "b" in each else b"\0", "h" in each, 1.0)
+
+    return RunStages(tuple(tuple(member(number, each) for number, each in enumerate(one.split())) for one in text))
+
+
+@pytest.mark.parametrize(
+    ("seen", "may"),
+    [
+        (["5h 5h", "5h", "5h"], True),
+        (["5h", "5h", "5"], False),
+        (["5h", "5h", ""], False),  # nobody is known there
+        (["5h", "5h 5b", "5h"], False),  # should the first die, the second could not go on
+        (["5h", "5h 5", "5h 4"], True),  # who has just joined, or is behind, has nothing to lose
+        (["5h", "5", "6"], True),  # it was open when somebody went through
+        (["5h", "5", "1/6"], False),  # that is another way
+        ([], False),
+    ],
+)
+def test_all_stages_step_together(seen: list[str], may: bool) -> None:
+    assert may_step(stages(*seen), NOW) == may
+
+
+@pytest.mark.parametrize(
+    ("seen", "moment"),
+    [
+        (["5", "5", "5 6"], None),
+        (["5", "1/4", "5"], Moment(1, 4)),
+        (["5", "5", "5 1/4"], None),  # one of two
+        (["5", "5", "5 1/4 1/4"], Moment(1, 4)),
+        (["5", "1/4", "1/4 1/5 1/5"], Moment(1, 4)),
+        (["5", "1/4", "2/2"], Moment(2, 2)),
+    ],
+)
+def test_a_rollback_of_one_stage_is_one_of_all(seen: list[str], moment: Moment | None) -> None:
+    assert went_back_to(stages(*seen), NOW) == moment
+
+
+@pytest.mark.parametrize(
+    ("seen", "stranded"),
+    [
+        (["5 5", "6 6", "5"], True),
+        (["5 5h", "6", "6"], False),
+        (["5 6", "6", "6"], False),
+        (["5", "5h", "5h"], False),
+        (["5", "6 5 5", "5"], False),  # a single peer may say what it likes
+    ],
+)
+def test_a_stage_is_stranded_if_others_have_left_it_behind(seen: list[str], stranded: bool) -> None:
+    assert is_stranded(stages(*seen), 0, NOW) == stranded
+
+
+def record(name: str, model: bytes = b"m", **fields: Any) -> Progress:
+    values = {"target_batch_size": 8, "micro_batches": to_bits((), 8), "model": model}
+    return Progress("toy/0", name, **values | fields)
+
+
+def test_a_view_is_made_of_records() -> None:
+    odd, counting = record("x", b"another"), record("y", micro_batches=b"", samples=3)
+    decided = record("a", step=2, micro_batches=to_bits({1, 7}, 8), samples=2, decided=b"d", samples_per_s=3.0)
+    view = RunStages.of([[record("b"), decided, odd, counting], [record("c", step=1)]])
+    assert view.num_micro_batches == 8 and view.moment == Moment(0, 1)
+    assert [peer.peer_id for peer in view.stages[0]] == ["a", "b"]
+    assert view.stages[0][0] == StageMember("a", "", b"", Moment(0, 2), b"\x82", True, 3.0)
+    assert RunStages.of([[record("b")], []]).moment is None and RunStages.of([]).num_micro_batches == 0

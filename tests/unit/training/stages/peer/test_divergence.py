@@ -1,0 +1,142 @@
+"""Runs that have diverged: all stages go back to a checkpoint as one, and no batch since then is seen again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm_training.core.config import RollbackPolicy
+from swarm_training.core.moment import Moment
+from tests.unit.training.stages.peer.test_simulated_stages import start
+from tests.unit.training.stages.peer.world import (
+    CONFIG,
+    SimulatedStagePeer,
+    StageWorld,
+    ToyGradients,
+    ToyTrainer,
+    single,
+)
+from tests.unit.training.world import simulate
+
+STAGES, MICRO_BATCHES = 3, 6
+DIVERGES_AT = 5
+CHECKPOINT = 4  # every second step is kept
+SKIPPED = DIVERGES_AT + 1 - CHECKPOINT
+POLICY = RollbackPolicy(margin=5.0, patience=1, window=8, warmup=2)
+
+
+def require_as_one_process_that_skips(world: StageWorld, steps: int) -> None:
+    usual = single(STAGES, MICRO_BATCHES, DIVERGES_AT)
+    skips = single(STAGES, MICRO_BATCHES, steps, batch_of=lambda step: step + SKIPPED * (step >= CHECKPOINT))
+    compared = 0
+    for peer in world.everybody.values():
+        for moment, parameters in peer.history.items():
+            if moment.step <= steps:
+                truth = (skips if moment.rollbacks else usual)[moment.step][peer.stage_peer.index]
+                assert all(map(torch.equal, parameters, truth)), (peer.number, moment)
+                compared += moment.rollbacks == 1
+    assert compared >= 2 * STAGES * (steps - CHECKPOINT)
+
+
+def spoil(peer: SimulatedStagePeer, after: Callable[[ToyGradients], ToyGradients]) -> None:
+    """What this peer of the last stage makes of the batch with which the run diverges."""
+    usual = peer.stage.backward
+
+    def backward(inputs: Tensor, grad: Tensor | None) -> ToyGradients:
+        found = usual(inputs, grad)
+        return after(found) if peer.state.moment == Moment(0, DIVERGES_AT) else found
+
+    peer.stage.backward = backward  # type: ignore[method-assign]
+
+
+async def train_past(world: StageWorld, step: int) -> None:
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    async with asyncio.timeout(600.0):
+        while any(peer.state.moment < Moment(1, step) for peer in world.alive()):
+            await asyncio.sleep(0.1)
+    training.cancel()
+
+
+def test_a_loss_that_is_far_too_high_sends_all_stages_back() -> None:
+    async def scenario() -> None:
+        world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
+        for peer in (await start(world))[-2:]:
+            spoil(peer, lambda found: replace(found, loss_sum=100 * (found.loss_sum or 1.0)))
+        await train_past(world, 9)
+        require_as_one_process_that_skips(world, 9)
+        assert {peer.peer.own.skipped_batches for peer in world.alive()} == {SKIPPED}
+
+    simulate(scenario)
+
+
+def test_what_nobody_can_compute_sends_all_stages_back_a_newcomer_without_checkpoint_too() -> None:
+    async def scenario() -> None:
+        world = StageWorld(STAGES, MICRO_BATCHES)
+        last = (await start(world))[-2:]
+        told = count()
+
+        def refuse(found: ToyGradients) -> ToyGradients:
+            next(told)
+            raise asyncio.CancelledError  # no answer: the trainer's pass has ended
+
+        for peer in last:
+            spoil(peer, refuse)
+        training = asyncio.ensure_future(ToyTrainer(world).run())
+        await world.reach(DIVERGES_AT)
+        training.cancel()
+        world.kill(last[0].peer_id)
+        newcomer = world.join(STAGES - 1)
+        while not newcomer.peer.own.state_digest:
+            await asyncio.sleep(0.1)
+        assert newcomer.peer.own.kept is None
+        for peer in world.alive(STAGES - 1):
+            assert peer.stage_peer.note_not_finite(DIVERGES_AT)
+        await train_past(world, 9)
+        require_as_one_process_that_skips(world, 9)
+
+    simulate(scenario)
+
+
+def test_without_a_checkpoint_nobody_can_go_back() -> None:
+    async def scenario() -> None:
+        world = StageWorld(1, MICRO_BATCHES, replace(CONFIG, checkpoint_every=0))
+        (peer,) = await start(world, per_stage=1)
+        assert not peer.stage_peer.note_not_finite(0)
+        await asyncio.sleep(10.0)
+        assert peer.state.moment == Moment(0, 0)
+
+    simulate(scenario)
+
+
+def test_who_joins_after_it_skips_as_the_others_do_when_a_stage_is_lost() -> None:
+    async def scenario() -> None:
+        world = StageWorld(STAGES, MICRO_BATCHES)
+        peers = await start(world)
+        training = asyncio.ensure_future(ToyTrainer(world).run())
+        await world.reach(1)
+        skipped = 7  # as after a rollback
+        for peer in peers:
+            peer.peer.skip_batches(skipped)
+        for peer in world.alive(1):
+            world.kill(peer.peer_id)
+        replacement = world.join(1)
+        async with asyncio.timeout(300.0):
+            while replacement.peer.own.skipped_batches != skipped:
+                await asyncio.sleep(0.1)
+        training.cancel()
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_how_many_batches_were_skipped_is_in_a_record(skipped: int) -> None:
+    from swarm_training.core.record import Progress
+
+    record = Progress("toy/0", "p", skipped_batches=skipped)
+    assert Progress.from_proto(record.to_proto()).skipped_batches == skipped

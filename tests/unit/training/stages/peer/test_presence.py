@@ -1,0 +1,141 @@
+"""Stage peers and one who watches, over real gRPC and a real DHT on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.errors import AccessDenied
+from swarm_training.compression.compressor import Plain
+from swarm_training.contract.backend import Joining
+from swarm_training.core.bitmap import from_bits
+from swarm_training.core.moment import Moment
+from swarm_training.core_backend import send_order
+from swarm_training.ledger.orders import Ban, Order
+from swarm_training.progress import gossip
+from swarm_training.run.state import TrainedState
+from swarm_training.stages.peer import presence, watch
+from swarm_training.stages.peer.presence import Membership, StageOfRun, StagePresence, WatchPresence
+from tests.unit.identities import identity
+from tests.unit.training.stages.peer.world import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
+
+STAGES, MICRO_BATCHES = 2, 4
+MODERATOR = 7
+LOOK_S = 0.3  # for mates: each peer enters when those before it have
+
+
+@pytest.fixture(autouse=True)
+def boards_are_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip, "_READ_S", 0.5)
+    monkeypatch.setattr(watch, "_READ_S", 0.5)
+    monkeypatch.setattr(presence, "_ORDERS_S", 0.5)
+
+
+async def enter(
+    index: int, number: int, initial_peers: list[str], organiser: OrganiserKey | None = None
+) -> tuple[StagePresence, ToyStage]:
+    stage = ToyStage(index, STAGES)
+    config = replace(CONFIG, host="127.0.0.1")
+    state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
+    where, member = StageOfRun("toy", index, STAGES, MICRO_BATCHES), member_of(number, initial_peers, organiser)
+    return await StagePresence.enter(where, member, config, state, ToySums(stage), look_s=LOOK_S), stage
+
+
+def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> Membership:
+    if organiser is None:
+        return Membership(identity(number), initial_peers)
+    own = identity(number)
+    role = Role.MODERATOR if number == MODERATOR else Role.TRAINER
+    grant = Grant.new(organiser.public, role, f"member {number}", own.peer_id, time.time() - 10, time.time() + 1000)
+    return Membership(own, initial_peers, AccessControl(organiser.public), grant.signed(organiser))
+
+
+async def until(condition: object, limit_s: float = 60.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.05)
+
+
+def test_two_stages_step_together_and_who_watches_sees_them() -> None:
+    async def scenario() -> None:
+        async with AsyncExitStack() as leaving:
+            first, first_stage = await enter(0, 0, [])
+            leaving.push_async_callback(first.leave)
+            second, second_stage = await enter(1, 1, first.addresses)
+            leaving.push_async_callback(second.leave)
+            member = Membership(identity(2), first.addresses)
+            watching = await WatchPresence.enter("toy", STAGES, member, CONFIG)
+            leaving.push_async_callback(watching.leave)
+            seen = watching.watch
+            await until(lambda: seen.view().moment == Moment(0, 0))
+            assert seen.view().num_micro_batches == MICRO_BATCHES
+            assert [peer.address for stage in seen.view().stages for peer in stage] == [
+                entered.stage_peer.record().address for entered in (first, second)
+            ]
+            for m in range(MICRO_BATCHES):
+                hidden = first_stage.forward(micro_batch(0, m))
+                last = second_stage.backward(hidden, None)
+                second.stage_peer.add(0, m, "trainer", last)
+                assert await second.stage_peer.commit(0, m, "trainer")
+                if m == 1:
+                    await until(
+                        lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1])
+                    )
+            await until(lambda: any(peer.holds for peer in seen.view().stages[1]))
+            assert seen.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
+            for m in range(MICRO_BATCHES):
+                hidden = first_stage.forward(micro_batch(0, m))
+                grad = second_stage.backward(hidden, None).inputs
+                first.stage_peer.add(0, m, "trainer", first_stage.backward(micro_batch(0, m), grad))
+                assert await first.stage_peer.commit(0, m, "trainer")
+            await until(lambda: seen.view().moment == Moment(0, 1))
+            truth = single(STAGES, MICRO_BATCHES, 1)[1]
+            for stage, expected in zip((first_stage, second_stage), truth, strict=True):
+                assert all(map(torch.equal, stage.parameters, expected))
+
+    asyncio.run(scenario())
+
+
+def test_a_moderator_bans_by_the_name_of_the_run() -> None:
+    organiser = OrganiserKey.generate()
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as leaving:
+            first, _ = await enter(0, 0, [], organiser)
+            leaving.push_async_callback(first.leave)
+            banned, _ = await enter(1, 1, first.addresses, organiser)
+            leaving.push_async_callback(banned.leave)
+            mate, _ = await enter(1, 2, first.addresses, organiser)
+            leaving.push_async_callback(mate.leave)
+            watcher = member_of(3, first.addresses, organiser)
+            watching = await WatchPresence.enter("toy", STAGES, watcher, CONFIG)
+            leaving.push_async_callback(watching.leave)
+            watches = [watching.watch, first.stage_peer.watch, mate.stage_peer.watch]
+            await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 2] for each in watches))
+            moderator = member_of(MODERATOR, first.addresses, organiser)
+            order = Order.new("toy", Ban(identity(1).peer_id, "sends noise"), time.time(), 1000.0)
+            signed = order.signed(moderator.identity, moderator.token)
+            who = Joining("toy", MICRO_BATCHES, tuple(first.addresses), moderator.identity, organiser.public)
+            await asyncio.to_thread(send_order, who, signed)
+            await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 1] for each in watches))
+            assert watching.watch.view().stages[1][0].peer_id == identity(2).peer_id
+            with pytest.raises(AccessDenied, match="sends noise"):
+                await asyncio.wait_for(banned.wait(), 60.0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"index": 2}, "the stage is 2: expected 0 to 1"), ({"run": ""}, "the name of a run")]
+)
+def test_what_is_no_stage_of_a_run_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(StageOfRun("toy", 0, STAGES, MICRO_BATCHES), **changes)  # type: ignore[arg-type]

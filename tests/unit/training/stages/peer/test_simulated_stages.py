@@ -1,0 +1,288 @@
+"""A run in stages in virtual time, beside the same training in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swarm_training.core.bitmap import from_bits
+from swarm_training.core.moment import Moment
+from swarm_training.stages.peer.stage_peer import LOOK_S
+from tests.unit.training.stages.peer.world import (
+    CONFIG,
+    SimulatedStagePeer,
+    StageWorld,
+    ToyTrainer,
+    micro_batch,
+    single,
+)
+from tests.unit.training.world import simulate
+
+STAGES, MICRO_BATCHES = 4, 6
+
+
+def require_equal_to_single(world: StageWorld, steps: int) -> None:
+    """Every tensor that any peer has had, at every step."""
+    everybody = [*world.everybody.values(), *world.former]
+    newest = max(moment.step for peer in everybody for moment in peer.history)
+    truth = single(world.num_stages, world.num_micro_batches, newest, world.tied)
+    compared = 0
+    for peer in everybody:
+        for moment, parameters in peer.history.items():
+            for own, expected in zip(parameters, truth[moment.step][peer.stage_peer.index], strict=True):
+                assert torch.equal(own, expected), (peer.number, moment)
+                compared += 1
+    assert newest >= steps and compared >= 2 * world.num_stages * steps
+
+
+async def start(world: StageWorld, per_stage: int = 2) -> list[SimulatedStagePeer]:
+    peers = [world.join(index) for index in range(world.num_stages) for _ in range(per_stage)]
+    await world.reach(0)
+    while any(not peer.peer.own.state_digest for peer in peers):
+        await asyncio.sleep(0.1)
+    return peers
+
+
+async def watch_barrier(world: StageWorld) -> None:
+    """Raises AssertionError if somebody steps before every stage has its average."""
+    while True:
+        newest = max(peer.state.step for peer in world.alive())
+        for index in range(world.num_stages):
+            stage = [(peer.state.step, bool(peer.peer.own.decided)) for peer in world.alive(index)]
+            assert any(step == newest or (step, holds) == (newest - 1, True) for step, holds in stage)
+        await asyncio.sleep(0.005)
+
+
+def test_without_failures_every_step_is_that_of_one_process() -> None:
+    async def scenario() -> None:
+        world = StageWorld(STAGES, MICRO_BATCHES)
+        await start(world)
+        barrier = asyncio.ensure_future(watch_barrier(world))
+        await train(world, 3, ToyTrainer(world))
+        assert not barrier.done() or barrier.result()
+        require_equal_to_single(world, 3)
+
+    simulate(scenario)
+
+
+def test_who_hears_of_its_mates_late_does_not_found_the_stage_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The DHT answers after the time in which somebody should have been found."""
+
+    async def scenario() -> None:
+        world = StageWorld(1, MICRO_BATCHES)
+        await start(world)
+        late, founded = world.make(0), []
+        look = late.peer.look
+
+        async def look_slowly() -> None:
+            await asyncio.sleep(LOOK_S + 1)
+            await look()
+
+        async def found(*arguments: object, **_options: object) -> None:
+            founded.append(arguments)
+
+        monkeypatch.setattr(late.peer, "look", look_slowly)
+        monkeypatch.setattr(late.peer, "found", found)
+        world.spawn(late)
+        while not (late.peer.own.state_digest or founded):
+            await asyncio.sleep(0.1)
+        assert not founded
+
+    simulate(scenario)
+
+
+def test_a_run_may_have_one_stage() -> None:
+    async def scenario() -> None:
+        world = StageWorld(1, MICRO_BATCHES)
+        own = [task for peer in (world.join(0), world.join(0)) for task in peer.tasks]
+        await train(world, 3, ToyTrainer(world))
+        require_equal_to_single(world, 3)
+        assert not any(task.done() for task in own)  # nothing to watch is no reason to end
+
+    simulate(scenario)
+
+
+async def train(world: StageWorld, steps: int, *trainers: ToyTrainer) -> None:
+    tasks = [asyncio.ensure_future(trainer.run()) for trainer in trainers]
+    await world.reach(steps)
+    for task in tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "codec", "message"),
+    [
+        (MICRO_BATCHES + 1, "fp64", f"target_batch_size is {MICRO_BATCHES + 1} here and {MICRO_BATCHES} in the run"),
+        (MICRO_BATCHES, "int8", "codec is int8 here and fp64 in the run"),
+    ],
+)
+def test_who_joins_with_another_batch_or_other_settings_is_told(micro_batches: int, codec: str, message: str) -> None:
+    async def scenario() -> None:
+        world = StageWorld(1, MICRO_BATCHES)
+        await start(world)
+        world.num_micro_batches, world.config = micro_batches, replace(world.config, codec=codec)
+        with pytest.raises(ValueError, match=message):
+            await world.make(0).stage_peer.join()
+
+    simulate(scenario)
+
+
+def test_of_two_peers_that_have_the_same_micro_batch_one_gives_it_up() -> None:
+    """Two trainers commit it at the same moment, before either peer has heard of the other's."""
+
+    async def scenario() -> None:
+        world = StageWorld(1, MICRO_BATCHES)
+        lower, higher = sorted(await start(world), key=lambda peer: peer.peer_id)
+        await asyncio.sleep(1.0)
+        for peer, numbers in ((lower, [0, 1]), (higher, [1, 2])):
+            for m in numbers:
+                peer.backward(0, m, "one", micro_batch(0, m), None)
+                assert await peer.stage_peer.commit(0, m, "one")
+        await asyncio.sleep(1.0)
+        assert from_bits(lower.peer.own.micro_batches, MICRO_BATCHES) == {0, 1}
+        assert from_bits(higher.peer.own.micro_batches, MICRO_BATCHES) == set()
+        await train(world, 3, ToyTrainer(world, "one", 1), ToyTrainer(world, "two", 2))
+        require_equal_to_single(world, 3)
+
+    simulate(scenario)
+
+
+def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal() -> None:
+    """A number of micro-batches that is a power of two: see ``SharedGradients``."""
+
+    async def scenario() -> None:
+        world = StageWorld(3, 4, tied=True)
+        peers = await start(world)
+        trainer = ToyTrainer(world)
+        training = asyncio.ensure_future(trainer.run())
+        await world.reach(2)
+        world.kill(peers[0].peer_id)
+        world.kill(peers[-1].peer_id)
+        world.join(0)
+        await world.reach(6)
+        training.cancel()
+        require_equal_to_single(world, 6)
+        first, last = (world.alive(index)[0].history[Moment(0, 6)][0] for index in (0, 2))
+        assert torch.equal(first, last)
+
+    simulate(scenario)
+
+
+def test_a_stage_that_loses_all_of_its_peers_goes_on_from_a_checkpoint() -> None:
+    async def scenario() -> None:
+        world = StageWorld(3, MICRO_BATCHES)
+        await start(world)
+        trainer = ToyTrainer(world)
+        training = asyncio.ensure_future(trainer.run())
+        await world.reach(5)
+        for peer in world.alive(1):
+            world.kill(peer.peer_id)
+        replacement = world.join(1)
+        await world.reach(8)
+        training.cancel()
+        assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
+        assert min(replacement.history) == Moment(1, 4)  # every second step is kept
+        require_equal_to_single(world, 8)
+
+    simulate(scenario)
+
+
+def test_who_has_just_joined_and_is_left_behind_goes_on_from_a_checkpoint() -> None:
+    """Those who were at its stage have stepped, and died with the only newer state; nobody else has a checkpoint."""
+
+    async def scenario() -> None:
+        config = replace(CONFIG, checkpoint_every=8)
+        world = StageWorld(3, MICRO_BATCHES, config, replicates=False)
+        await start(world)
+        training = asyncio.ensure_future(ToyTrainer(world).run())
+        await world.reach(9)
+        mates = world.alive(1)
+        newcomer = world.join(1)
+        while newcomer.peer.own.kept is None:
+            await asyncio.sleep(0.05)
+        assert newcomer.peer.own.kept.step < min(newcomer.history).step  # that of its mates
+        world.isolate(newcomer.peer_id)
+        left_at = newcomer.state.step
+        while any(peer.state.step <= left_at for peer in world.alive() if peer is not newcomer):
+            await asyncio.sleep(0.05)
+        for peer in mates:
+            world.kill(peer.peer_id)
+        world.cut.clear()
+        await world.reach(left_at + 4)
+        training.cancel()
+        assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
+        require_equal_to_single(world, left_at + 4)
+
+    simulate(scenario)
+
+
+def test_who_was_cut_off_for_a_while_catches_up() -> None:
+    async def scenario() -> None:
+        world = StageWorld(2, MICRO_BATCHES)
+        peers = await start(world)
+        trainer = ToyTrainer(world)
+        training = asyncio.ensure_future(trainer.run())
+        await world.reach(1)
+        odd = max(world.alive(1), key=lambda peer: peer.peer_id)  # the other one decides a draw
+        world.isolate(odd.peer_id)
+        others = [peer for peer in peers if peer is not odd]
+        while any(peer.peer.own.step < 3 for peer in others):
+            await asyncio.sleep(0.1)
+        assert odd.peer.own.step < 3
+        world.cut.clear()
+        await world.reach(6)
+        training.cancel()
+        require_equal_to_single(world, 6)
+
+    simulate(scenario)
+
+
+class Churn:
+    """Kills peers of stages that have another one, and lets new ones join.
+
+    Attributes:
+        killed: how many.
+    """
+
+    def __init__(self, world: StageWorld, seed: int, most_s: float) -> None:
+        self._world, self._rng, self._most_s = world, random.Random(seed), most_s
+        self.killed = 0
+
+    async def run(self) -> None:
+        world, rng = self._world, self._rng
+        while True:
+            await asyncio.sleep(rng.uniform(0.1, self._most_s))
+            spare = [stage for stage in map(self._settled, range(world.num_stages)) if len(stage) > 1]
+            if spare:
+                world.kill(rng.choice(rng.choice(spare)).peer_id)
+                self.killed += 1
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                world.join(min(range(world.num_stages), key=lambda index: len(world.alive(index))))
+
+    def _settled(self, index: int) -> list[SimulatedStagePeer]:
+        """Those that any other of the stage could be left with."""
+        here = [peer for peer in self._world.alive(index) if peer.peer.own.state_digest]
+        newest = max((peer.peer.own.moment for peer in here), default=None)
+        return [peer for peer in here if peer.peer.own.moment == newest]
+
+
+async def train_under_kills(seed: int, steps: int, most_s: float) -> Churn:
+    world = StageWorld(STAGES, MICRO_BATCHES)
+    await start(world)
+    trainer, churn = ToyTrainer(world, seed=seed), Churn(world, seed, most_s)
+    tasks = [asyncio.ensure_future(each.run()) for each in (trainer, churn)]
+    await world.reach(steps, 1000.0)
+    for task in tasks:
+        task.cancel()
+    require_equal_to_single(world, steps)
+    return churn
+
+
+@pytest.mark.parametrize("steps", [10, pytest.param(20, marks=pytest.mark.slow)])
+def test_under_kills_every_step_is_that_of_one_process(steps: int) -> None:
+    churn = simulate(lambda: train_under_kills(seed=5, steps=steps, most_s=3.0), 2000.0)
+    assert churn.killed >= steps // 4

@@ -1,0 +1,59 @@
+"""What a stage is said to need grows with its parameters, and what is left is shared out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from swarm_protocol.wire.constants import MIB
+from swarm_training.stages.placement.memory import PROCESS_BYTES, StageNeeds, StageRoom, room_of
+
+NEEDS = StageNeeds(num_trained=40 << 20, other_bytes=0, optimizer="adamw", sums="fp32", request_bytes=8 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sums", "expected"),  # as the documentation has it
+    [
+        ("adamw", "fp32", (20, 32, 56)),
+        ("adamw", "fp64", (28, 48, 72)),
+        ("sgd", "fp32", (12, 24, 32)),
+        ("adamw8bit", "fp32", (14.1, 26.1, 38.3)),
+    ],
+)
+def test_bytes_per_parameter(optimizer: str, sums: str, expected: tuple[float, ...]) -> None:
+    needs = replace(NEEDS, optimizer=optimizer, sums=sums)
+    assert (needs.resting_bytes, needs.stepping_bytes, needs.sending_bytes) == pytest.approx(expected)
+    more = replace(needs, num_trained=2 * needs.num_trained, other_bytes=100)
+    assert more.needed_bytes - needs.needed_bytes - 100 == pytest.approx(needs.num_trained * expected[-1], abs=2)
+
+
+def test_without_a_limit_as_much_is_kept_as_is_of_use() -> None:
+    assert room_of(NEEDS, None) == StageRoom(4 * 160 * MIB, 512 * MIB, 1024 * MIB)
+    assert room_of(replace(NEEDS, num_trained=1 << 20), None).pending == 16 * 4 * MIB
+    assert room_of(replace(NEEDS, request_bytes=2048 * MIB), None).requests == 2048 * MIB
+
+
+def test_requests_of_auditors_are_counted_too() -> None:
+    needs = replace(NEEDS, num_rooms=2)
+    least = needs.needed_bytes + needs.gradient_bytes + 2 * needs.request_bytes
+    for memory in range(least, least + 8192 * MIB, 100 * MIB):
+        room = room_of(needs, memory)
+        assert needs.needed_bytes + room.pending + room.kept + 2 * room.requests <= memory
+    with pytest.raises(ValueError, match="--memory is"):
+        room_of(needs, least - 1)
+
+
+def test_what_is_left_of_the_memory_is_shared_out_and_never_exceeded() -> None:
+    least = PROCESS_BYTES + 56 * NEEDS.num_trained + NEEDS.gradient_bytes + NEEDS.request_bytes
+    assert room_of(NEEDS, least) == StageRoom(NEEDS.gradient_bytes, 0, NEEDS.request_bytes)
+    for memory in range(least, least + 8192 * MIB, 100 * MIB):
+        room = room_of(NEEDS, memory)
+        assert NEEDS.needed_bytes + room.pending + room.kept + room.requests <= memory
+        assert room.pending >= NEEDS.gradient_bytes and room.requests >= NEEDS.request_bytes
+    said = re.escape(f"--memory is 1024MiB: expected at least {least // MIB}MiB for a stage with 41943040 parameters")
+    with pytest.raises(ValueError, match=said + ".* takes 60 bytes of each with adamw"):
+        room_of(NEEDS, 1 << 30)
+    with pytest.raises(ValueError, match="--memory is"):
+        room_of(NEEDS, least - 1)

@@ -1,0 +1,76 @@
+"""What a micro-batch costs on the wire, as a stage peer counts it, is what the formula says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_protocol.net.tls import ClientCredentials
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.stages.compress.link_cost import LinkCost
+from swarm_training.stages.engine.building import build_stage
+from swarm_training.stages.engine.settings import BoundarySettings, Scratch, StageOptions
+from swarm_training.stages.pb import stages_pb2 as pb
+from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
+from swarm_training.stages.rpc.room import Room
+from swarm_training.stages.rpc.service import StagesService
+from tests import zoo
+from tests.unit.identities import identity
+from tests.unit.training.stages.toys import RUN, START, ToyHost, serving
+
+HIDDEN, ROWS, POSITIONS, TIMEOUT_S = 128, 2, 8, 30.0  # int8's blocks of 64 elements are full
+
+
+class CountingRoom(Room):
+    received_bytes = 0
+
+    def _take(self, trainer: str, size_bytes: int) -> None:
+        super()._take(trainer, size_bytes)
+        self.received_bytes += size_bytes
+
+
+class CountingService(StagesService):
+    sent_bytes = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.room = CountingRoom(self._limits)
+
+    async def _forward(self, *arguments: Any) -> Iterable[pb.ComputeReply]:
+        return self._counted(await super()._forward(*arguments))
+
+    async def _backward(self, *arguments: Any) -> Iterable[pb.ComputeReply]:
+        return self._counted(await super()._backward(*arguments))
+
+    def _counted(self, replies: Iterable[pb.ComputeReply]) -> Iterable[pb.ComputeReply]:
+        replies = list(replies)
+        self.sent_bytes += sum(reply.tensor.size_bytes for reply in replies)
+        return replies
+
+
+@pytest.mark.parametrize("layers", ["none", "bottleneck:2", "maxout:2"])
+@pytest.mark.parametrize("forms", [("fp32", "fp32"), ("int8", "bf16")])
+def test_a_middle_stage_costs_what_the_formula_says(layers: str, forms: tuple[str, str]) -> None:
+    config = zoo.make_config("llama", num_hidden_layers=3, hidden_size=HIDDEN)
+    stage = build_stage(Scratch(config), 1, 3, StageOptions(boundaries=BoundarySettings(layers)))
+    inputs = torch.randn(ROWS, POSITIONS, stage.width, generator=torch.Generator().manual_seed(0))
+    which = MicroBatch(1, START, 0)
+
+    async def run() -> None:
+        host: Any = ToyHost(stage)  # type: ignore[arg-type]
+        async with serving(host, make=CountingService) as (peer, service):
+            network = GrpcNetwork(ClientCredentials(identity(9)))
+            client = StagesClient(network, RUN, WireForms(*forms))
+            hidden = await client.forward(peer, which, inputs, TIMEOUT_S)
+            assert hidden.shape == inputs.shape
+            await client.backward(peer, which, inputs, TIMEOUT_S, grad=hidden, accumulates=True, wants_grad=True)
+            await network.close()
+            cost, tokens = LinkCost.of(layers, HIDDEN, *forms), ROWS * POSITIONS
+            assert service.room.received_bytes == tokens * cost.received_bytes
+            assert service.sent_bytes == tokens * cost.sent_bytes
+
+    asyncio.run(run())
