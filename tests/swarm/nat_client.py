@@ -1,14 +1,13 @@
-"""A client as a process of its own: generates greedily, one line for each token, and waits before some of them.
+"""A client as a process of its own: generates greedily and prints one line for each token.
 
-Arguments, as JSON: the model's directory, initial peers, the prompt's tokens, how many new ones, and a list of
-[after how many tokens, the seconds to wait].
+Arguments, as JSON: the model's directory, initial peers, the prompt's tokens, how many new ones, and after how many of
+them the client waits for a line on stdin (0: after none).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -17,25 +16,26 @@ from swarm_client import DistributedModel
 
 
 class Printer(BaseStreamer):
-    def __init__(self, pauses: dict[int, float]) -> None:
-        self._pauses, self._seen = pauses, -1  # the prompt comes first
+    def __init__(self, waits_after: int) -> None:
+        self._waits_after, self._seen = waits_after, -1  # the prompt comes first
 
     def put(self, value: torch.Tensor) -> None:
         self._seen += 1
         if self._seen:
             print(int(value), flush=True)
-            time.sleep(self._pauses.get(self._seen, 0.0))
+            if self._seen == self._waits_after:
+                sys.stdin.readline()
 
     def end(self) -> None:
         pass
 
 
 def main() -> None:
-    directory, peers, prompt, new_tokens, pauses = json.loads(sys.argv[1])
+    directory, peers, prompt, new_tokens, waits_after = json.loads(sys.argv[1])
     model = DistributedModel.from_pretrained(directory, initial_peers=peers)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
-    model.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=Printer(dict(pauses)))
+    model.generate(ids, max_new_tokens=new_tokens, do_sample=False, streamer=Printer(waits_after))
     model.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -71,11 +72,11 @@ class Lab:
             output, _ = process.communicate(timeout=DEADLINE_S)
         return json.loads(output)
 
-    def generate(self, pauses: dict[int, float] | None = None) -> subprocess.Popen[str]:
-        """By a client in the second home."""
-        task = [str(self._directory), self.peers, PROMPT[0].tolist(), NEW_TOKENS, list((pauses or {}).items())]
+    def generate(self, waits_after: int = 0) -> subprocess.Popen[str]:
+        """Start a client in the second home. It waits after so many tokens until it is read further."""
+        task = [str(self._directory), self.peers, PROMPT[0].tolist(), NEW_TOKENS, waits_after]
         command = [sys.executable, "-m", "tests.swarm.nat_client", json.dumps(task)]
-        start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
+        start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self._stack.enter_context(self.network.run("home-b", start))
 
 
@@ -121,7 +122,7 @@ def test_two_routers_let_their_homes_connect_directly(lab, expected):
     relay = lab.serve("two", "5:6")
     hidden = lab.serve("home-a", "2:6")
     wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
-    client = lab.generate({6: 1.0})
+    client = lab.generate(waits_after=6)
     seen = [int(client.stdout.readline()) for _ in range(6)]
     relay.kill()
     before = lab.network.bytes_between("home-b", "home-a")
@@ -174,7 +175,7 @@ def test_the_relay_is_killed_in_mid_generation(lab, expected):
     }
     hidden = lab.serve("home-a", "2:6")
     wait_for(lambda: lab.relays_of(hidden) == relays.keys(), "the server has two relays")
-    client = lab.generate({6: 1.0})
+    client = lab.generate(waits_after=6)
     seen = [int(client.stdout.readline()) for _ in range(6)]
     record = next(r for r in lab.records() if r.peer_id == hidden.ready["peer"].rpartition("/")[2])
     used = next(filter(None, map(relay_of, record.addresses)))
@@ -192,7 +193,10 @@ def test_routers_that_forget_silent_connections(lab, expected, way):
     lab.serve("one", "0:2")
     hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "4")
     wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
-    assert tokens_of(lab.generate({6: 30.0})) == expected
+    client = lab.generate(waits_after=6)
+    seen = [int(client.stdout.readline()) for _ in range(6)]
+    time.sleep(30.0)
+    assert seen + tokens_of(client) == expected
     assert "does not answer any more" not in hidden.stderr
 
 
@@ -200,7 +204,7 @@ def test_a_laptop_that_changes_networks_goes_on_serving(lab, expected):
     lab.serve("one", "0:2")
     hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "2")
     wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
-    client = lab.generate({6: 1.0})
+    client = lab.generate(waits_after=6)
     seen = [int(client.stdout.readline()) for _ in range(6)]
     address = lab.network.change_address("home-a", 77)
     assert seen + tokens_of(client) == expected
