@@ -33,7 +33,9 @@ def test_between_steps_a_peer_keeps_what_its_next_step_needs(tmp_path: Path) -> 
                 run.history.clear()
                 trained = sum(peer.stage.num_trained for peer in run.peers)
                 expected = StageNeeds(trained, 0, "adamw", "fp64", 0).resting_bytes * trained
-                assert expected <= held_bytes(run) <= expected + SMALL * len(run.peers)
+                most = expected + SMALL * len(run.peers)
+                await run.until(lambda most=most: held_bytes(run) <= most)  # calls that are ending hold their messages
+                assert held_bytes(run) >= expected
 
     asyncio.run(scenario())
 
