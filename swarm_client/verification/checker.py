@@ -182,7 +182,8 @@ class Checker:
             except SwarmError as error:
                 _logger.info("a check was not made: %s", error)
                 break
-        reporter.stats.checks += verdict.has_found
+        if verdict.has_found:
+            reporter.stats.count_check()
         self.num_checked += sample.inputs.hidden.shape[1] * verdict.has_found
         self._learn(verdict, sample, reporter)
         return verdict
