@@ -52,7 +52,7 @@ class StepBundle:
             async with asyncio.timeout(timeout_s):
                 await stream.write(pb.StepBundle(key=bundle.key))
                 await stream.read()
-        except BaseException:
+        except BaseException:  # interruptions included
             stream.cancel()
             raise
         bundle._on_end = on_end
