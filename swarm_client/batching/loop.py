@@ -207,7 +207,7 @@ class GenerationLoop:
             return False
         return True
 
-    def _chosen(self, rows: Sequence[Row], hidden: Sequence[torch.Tensor]) -> list[Row]:
+    def _chosen(self, rows: list[Row], hidden: list[torch.Tensor]) -> list[Row]:
         """Choose the next token of these rows from their last hidden states; return the rows that continue."""
         try:
             last_ids = torch.tensor([[row.last] for row in rows])

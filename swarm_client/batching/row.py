@@ -45,16 +45,15 @@ class Row:
 
         Then the session has all tokens of the choice but the last.
         """
-        has_begun = request is None
-        with_servers = request is not None and request.with_servers
         scores_prompt = request is not None and request.scores_prompt
-        self._servers = Servers(()) if with_servers else None  # the servers that the listener knows
+        # The servers that the listener knows; None: it does not want to.
+        self._servers = Servers(()) if request is not None and request.with_servers else None
         self.choice = choice
         self.session = session
         self.listener = listener
         self.num_new = 0
         self.last = choice.token_ids[-1]
-        self.is_own = not has_begun
+        self.is_own = request is not None
         self.stepping: asyncio.Task[None] | None = None
         self.group: frozenset[Row] = frozenset()
         self.stopped = threading.Event()
@@ -64,7 +63,7 @@ class Row:
         self.guesses = Guesses.none()  # that the active step verifies
         self._guessing = guessing
         self.past = Past(session)
-        self._is_timed, self._has_begun = False, has_begun
+        self._is_timed, self._has_begun = False, request is None
         self._sent = self.last  # the first token of the active step
 
     def tell_servers(self) -> None:

@@ -221,7 +221,7 @@ class HopSession:
         return True
 
     def expect_by(self, num_batches: int | None) -> None:
-        """Set ``due_batches``."""
+        """Set the server's count of ended batches by which the next step must be done; None: unknown."""
         self.due_batches = num_batches
 
     def doubt(self, first_number: int) -> None:
