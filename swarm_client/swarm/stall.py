@@ -11,7 +11,7 @@ from swarm_protocol.span import Span
 _NOTHING_LOST = ". Nothing is lost: the session goes on from where it stood when it is used again"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Repair:
     """One replacement of hops by others; the fields are those of ``swarm_client.core.events.Recovery``."""
 
