@@ -110,7 +110,7 @@ class LoraMixin(StockModel):
             try:
                 with self._prompts_as_they_are():
                     super().add_adapter(adapter_config, adapter_name)
-            except BaseException:
+            except BaseException:  # any error of PEFT, and interruptions: nothing is changed then
                 name = adapter_name or "default"
                 if not before:
                     remote.hollow.undo()

@@ -123,7 +123,7 @@ class PromptsMixin(StockModel):
             deep = torch.zeros(self._family.num_blocks, num_tokens, self._family.hidden_size, device=drawn.device)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name.startswith(NEW_HEADS))
-        remote.prompts = Prompts(drawn, deep)
+        remote.add_prompts(Prompts(drawn, deep))
 
     @property
     def prompts(self) -> Prompts | None:

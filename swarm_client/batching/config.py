@@ -41,14 +41,7 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     if writes_nothing:
         given.max_new_tokens = 1  # because ``generate`` does not know 0
     config: Any = stock._prepare_generation_config(given)[0]
-    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
-    if config.num_return_sequences not in (None, 1):
-        raise RequestRejected("num_return_sequences is not batched: submit one request for each")
-    if (name := not_batched(config)) is not None:
-        raise RequestRejected(f"{name} is not batched: call generate")
-    if config.max_new_tokens is None or config.max_new_tokens < 1:
-        raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 0")
+    _require_batched(config)
     if writes_nothing:
         config.max_new_tokens = 0
     total, limit = len(request.prompt) + config.max_new_tokens, model.blocks.max_positions
@@ -66,6 +59,17 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     config.eos_token_id = config.eos_token_id or None  # an empty list has no token for padding
     stock._prepare_special_tokens(config, True, device="cpu")
     return config  # type: ignore[no-any-return]
+
+
+def _require_batched(config: Any) -> None:
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise RequestRejected("beams and assistants are not batched: expected greedy search or sampling")
+    if config.num_return_sequences not in (None, 1):
+        raise RequestRejected("num_return_sequences is not batched: submit one request for each")
+    if (name := not_batched(config)) is not None:
+        raise RequestRejected(f"{name} is not batched: call generate")
+    if config.max_new_tokens is None or config.max_new_tokens < 1:
+        raise RequestRejected(f"max_new_tokens is {config.max_new_tokens}: expected at least 0")
 
 
 def generator_of(request: Request) -> torch.Generator:

@@ -107,7 +107,7 @@ class SharedLoop:
         row = self._of(model).take_over(text, ends, session, guessing, answer)
         try:
             new = answer.tokens(row, text.streamer)
-        except BaseException:
+        except BaseException:  # interruptions included
             row.stopped.wait(_STOP_S)  # because the caller may use the session at once
             ahead = session.length - (text.ids.shape[1] + len(answer.ids) - 1)  # positions that the caller has not read
             if ahead > 0:
@@ -135,21 +135,29 @@ def _request(model: Any, arguments: Mapping[str, Any]) -> Request | None:
     ids, other_ids = given.pop("inputs", None), given.pop("input_ids", None)
     ids = other_ids if ids is None else ids
     mask = given.pop("attention_mask", None)
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or len(ids) != 1 or ids.device.type != "cpu":
-        return None
-    if ids.dtype != torch.int64 or (mask is not None and not bool(mask.all())):
+    if not _is_one_row(ids, mask):
         return None
     processors = given.pop("logits_processor", ())
     config, others = model._prepare_generation_config(given.pop("generation_config", None), **given)
     if others or not SharedLoop.computes_for(model, config):
         return None
-    if config.max_new_tokens is None or config.return_dict_in_generate or config.use_cache is False:
-        return None
-    if config.cache_implementation is not None or config.token_healing:
+    if config.max_new_tokens is None or _wants_more(config):
         return None
     # All generations of a process draw from the same random numbers, as in the stock method.
     generator = torch.default_generator if config.do_sample else None
     return Request(tuple(ids[0].tolist()), config, generator=generator, processors=tuple(processors))
+
+
+def _is_one_row(ids: Any, mask: torch.Tensor | None) -> bool:
+    """Return whether these are the token ids of one text without padding, on the CPU."""
+    is_row = isinstance(ids, torch.Tensor) and ids.dim() == 2 and len(ids) == 1 and ids.device.type == "cpu"
+    return is_row and ids.dtype == torch.int64 and (mask is None or bool(mask.all()))
+
+
+def _wants_more(config: GenerationConfig) -> bool:
+    """Return whether the config asks for something besides the choice of tokens."""
+    is_plain_cache = config.use_cache is not False and config.cache_implementation is None
+    return bool(config.return_dict_in_generate or config.token_healing or not is_plain_cache)
 
 
 class _Answer:
@@ -178,7 +186,7 @@ class _Answer:
                 self.ids.append(heard.id)
                 if streamer is not None:
                     streamer.put(torch.tensor([heard.id]))
-        except BaseException:
+        except BaseException:  # an interruption, or any error of the caller's streamer
             generation.cancel()
             raise
         if isinstance(heard, BaseException):

@@ -104,13 +104,11 @@ class GenerationLoop:
                 user=request.user,
             ),
             listener,
-            frozenset([] if stop_ids is None else stop_ids.tolist()),
-            config.max_new_tokens,
+            Ends(frozenset([] if stop_ids is None else stop_ids.tolist()), config.max_new_tokens),
             self._model.speculation.begin(
                 list(request.prompt), ranking_of(config, choice.processors, choice.generator)
             ),
-            with_servers=request.with_servers,
-            scores_prompt=request.scores_prompt,
+            request,
         )
         return self._entered(row)
 
@@ -119,16 +117,7 @@ class GenerationLoop:
         choice = Choice(
             text.ids[0].tolist(), text.processors, torch.default_generator if text.do_sample else None, None
         )
-        row = Row(
-            lambda: self._inbox.put(_Cancelled(row)),
-            choice,
-            session,
-            listener,
-            ends.stop_ids,
-            ends.most_tokens,
-            guessing,
-            has_begun=True,
-        )
+        row = Row(lambda: self._inbox.put(_Cancelled(row)), choice, session, listener, ends, guessing)
         return self._entered(row)
 
     def _entered(self, row: Row) -> Row:
@@ -201,20 +190,25 @@ class GenerationLoop:
                 continue
             if isinstance(event.hidden, BaseException):
                 self._end([event.row], event.hidden)
-                continue
-            if event.row.guesses.length:
+            elif event.row.guesses.length:
                 if self._verified(event.row, event.hidden):
                     verified.append(event.row)
-                continue
-            if event.row.scored is not None and not self._scored(event.row, event.row.scored, event.hidden):
-                continue
-            if event.row.is_full:  # no new tokens were asked for
-                self._end([event.row], "length")
-                continue
-            rows.append(event.row)
-            hidden.append(event.hidden[:, -1:])
-        if not rows:
-            return verified
+            elif self._awaits_token(event.row, event.hidden):
+                rows.append(event.row)
+                hidden.append(event.hidden[:, -1:])
+        return [*verified, *self._chosen(rows, hidden)] if rows else verified
+
+    def _awaits_token(self, row: Row, hidden: torch.Tensor) -> bool:
+        """Score the row's prompt if the listener wants that. Return whether the row gets its next token now."""
+        if row.scored is not None and not self._scored(row, row.scored, hidden):
+            return False
+        if row.is_full:  # no new tokens were asked for
+            self._end([row], "length")
+            return False
+        return True
+
+    def _chosen(self, rows: list[Row], hidden: list[torch.Tensor]) -> list[Row]:
+        """Choose the next token of these rows from their last hidden states; return the rows that continue."""
         try:
             last_ids = torch.tensor([[row.last] for row in rows])
             logits = self._batched.logits(last_ids, torch.cat(hidden), [row.session for row in rows])
@@ -222,13 +216,13 @@ class GenerationLoop:
             tokens = choose([row.choice for row in rows], logits.cpu())
         except Exception as error:  # any error of a family's own code; other generations go on
             self._end(rows, error)
-            return verified
+            return []
         going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
         for row, state, goes_on in zip(rows, states, going_on, strict=True):
             if goes_on:
                 row.past.settle(0, 0)
                 row.confirm([row.last], state)
-        return [*verified, *(row for row, goes_on in zip(rows, going_on, strict=True) if goes_on)]
+        return [row for row, goes_on in zip(rows, going_on, strict=True) if goes_on]
 
     def _verified(self, row: Row, hidden: torch.Tensor) -> bool:
         """Choose the next tokens of a row with guesses, as several may be right; return whether it continues."""
@@ -276,7 +270,7 @@ class GenerationLoop:
         if num < num_left:
             self._inbox.put(_Stepped(row, hidden[:, num:]))
             return False
-        row.scored = None
+        row.end_scoring()
         try:
             row.listener.scored(scored)
         except Exception:  # the listener has gone
@@ -326,7 +320,7 @@ class GenerationLoop:
                 continue
             together = frozenset(group)
             for row in group:
-                row.group = together
+                row.join(together)
             started.append(list(zip(group, inputs, strict=True)))
         if started:
             background.submit(self._start(started))
@@ -339,7 +333,7 @@ class GenerationLoop:
         for row in rows:
             try:
                 row.listener.ended(reason)
-            except Exception:
+            except Exception:  # the listener has gone
                 _logger.debug("a generation has lost its listener", exc_info=True)
 
     def _forget(self, rows: Iterable[Row]) -> None:
@@ -357,7 +351,7 @@ class GenerationLoop:
             for row, inputs in steps:
                 if row not in self._rows:  # cancelled meanwhile
                     continue
-                row.stepping = asyncio.ensure_future(self._step(row, inputs))
+                row.begin_step(asyncio.ensure_future(self._step(row, inputs)))
 
     async def _step(self, row: Row, inputs: BlockInput) -> None:
         try:

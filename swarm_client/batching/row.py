@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from swarm_client.batching.request import FinishReason, Listener, Servers, Token
+from swarm_client.batching.request import FinishReason, Listener, Request, Servers, Token
 from swarm_client.batching.sampler import Choice
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Guesses
+from swarm_client.speculation.generating import Ends
 from swarm_client.speculation.past import Past
 from swarm_client.speculation.speculation import Guessing
 
@@ -36,33 +37,33 @@ class Row:
         choice: Choice,
         session: RemoteSession,
         listener: Listener,
-        stop_ids: frozenset[int],
-        max_new_tokens: int,
+        ends: Ends,
         guessing: Guessing | None,
-        *,
-        with_servers: bool = False,
-        scores_prompt: bool = False,
-        has_begun: bool = False,
+        request: Request | None = None,
     ) -> None:
-        """Set up a row. If it ``has_begun`` outside the loop, the session has all tokens of the choice but the last."""
-        self._servers = Servers(()) if with_servers else None  # the servers that the listener knows
+        """Set up a row. ``request`` is None if the row has begun outside the loop.
+
+        Then the session has all tokens of the choice but the last.
+        """
+        scores_prompt = request is not None and request.scores_prompt
+        # The servers that the listener knows; None: it does not want to.
+        self._servers = Servers(()) if request is not None and request.with_servers else None
         self.choice = choice
         self.session = session
         self.listener = listener
         self.num_new = 0
         self.last = choice.token_ids[-1]
-        self.is_own = not has_begun
+        self.is_own = request is not None
         self.stepping: asyncio.Task[None] | None = None
         self.group: frozenset[Row] = frozenset()
         self.stopped = threading.Event()
         self.scored: list[Token] | None = [Token(choice.token_ids[0])] if scores_prompt else None
-        self._stop_ids = stop_ids
-        self._max_new_tokens = max_new_tokens
+        self._ends = ends
         self.cancel = cancel
         self.guesses = Guesses.none()  # that the active step verifies
         self._guessing = guessing
         self.past = Past(session)
-        self._is_timed, self._has_begun = False, has_begun
+        self._is_timed, self._has_begun = False, request is None
         self._sent = self.last  # the first token of the active step
 
     def tell_servers(self) -> None:
@@ -91,7 +92,7 @@ class Row:
 
     @property
     def is_full(self) -> bool:
-        return self.num_new >= self._max_new_tokens
+        return self.num_new >= self._ends.most_tokens
 
     def guess(self, *, is_alone: bool) -> None:
         """Make guesses for the next step; none if the row is batched with other generations."""
@@ -100,7 +101,7 @@ class Row:
             return
         self._is_timed = is_alone
         if is_alone:
-            most = self._max_new_tokens - self.num_new - 1
+            most = self._ends.most_tokens - self.num_new - 1
             self.guesses = self._guessing.next(most, most_rows=1)
         if self.guesses.length:
             self.past.keep()
@@ -122,9 +123,21 @@ class Row:
         self.last = token.id
         self.num_new += 1
         self.choice.token_ids.append(token.id)
-        if token.id in self._stop_ids:
+        if token.id in self._ends.stop_ids:
             return "stop"
         return "length" if self.is_full else None
+
+    def end_scoring(self) -> None:
+        """Note that the listener has all scored tokens of the prompt."""
+        self.scored = None
+
+    def join(self, group: frozenset[Row]) -> None:
+        """Note the rows whose steps are sent together with this row's step."""
+        self.group = group
+
+    def begin_step(self, stepping: asyncio.Task[None]) -> None:
+        """Note the step that servers compute from now on."""
+        self.stepping = stepping
 
     def end(self) -> None:
         """End the row, and release references that would keep its session."""

@@ -68,6 +68,23 @@ class ClientConfig:
     identity: Path | None = None  # the key file of the membership's peer, if the membership does not contain the key
 
     def __post_init__(self) -> None:
+        self._clean_peers()
+        self._check_numerics()
+        for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, int | float) or not seconds >= 0:
+                raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+        self._clean_access()
+        share = self.check_share
+        if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ValueError(f"check_share is {share!r}: expected a number from 0 (servers are not checked) to 1")
+        if not isinstance(self.timeouts, Timeouts):
+            raise ValueError(f"timeouts is {self.timeouts!r}: expected Timeouts(connect_s=…, …)")
+        if self.on_event is not None and not callable(self.on_event):
+            raise ValueError(f"on_event is {self.on_event!r}: expected a function of one event")
+
+    def _clean_peers(self) -> None:
+        """Check the names of peers, and remove what only belongs to their display."""
         if isinstance(self.initial_peers, str):
             raise ValueError("initial_peers is a string: expected a list of multiaddrs")
         object.__setattr__(self, "initial_peers", tuple(self.initial_peers))
@@ -85,6 +102,9 @@ class ClientConfig:
                     f"{name} are {list(peer_ids)}: expected peer ids, or their ends as `status` shows them"
                 )
             object.__setattr__(self, name, cleaned)
+
+    def _check_numerics(self) -> None:
+        """Check the codecs, the head's quantisation and the draft."""
         if self.head_quant not in ("none", "int8"):
             raise ValueError(f"head_quant {self.head_quant!r} is unknown: expected none or int8")
         if self.compression == "none":
@@ -96,10 +116,9 @@ class ClientConfig:
             raise ValueError(f"compression_error is {bound!r}: expected a number of at least 0")
         if not isinstance(self.draft, str) or not self.draft:
             raise ValueError(f"draft is {self.draft!r}: expected auto, none, lookup, or the name of a model")
-        for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
-            seconds = getattr(self, name)
-            if not isinstance(seconds, int | float) or not seconds >= 0:
-                raise ValueError(f"{name} is {seconds!r}: expected a number of seconds")
+
+    def _clean_access(self) -> None:
+        """Check what makes this client a member of a private swarm."""
         if self.swarm_key:
             object.__setattr__(self, "swarm_key", str(SwarmKey.parse(str(self.swarm_key))))
         for name in ("membership", "identity"):
@@ -107,10 +126,3 @@ class ClientConfig:
             if not isinstance(path, str | Path | None):
                 raise ValueError(f"{name} is a {type(path).__name__}: expected the path of a file")
             object.__setattr__(self, name, None if path is None else Path(path))
-        share = self.check_share
-        if share is not None and not (isinstance(share, int | float) and 0 <= share <= 1):
-            raise ValueError(f"check_share is {share!r}: expected a number from 0 (servers are not checked) to 1")
-        if not isinstance(self.timeouts, Timeouts):
-            raise ValueError(f"timeouts is {self.timeouts!r}: expected Timeouts(connect_s=…, …)")
-        if self.on_event is not None and not callable(self.on_event):
-            raise ValueError(f"on_event is {self.on_event!r}: expected a function of one event")

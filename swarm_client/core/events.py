@@ -148,6 +148,30 @@ class SessionStats:
     checks: int = 0
     doubtful_tokens: int = 0
 
+    def count_step(self, num_tokens: int) -> None:
+        self.steps += 1
+        self.tokens += num_tokens
+
+    def count_check(self) -> None:
+        self.checks += 1
+
+    def count_event(self, event: Event) -> None:
+        """Count the event, without the time that it took."""
+        if isinstance(event, Recovery):
+            self.recoveries += 1
+            self.standbys_used += event.from_copy
+            self.replayed_tokens += event.replayed_tokens
+        elif isinstance(event, Move):
+            self.moves += 1
+            self.copied_tokens += event.copied_tokens
+        elif isinstance(event, Waiting):
+            self.waits += 1
+        elif isinstance(event, DoubtfulTokens):
+            self.doubtful_tokens += event.end - event.first
+
+    def count_stall(self, seconds: float) -> None:
+        self.stall_s += seconds
+
 
 class Reporter:
     """A session's reporter, which counts and logs events and calls the user's callback.
@@ -164,20 +188,10 @@ class Reporter:
         self._stalls: list[tuple[float, float]] = []  # start and end of each; they do not overlap
 
     def report(self, event: Event) -> None:
-        stats = self.stats
         self.num_repairs += isinstance(event, Recovery | Move)
+        self.stats.count_event(event)
         if isinstance(event, Recovery):
-            stats.recoveries += 1
-            stats.standbys_used += event.from_copy
-            stats.replayed_tokens += event.replayed_tokens
-            stats.stall_s += self._newly_stalled_s(event.stall_s)
-        elif isinstance(event, Move):
-            stats.moves += 1
-            stats.copied_tokens += event.copied_tokens
-        elif isinstance(event, Waiting):
-            stats.waits += 1
-        elif isinstance(event, DoubtfulTokens):
-            stats.doubtful_tokens += event.end - event.first
+            self.stats.count_stall(self._newly_stalled_s(event.stall_s))
         _logger.warning("%s", event)
         if self._on_event is not None:
             try:

@@ -92,17 +92,23 @@ def plan_catching_up(
     if before is None:
         before = Standing(last.number, last.end, last.number)
     resend = tuple(step for step in steps if copy.number < step.number <= before.number)
-    history = (start, start)
-    if past and copy.number < past[-1].number:
-        missed = [step for step in past if step.number > copy.number]
-        known = [step for step in past if step.number == copy.number]
-        reordered = any(step.reordered for step in (*missed, first))
-        if not known or reordered:
-            return None
-        history = (min(start, copy.length, *(step.start for step in missed)), start)
-    elif not past and copy.length < start:
+    history_start = _missed_from(copy, first, start, past)
+    if history_start is None:
         return None
-    return Replay(False, history, resend, sent_number=0, changed_number=0)
+    return Replay(False, (history_start, start), resend, sent_number=0, changed_number=0)
+
+
+def _missed_from(copy: Standing, first: Taken, start: int, past: Sequence[Taken]) -> int | None:
+    """Return the first position from before ``start`` that the replica lacks, or ``start``; None: it is too old."""
+    if not past:
+        return None if copy.length < start else start
+    if copy.number >= past[-1].number:
+        return start
+    missed = [step for step in past if step.number > copy.number]
+    is_known = any(step.number == copy.number for step in past)
+    if not is_known or any(step.reordered for step in (*missed, first)):
+        return None
+    return min(start, copy.length, *(step.start for step in missed))
 
 
 def gaps(failed: Sequence[bool]) -> list[range]:

@@ -42,17 +42,22 @@ def _keeps_all(backend: Tokenizer) -> bool:
         return False
     splits = list(_steps(backend.pre_tokenizer, "pretokenizers"))
     changes = list(_steps(backend.normalizer, "normalizers"))
-    if any(step["type"] == "ByteLevel" for step in splits):
-        of_bytes = set(ByteLevel.alphabet())
-    elif getattr(backend.model, "byte_fallback", False):
-        of_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
-    else:
-        return False
+    of_bytes = _tokens_of_bytes(backend, splits)
     return (
-        of_bytes <= backend.get_vocab().keys()  # a byte without a token would be lost
+        of_bytes is not None
+        and of_bytes <= backend.get_vocab().keys()  # a byte without a token would be lost
         and all(step["type"] in _KEEP_ALL and step.get("behavior") != "Removed" for step in splits)
         and all(step["type"] in _SAME_LENGTH and "Regex" not in step.get("pattern", ()) for step in changes)
     )
+
+
+def _tokens_of_bytes(backend: Tokenizer, splits: list[dict[str, Any]]) -> set[str] | None:
+    """Return the tokens that stand for single bytes of characters without a token; None if there are none."""
+    if any(step["type"] == "ByteLevel" for step in splits):
+        return set(ByteLevel.alphabet())
+    if getattr(backend.model, "byte_fallback", False):
+        return {f"<0x{byte:02X}>" for byte in range(256)}
+    return None
 
 
 def _steps(part: Any, name: str) -> Iterator[dict[str, Any]]:

@@ -83,7 +83,7 @@ def stream_text(
             **({} if cache is None else {model._family.cache_argument: cache}),
             **options.as_arguments(),
         )
-    except BaseException:
+    except BaseException:  # interruptions included
         print(flush=True)  # later messages begin on a new line
         raise
     token_ids = output[0, prompt_length:].tolist()

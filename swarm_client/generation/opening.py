@@ -51,7 +51,7 @@ class ModelChoice:
         if self._is_trained_here:
             try:
                 add_trained(model, self.adapter)
-            except BaseException:
+            except BaseException:  # interruptions included
                 model.close()
                 raise
         return model

@@ -71,14 +71,14 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         """Put modules without weights into the remote blocks of a loaded model."""
         remote = self._remote_blocks[0]
         with hf_loader():
-            remote.hollow = HollowBlocks(self, self._family, config, remote.modules_in_place)
+            remote.fill(HollowBlocks(self, self._family, config, remote.modules_in_place))
 
     def connect(self, swarm: Swarm, max_positions: int | None) -> None:
         """Connect the model's blocks to the swarm."""
         remote = self._remote_blocks[0]
-        remote.adapter_name = swarm.config.adapter
-        swarm.links.finish = final_norm(self._owners[0])
-        remote.connect(RemoteSpan(swarm, self._family.all_blocks, max_positions, remote.added))
+        swarm.links.finish_with(final_norm(self._owners[0]))
+        span = RemoteSpan(swarm, self._family.all_blocks, max_positions, remote.added)
+        remote.connect(span, swarm.config.adapter)
 
     @property
     def blocks(self) -> RemoteSpan:
@@ -131,7 +131,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
                     if output is not None:
                         return output
                 return super().generate(*args, streamer=streamer, **kwargs)  # type: ignore[misc]  # of GenerationMixin
-        except BaseException:
+        except BaseException:  # interruptions included
             if isinstance(streamer, Iterable | AsyncIterable):
                 streamer.end()  # type: ignore[union-attr]
             raise
@@ -300,9 +300,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
         if blocks.training and torch.is_grad_enabled():
             no_dropout.warn(owner.config)
         cache = given.get(family.cache_argument)
-        # In a pass that may be for training, a cache that the caller did not ask for takes no KV room on servers yet.
-        asked = cache is not None or given.get("use_cache") is not None
-        later = not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
+        later = _opens_later(blocks, cache, given)
         use_cache = _uses_cache(owner, given)
         if cache is None and use_cache:
             cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
@@ -311,27 +309,42 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
         packed = cache is None and given.get("attention_mask") is None and _are_packed(given.get("position_ids"))
         if blocks.prompts is not None:
             if packed:
-                raise RequestRejected(
-                    "position_ids begin again within a row: packed sequences cannot be trained with prompts, which "
-                    "stand before one sequence per row; send them in rows of their own, with an attention_mask"
-                )
+                _refuse_packed()
             positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
-        # With layerdrop, the stock code skips a block by not calling its module, so blocks are computed one by one.
-        every_block = wants("output_hidden_states", given, owner.config) or (
-            owner.training and bool(getattr(owner, "layerdrop", 0))
-        )
         blocks.begin(
             given.get("attention_mask"),
             given.get("position_ids"),
             session,
             later=later,
             packed=packed,
-            every_block=every_block,
+            every_block=_needs_every_block(owner, given),
         )
         return (), {**given, **family.cache_arguments(cache, use_cache)}
 
     return hook
+
+
+def _opens_later(blocks: RemoteBlocks, cache: Any, given: dict[str, Any]) -> bool:
+    """Return whether a cache takes no KV room on servers yet: nobody asked for it, and the pass may be for training."""
+    asked = cache is not None or given.get("use_cache") is not None
+    return not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
+
+
+def _refuse_packed() -> None:
+    raise RequestRejected(
+        "position_ids begin again within a row: packed sequences cannot be trained with prompts, which "
+        "stand before one sequence per row; send them in rows of their own, with an attention_mask"
+    )
+
+
+def _needs_every_block(owner: Any, given: dict[str, Any]) -> bool:
+    """Return whether blocks are computed one by one.
+
+    With layerdrop, the stock code skips a block by not calling its module.
+    """
+    has_layerdrop = owner.training and bool(getattr(owner, "layerdrop", 0))
+    return wants("output_hidden_states", given, owner.config) or has_layerdrop
 
 
 def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from swarm_client.adapters.prompts import NEW_HEADS
 from swarm_client.core import background
@@ -164,7 +164,7 @@ class _Distributed:
                 model.speculation = open_speculation(config.draft, model, checkpoint)
                 if tuning_mode is not None:
                     model.add_prompts(tuning_mode, num_prompt_tokens)
-            except BaseException:
+            except BaseException:  # interruptions included
                 background.run(connection.close())
                 raise
         return model
@@ -198,6 +198,18 @@ def _client_config(config: ClientConfig | None, **keywords: Any) -> ClientConfig
     return config
 
 
+def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
+    """Return a copy of the model's config with these fields. Raise ValueError if it has no such field."""
+    config = copy.deepcopy(config)
+    for name, value in overrides.items():
+        if not hasattr(config, name):
+            raise ValueError(
+                f"unexpected argument {name!r}: from_pretrained does not know it, nor does the model's config"
+            )
+        setattr(config, name, value)
+    return config
+
+
 def load_client(
     checkpoint: Checkpoint,
     auto_class: Any,
@@ -211,13 +223,7 @@ def load_client(
         CheckpointError: a tensor is missing, or its shape differs from the model's.
         UnsupportedModel: ``auto_class`` has no class for this type of model.
     """
-    family, config = checkpoint.family, copy.deepcopy(checkpoint.config)
-    for name, value in (config_overrides or {}).items():
-        if not hasattr(config, name):
-            raise ValueError(
-                f"unexpected argument {name!r}: from_pretrained does not know it, nor does the model's config"
-            )
-        setattr(config, name, value)
+    family, config = checkpoint.family, _overridden(checkpoint.config, config_overrides or {})
     try:
         hf_class = auto_class._model_mapping[type(config)]
     except KeyError:

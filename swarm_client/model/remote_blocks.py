@@ -247,8 +247,16 @@ class RemoteBlocks(BlockModule):
         """Return the number of virtual positions before the first position that users see, per row."""
         return 0 if self.prompts is None else self.prompts.num_tokens
 
-    def connect(self, remote: RemoteSpan) -> None:
-        self._remote[:] = [remote]
+    def connect(self, remote: RemoteSpan, adapter_name: str = "") -> None:
+        self._remote[:], self.adapter_name = [remote], adapter_name
+
+    def fill(self, hollow: HollowBlocks) -> None:
+        """Put modules without weights inside the blocks."""
+        self.hollow = hollow
+
+    def add_prompts(self, prompts: Prompts) -> None:
+        """Add these prompts to the blocks."""
+        self.prompts = prompts
 
     def begin(
         self,

@@ -217,16 +217,7 @@ async def backward(
     remote = RemoteSums(ways, adapter, first_block)
 
     async def one(way: Way, rows: torch.Tensor) -> tuple[torch.Tensor | None, Found]:
-        codec = swarm.links.codec_of_pass(tuple(part.hop for part in way.path))
-        wire, found = WireTensor.of(rows, codec), Found()
-        for part in reversed(way.path):
-            if part.hop.span.end <= first_block:
-                break
-            of_outputs, summand = wire, remote.summand(part)
-            wire, of_adapter = await _backward_rows(swarm, part, of_outputs, way.context, summand)
-            found += of_adapter or []
-            if summand is not None:
-                summand.ended(Added(part, of_outputs, way.context) if of_adapter is None else None)
+        wire, found = await _backward_way(swarm, way, rows, remote, first_block)
         return wire.decode(rows.shape, rows.dtype) if need_input else None, found
 
     async def taken(sum_: RemoteSum) -> tuple[None, Found]:
@@ -242,6 +233,26 @@ async def backward(
             sums.add(part, grads)
     require_finite(sums.tensors, "gradients of what is trained")
     return [input_grad for input_grad, _ in results if input_grad is not None], sums.tensors
+
+
+async def _backward_way(
+    swarm: Swarm, way: Way, rows: torch.Tensor, remote: RemoteSums, first_block: int
+) -> tuple[WireTensor, Found]:
+    """Go back through one micro-batch's chain to ``first_block``.
+
+    Return the gradient of the inputs, and the gradients of the adapter's tensors that are in no sum.
+    """
+    codec = swarm.links.codec_of_pass(tuple(part.hop for part in way.path))
+    wire, found = WireTensor.of(rows, codec), Found()
+    for part in reversed(way.path):
+        if part.hop.span.end <= first_block:
+            break
+        of_outputs, summand = wire, remote.summand(part)
+        wire, of_adapter = await _backward_rows(swarm, part, of_outputs, way.context, summand)
+        found += of_adapter or []
+        if summand is not None:
+            summand.ended(Added(part, of_outputs, way.context) if of_adapter is None else None)
+    return wire, found
 
 
 async def _backward_rows(

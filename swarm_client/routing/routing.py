@@ -339,6 +339,12 @@ def unknown_names(view: SwarmView, wanted: Wanted) -> list[str]:
         for name in (*wanted.allowed, *wanted.blocked)
         if not any(server.peer_id.endswith(name) for server in servers)
     ]
+    _require_admitted(servers, wanted, there_are)
+    return [f"no server here is {name}: {there_are}" for name in unknown]
+
+
+def _require_admitted(servers: Sequence[ServerRecord], wanted: Wanted, there_are: str) -> None:
+    """Raise NoRoute if none of the servers may be used, or none of those that may has the adapter."""
     admitted = [server for server in servers if wanted.admits(server.peer_id)]
     if not admitted:
         who = f"no server here is {' or '.join(wanted.allowed)}" if wanted.allowed else "all servers here are blocked"
@@ -346,7 +352,6 @@ def unknown_names(view: SwarmView, wanted: Wanted) -> list[str]:
     if wanted.adapter and not any(wanted.adapter in server.adapters for server in admitted):
         adapters = sorted({name for server in admitted for name in server.adapters})[:_MAX_LISTED]
         raise NoRoute(f"no server has adapter {wanted.adapter!r}: they have {', '.join(adapters) or 'none'}")
-    return [f"no server here is {name}: {there_are}" for name in unknown]
 
 
 def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], time_s: float) -> str | None:

@@ -37,6 +37,11 @@ class AdmissionWait:
         self._deadline_s: float | None = None  # None: as far as is known, there is room
         self._said = False  # the wait was reported to the user
 
+    def begin_call(self, may_wait: bool) -> None:
+        """End an earlier call's wait, and let the new call wait for room or not."""
+        self.over()
+        self.may_wait = may_wait
+
     def over(self) -> None:
         """End the wait: there was room, and the session has made progress."""
         self._deadline_s, self._said = None, False

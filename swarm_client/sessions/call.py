@@ -9,7 +9,7 @@ import torch
 
 from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import Taken
-from swarm_client.transport.steps import OutgoingStep
+from swarm_client.transport.steps import OutgoingStep, split
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
 
@@ -39,6 +39,28 @@ class Call:
     watched: range = range(0)
     is_optional: bool = False
     block_outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def apply_changes(self) -> None:
+        """Count the changes as known to the servers, because new hops get the reordered and cropped rows."""
+        self.before, self.changes = self.after.cropped(self.start), ()
+
+    def cut(self, number: int, size: int, codec: pb.Codec) -> None:
+        """Cut the inputs into steps of ``size`` positions per row, numbered from ``number``."""
+        self.steps = split(
+            self.inputs,
+            start=self.start,
+            number=number,
+            size=size,
+            codec=codec,
+            changes=self.changes,
+            num_wanted=self.num_wanted,
+            every_block=bool(self.watched),
+        )
+
+    def count_refusal(self) -> int:
+        """Count a step that a server has refused because of the server before it, and return ``num_refusals``."""
+        self.num_refusals += 1
+        return self.num_refusals
 
     @property
     def start(self) -> int:

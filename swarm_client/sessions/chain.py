@@ -22,7 +22,7 @@ from swarm_client.sessions.replacement import HopReplacer
 from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.swarm import Swarm, closed_error
 from swarm_client.transport.hops import HopSession, Inbox
-from swarm_client.transport.steps import OutgoingStep, chunk_size, split
+from swarm_client.transport.steps import OutgoingStep, chunk_size
 from swarm_protocol.errors import PeerBusy, SessionLost, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -58,8 +58,7 @@ class Chain:
         self._swarm = swarm
         self._blocks = blocks
         self._reporter = reporter
-        inbox = Inbox()
-        inbox.on_leaving = self._hop_leaves
+        inbox = Inbox(self._hop_leaves)
         self._opener = opener = Opener(swarm, inbox, is_bundled, user)
         self._terms = terms = Terms(max_positions, reserve_tokens)
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
@@ -78,9 +77,9 @@ class Chain:
         """Return the adapter that is added to the blocks of hops that are opened from now on."""
         return self._opener.adapter
 
-    @adapter.setter
-    def adapter(self, adapter: Snapshot) -> None:
-        self._opener.adapter = adapter
+    def use_adapter(self, adapter: Snapshot) -> None:
+        """Add this adapter to the blocks of hops that are opened from now on."""
+        self._opener.use_adapter(adapter)
 
     @property
     def route(self) -> Route:
@@ -123,20 +122,30 @@ class Chain:
 
     def record_past(self) -> None:
         """Let the sliding windows of hops that are opened from now on keep what later crops need."""
-        self._terms.records_past = True
+        self._terms.record_past()
+
+    def reset(self) -> None:
+        """Begin a session without positions. The caller must have released the servers."""
+        self.is_new = False
+
+    def begin_with(self, adapter: Snapshot) -> None:
+        """Begin a session with positions that no server has; they were computed with this adapter."""
+        self.is_new = True
+        self.use_adapter(adapter)
 
     def continues(self, other: Chain) -> None:
         """Continue the session of ``other`` from its present position, with its adapter."""
-        self.is_new, self.adapter = True, other.adapter
-        self._terms.records_past = other._terms.records_past
+        self.begin_with(other.adapter)
+        if other.records_past:
+            self.record_past()
 
     def prefer(self, route: Route) -> None:
         """Take this route the next time that hops are opened."""
-        self._opener.planned = route
+        self._opener.plan(route)
 
     def ages_with(self, other: Chain) -> None:
         """Reuse the time at which ``other`` first asked for KV room, so that this chain keeps its place in queues."""
-        self._terms.asked_s = other._terms.asked_s
+        self._terms.ages_with(other._terms)
 
     # ------------------------------------------------------------ one call
 
@@ -163,7 +172,7 @@ class Chain:
             try:
                 await self._run(call)
                 self._is_settled = not self._was_spliced
-            except BaseException:
+            except BaseException:  # interruptions included: what the servers hold must match the client's state
                 self._is_settled = False
                 if self._listener.refused is not None and self._listener.refused == call.first_number:
                     self.hops[0].unpost()  # the servers are as they were before
@@ -183,7 +192,7 @@ class Chain:
     async def close(self) -> None:
         """Release the servers once no call is under way."""
         async with self.busy:
-            self._terms.asked_s = None
+            self._terms.forget_age()
             await self._forget()
 
     async def let_go(self) -> None:
@@ -195,8 +204,8 @@ class Chain:
         """Release the servers without taking the lock; the next call opens new hops."""
         hops = list(self.hops)
         self.hops.clear()
-        self._opener.planned = ()
-        self._listener.refused = None
+        self._opener.plan(())
+        self._listener.forget_refusal()
         self._past.clear()
         await close([*hops, *self._standby.forget()])
 
@@ -211,7 +220,7 @@ class Chain:
                 raise SessionLost("the session's servers were let go")
             else:
                 await self._open(call)
-            self._listener.progress_s = now_s()
+            self._listener.made_progress()
             if await self._complete(call):
                 return
             call.forget_outputs()
@@ -222,7 +231,7 @@ class Chain:
         """Open hops for all blocks, and replay all positions from before the call."""
         if call.before.length and not self.is_new:
             self._replacer.begin_recovery(self._listener.progress_s)
-        call.before, call.changes = call.after.cropped(call.start), ()  # new hops get the reordered and cropped rows
+        call.apply_changes()
         self.hops[:] = await self._replacer.open_all(self._blocks, call.after, self.number)
         self.is_new = False
         self._cut(call)
@@ -259,29 +268,16 @@ class Chain:
                             return False
                         case _:
                             event = await self._replacer.carry_out(instruction, call) or event
-        except BaseException:  # interruptions included
+        finally:  # after an error or an interruption there may be new hops
             self._replacer.abandon_new()
-            raise
 
     def _cut(self, call: Call) -> None:
         """Cut the call's inputs into steps that are short enough for every hop."""
         batch_size, num_tokens, _ = call.inputs.hidden.shape
-        call.steps = split(
-            call.inputs,
-            start=call.start,
-            number=self.number + 1,
-            size=chunk_size(
-                num_tokens,
-                batch_size,
-                [hop.max_step_tokens for hop in self.hops],
-                self._swarm.links.num_slow([hop.hop for hop in self.hops], num_tokens * batch_size),
-            ),
-            codec=self._opener.codec_to(self.hops[0]),
-            changes=call.changes,
-            num_wanted=call.num_wanted,
-            every_block=bool(call.watched),
-        )
-        self._terms.last_number = call.steps[-1].number
+        num_slow = self._swarm.links.num_slow([hop.hop for hop in self.hops], num_tokens * batch_size)
+        size = chunk_size(num_tokens, batch_size, [hop.max_step_tokens for hop in self.hops], num_slow)
+        call.cut(self.number + 1, size, self._opener.codec_to(self.hops[0]))
+        self._terms.reach(call.steps[-1].number)
 
     def _post(self, steps: list[OutgoingStep], is_alone: bool = False) -> None:
         """Send the steps to the first hop."""

@@ -43,7 +43,8 @@ class Lane:
         chain: the lane's chain of servers.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, journal: Journal | None = None, changes: Sequence[pb.Change] = ()) -> None:
+        """Create the lane without servers. ``journal`` has its positions, to which ``changes`` are still to be made."""
         self._setting = setting
         self._reporter = PartReporter(setting.reporter)
         self.chain = Chain(
@@ -57,8 +58,8 @@ class Lane:
             setting.user,
         )
         self._checks = SessionChecks(setting.swarm, self._reporter)
-        self._journal: Journal | None = None  # the positions that the servers know
-        self._changes: list[pb.Change] = []  # the changes since then
+        self._journal = journal  # the positions that the servers know
+        self._changes = list(changes)  # the changes since then
         weakref.finalize(self, _close_soon, self.chain).atexit = False  # servers notice the end of the process
 
     @property
@@ -118,23 +119,23 @@ class Lane:
 
     def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
         """Give these positions to the empty lane; servers receive them with the next step."""
-        self.chain.adapter, self.chain.is_new = adapter, True
+        self.chain.begin_with(adapter)
         self._journal = Journal.empty(len(inputs.hidden)).appended(inputs)
 
     def copy(self, setting: Setting, rows: Sequence[int] | None = None) -> Lane:
         """Return an independent lane with some or all rows; its servers receive all positions by replay."""
-        other = Lane(setting)
+        if self._journal is None:
+            other = Lane(setting)
+        elif rows is None:
+            other = Lane(setting, self._journal.copy(), self._changes)
+        else:
+            other = Lane(setting, self.rows.reordered(rows).compacted())
         other.chain.continues(self.chain)
-        if self._journal is not None:
-            if rows is None:
-                other._journal, other._changes = self._journal.copy(), list(self._changes)
-            else:
-                other._journal = self.rows.reordered(rows).compacted()
         return other
 
     def reset(self) -> None:
         """Make the lane empty again. The caller must have released its servers."""
-        self.chain.is_new = False
+        self.chain.reset()
         self._checks = SessionChecks(self._setting.swarm, self._reporter)
         self._journal = None
         self._changes.clear()

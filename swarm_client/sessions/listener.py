@@ -60,7 +60,11 @@ class Listener:
         self.refused: int | None = None
 
     def made_progress(self) -> None:
-        self.progress_s, self.refused = now_s(), None
+        self.progress_s = now_s()
+        self.forget_refusal()
+
+    def forget_refusal(self) -> None:
+        self.refused = None
 
     def end_call(self) -> None:
         self._relayed.clear()
@@ -97,27 +101,29 @@ class Listener:
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
                 return  # the first hop that has failed is the one to replace
-            if result is None:
-                continue
-            self._swarm.progress.probed(hop.hop.server.peer_id, result, now_s())
-            number = max((n for n in _numbers(hop, call) if n <= result.number), default=0)
-            if number > hop.seen_number:
-                hop.seen_number, hop.due_batches = number, None
-                self.progress_s = max(self.progress_s, asked_s)
-            if not result.num_waiting:
-                hop.due_batches = None
-            elif hop.due_batches is None:
-                # Later, shorter prompts may go first, and each such stream may bring as much work as this call has.
-                num_left = sum(step.number > number for step in call.steps)
-                most = _TIMES_WAITING * result.num_waiting * max(1, num_left)
-                hop.due_batches = result.num_batches + most + _SPARE_BATCHES
-            said[hop] = result
-            numbers.append(number)
+            if result is not None:
+                said[hop] = result
+                numbers.append(self._take_progress(hop, result, call, asked_s))
         if hops and len(said) == len(hops):
             index = _late_hop([max(number, call.first_number - 1) for number in numbers], call.steps[-1].number)
             # If all hops have finished, the last one has not sent its outputs.
             late, number = (hops[-1], call.answered) if index is None else (hops[index], numbers[index])
             self._check_time(call, late, number, said)
+
+    def _take_progress(self, hop: HopSession, said: pb.SessionProgress, call: Call, asked_s: float) -> int:
+        """Record the progress that the hop claimed when it was asked. Return it as the number of a sent step."""
+        self._swarm.progress.probed(hop.hop.server.peer_id, said, now_s())
+        number = max((n for n in _numbers(hop, call) if n <= said.number), default=0)
+        if hop.advance(number):
+            self.progress_s = max(self.progress_s, asked_s)
+        if not said.num_waiting:
+            hop.expect_by(None)
+        elif hop.due_batches is None:
+            # Later, shorter prompts may go first, and each such stream may bring as much work as this call has.
+            num_left = sum(step.number > number for step in call.steps)
+            most = _TIMES_WAITING * said.num_waiting * max(1, num_left)
+            hop.expect_by(said.num_batches + most + _SPARE_BATCHES)
+        return number
 
     async def _ask(self, hop: HopSession) -> pb.SessionProgress | None:
         """Ask for the hop's progress. Return None if it is unknown, but the hop was heard or this client was late.
@@ -143,34 +149,38 @@ class Listener:
         self, call: Call, hop: HopSession, number: int, said: Mapping[HopSession, pb.SessionProgress]
     ) -> None:
         """Put trouble into the inbox if the hop has had its input for too long and another server can take over."""
-        server = hop.hop.server
-        num_alarms = self._swarm.alarms.num_others(server.peer_id, now_s())
-        rtt_s = self._swarm.costs().rtts_s.get(server.peer_id, 0.0)
         index = self._hops.index(hop) if hop in self._hops else 0
         before = self._hops[index - 1] if index else None
-        lines = [self._swarm.links.bytes_per_s(None if before is None else before.hop.server, server)]
-        if hop in self._hops[-1:]:  # the hop's outputs may be on their way
-            lines.append(self._swarm.links.bytes_per_s(server, None))
-        allowed_s = max(self._watchdog.allowed_s(hop, number, call.steps, rtt_s, num_alarms, line) for line in lines)
-        if not self._swarm.can_replace(hop.span, server.peer_id):
-            allowed_s = self._swarm.config.step_timeout_s
+        allowed_s = self._allowed_s(call, hop, number, before)
         if self._silent_s <= allowed_s:
             return
         if any(self._computes(each, progress, allowed_s) for each, progress in said.items()):
             return  # earlier hops do not compute until this hop has taken their outputs
-        late = hop
-        if before is not None:  # the hop before claims to have sent the input: decide which of the two is to blame
-            is_less_known = self._has_worked(hop) and not self._has_worked(before)
-            if is_less_known or before.doubted == call.first_number:
-                late = before
-            before.doubted = call.first_number
+        late = hop if before is None else self._to_blame(call, hop, before)
         who = late.hop.server
         if self._has_worked(late):
             self._swarm.alarms.add(who.peer_id, now_s())
         reason = f"server {who.short_id} did not finish a step within {allowed_s:.3g} s"
-        error = Stalled(reason, who.peer_id, late.span)
-        error.since_s = self.progress_s
+        error = Stalled(reason, who.peer_id, late.span, self.progress_s)
         self._inbox.put_nowait(Trouble(late.number, None, error))
+
+    def _allowed_s(self, call: Call, hop: HopSession, number: int, before: HopSession | None) -> float:
+        """Return how long the hop may go without progress after the step ``number``."""
+        server = hop.hop.server
+        num_alarms = self._swarm.alarms.num_others(server.peer_id, now_s())
+        rtt_s = self._swarm.costs().rtts_s.get(server.peer_id, 0.0)
+        lines = [self._swarm.links.bytes_per_s(None if before is None else before.hop.server, server)]
+        if hop in self._hops[-1:]:  # the hop's outputs may be on their way
+            lines.append(self._swarm.links.bytes_per_s(server, None))
+        allowed_s = max(self._watchdog.allowed_s(hop, number, call.steps, rtt_s, num_alarms, line) for line in lines)
+        return allowed_s if self._swarm.can_replace(hop.span, server.peer_id) else self._swarm.config.step_timeout_s
+
+    def _to_blame(self, call: Call, hop: HopSession, before: HopSession) -> HopSession:
+        """Return which of two hops to replace: ``before`` claims to have sent the input, and ``hop`` does nothing."""
+        is_less_known = self._has_worked(hop) and not self._has_worked(before)
+        late = before if is_less_known or before.doubted == call.first_number else hop
+        before.doubt(call.first_number)
+        return late
 
     @property
     def _silent_s(self) -> float:
@@ -231,14 +241,15 @@ class Listener:
             return {hop: error}
         if index == 0:
             raise error
-        if hop.refused is not None and event.step > hop.refused:
-            return {}  # a consequence of the step that is refused already
-        hop.refused = event.step
-        # The input came from the server before: either that server is wrong, or this one.
-        call.num_refusals += 1
-        if call.num_refusals > _MAX_REFUSALS:
+        if not hop.refuse(event.step):
+            return {}
+        return self._choose_wrong(hop, self._hops[index - 1], error, call)
+
+    @staticmethod
+    def _choose_wrong(hop: HopSession, before: HopSession, error: SwarmError, call: Call) -> Failures:
+        """Return the hops to replace when ``hop`` refuses what ``before`` sent on: either of the two is wrong."""
+        if call.count_refusal() > _MAX_REFUSALS:
             raise error
-        before = self._hops[index - 1]
         server = before.hop.server
         reason = f"server {server.short_id} sent on what is wrong: {error}"
         errors: dict[HopSession, SwarmError] = {before: BadReply(reason, server.peer_id, before.span)}
@@ -296,8 +307,7 @@ class Listener:
         self.progress_s = now_s()
         for hop in self._hops:
             self._swarm.progress.answered(hop.hop.server.peer_id, now_s())
-            if hop.refused == step.number:
-                hop.refused = None
+            hop.accept(step.number)
         self._on_answer()
         return {}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING
+from swarm_client.adapters.snapshots import NOTHING, Snapshot
 from swarm_client.core.background import now_s
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
@@ -26,6 +26,9 @@ from swarm_protocol.wire.session_keys import new_session_key
 
 _TRIAL_GRACE_S = 0.5  # the extra wait for other servers, once enough tried servers have answered
 _SPARE_TOKENS = 64  # positions per row that are leased in addition
+
+
+_Trials = Mapping[asyncio.Task[None], ServerRecord]  # each task ends once its server has computed a step
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,22 @@ class Terms:
         self.asked_s: float | None = None
         self.last_number = FIRST_STEP - 1
 
+    def record_past(self) -> None:
+        """Let sliding windows keep what later crops need."""
+        self.records_past = True
+
+    def ages_with(self, other: Terms) -> None:
+        """Reuse the time at which the session with these other terms first asked for room."""
+        self.asked_s = other.asked_s
+
+    def forget_age(self) -> None:
+        """Let the session ask for room as a new one."""
+        self.asked_s = None
+
+    def reach(self, number: int) -> None:
+        """Record the number of the session's last step."""
+        self.last_number = number
+
     def opening(
         self, batch_size: int, num_tokens: int, sent_number: int = 0, changed_number: int = 0, *, ages: bool = True
     ) -> Opening:
@@ -110,6 +129,14 @@ class Opener:
         self.opening: Route = ()
         self.is_choosing = False
         self._numbers = count()
+
+    def use_adapter(self, adapter: Snapshot) -> None:
+        """Add this adapter to the blocks of hops that are opened from now on."""
+        self.adapter = adapter
+
+    def plan(self, route: Route) -> None:
+        """Set the chain to open next; an empty route stands for the fastest chain."""
+        self.planned = route
 
     async def open_span(
         self,
@@ -168,9 +195,7 @@ class Opener:
 
     def codec_to(self, hop: HopSession) -> pb.Codec:
         """Return the codec in which the client sends to this hop; it never changes during the hop's life."""
-        if hop.input_codec is None:
-            hop.input_codec = self._swarm.links.codec(None, hop.hop.server)
-        return hop.input_codec
+        return hop.codec_from_client(lambda: self._swarm.links.codec(None, hop.hop.server))
 
     async def try_out(self, span: Span, avoid: Collection[str], hidden_size: int) -> bool:
         """Let unproven servers of these blocks compute one step each, all at once; return whether one has answered.
@@ -181,29 +206,39 @@ class Opener:
         asked = self._swarm.to_try(span, avoid)
         inputs = BlockInput(torch.randn(1, 1, hidden_size), None, torch.zeros(1, 1, dtype=torch.int64))
         tasks = {asyncio.ensure_future(self._computes(server, span, inputs)): server for server in asked}
+        try:
+            has_passed = await self._wait_for_trials(tasks, span, avoid)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # this also retrieves errors that are not read below
+        if has_passed:
+            self._leave_out_failed(tasks)
+        return has_passed
+
+    async def _wait_for_trials(self, tasks: _Trials, span: Span, avoid: Collection[str]) -> bool:
+        """Wait until enough tried servers have answered, or their time is over. Return whether any has answered."""
         waiting = set(tasks)
         deadline_s = now_s() + self._swarm.config.timeouts.trial_s
         passed: list[str] = []
-        try:
-            while waiting and (left_s := deadline_s - now_s()) > 0:
-                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                passed += [
-                    server.peer_id for task, server in tasks.items() if task in done and task.exception() is None
-                ]
-                self._swarm.worked(passed)
-                if passed and self._swarm.is_covered(span, {*avoid, *self._swarm.unproven()}):
-                    deadline_s = min(deadline_s, now_s() + _TRIAL_GRACE_S)
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # this also retrieves errors that are not read below
-        for task, server in tasks.items() if passed else ():
-            error = None if task.cancelled() else task.exception()
+        while waiting and (left_s := deadline_s - now_s()) > 0:
+            done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            passed += [server.peer_id for task, server in tasks.items() if task in done and task.exception() is None]
+            self._swarm.worked(passed)
+            if passed and self._swarm.is_covered(span, {*avoid, *self._swarm.unproven()}):
+                deadline_s = min(deadline_s, now_s() + _TRIAL_GRACE_S)
+        return bool(passed)
+
+    def _leave_out_failed(self, tasks: _Trials) -> None:
+        """Leave out the tried servers that have failed, or have not answered in time."""
+        for task, server in tasks.items():
             if task.cancelled():
-                error = PeerUnavailable(f"server {server.short_id} computed nothing when it was tried", server.peer_id)
+                reason = f"server {server.short_id} computed nothing when it was tried"
+                self._swarm.failed(PeerUnavailable(reason, server.peer_id))
+                continue
+            error = task.exception()
             if isinstance(error, PeerError) and not isinstance(error, PeerBusy):
                 self._swarm.failed(error)
-        return bool(passed)
 
     async def _computes(self, server: ServerRecord, span: Span, inputs: BlockInput) -> None:
         """Wait until the server has computed a step; raise SwarmError if the server refuses."""
@@ -247,7 +282,7 @@ class Opener:
             for index in sorted(range(len(chain)), key=lambda index: chain[index].server.peer_id):
                 asked.append(chain[index].server.peer_id)
                 hops[index] = await work[index]
-        except BaseException:
+        except BaseException:  # interruptions included: nobody else knows the hops
             abandon(hops.values())
             raise
         finally:
@@ -282,7 +317,7 @@ class Opener:
             self._swarm.links.measure([server])
         codec = self._swarm.links.codec(server, None if after is None else after.hop.server)
         hop = await self._open(Hop(server, of.span), new_session_key(), onward, codec, opening, 0)
-        hop.next_number = None if after is None else after.number
+        hop.link_to(after)
         return hop
 
     async def _open(
@@ -322,7 +357,7 @@ class Opener:
 def _linked(hops: list[HopSession], after: HopSession | None) -> list[HopSession]:
     """Return the same hops, after setting on each the number of the hop that receives its outputs."""
     for hop, to in zip(hops, [*hops[1:], after], strict=True):
-        hop.next_number = None if to is None else to.number
+        hop.link_to(to)
     return hops
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Recovery, Reporter, Waiting
@@ -64,8 +64,7 @@ class HopReplacer:
     def begin_call(self, may_wait: bool) -> None:
         """Start a call. ``may_wait``: wait for KV room; otherwise the call fails at once where there is none."""
         self._stall = None
-        self._room.over()
-        self._room.may_wait = may_wait
+        self._room.begin_call(may_wait)
 
     def begin_recovery(self, progress_s: float) -> None:
         """Start a stall that began at ``progress_s``, unless one has started already."""
@@ -95,10 +94,6 @@ class HopReplacer:
         """
         hops = await self._opened(blocks, self._terms.opening(rows.batch_size, rows.length, sent_number), None, None)
         assert hops is not None  # there were no hops that would have to be given up
-        if self._stall is not None:
-            replacements = tuple(hop.hop.server.peer_id for hop in hops)
-            reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
-            self._stall.repairs[:] = [Repair(blocks, (), reason, replacements, 0, False)]
         return hops
 
     def replay_all(self, call: Call, hops: list[HopSession]) -> list[OutgoingStep]:
@@ -106,7 +101,10 @@ class HopReplacer:
         steps = [*self._history(call.after, (0, call.start), hops), *call.steps]
         _remember(hops, steps)
         if self._stall is not None:
-            self._stall.repairs[0].replayed_tokens = call.start
+            blocks = Span(hops[0].span.start, hops[-1].span.end)
+            replacements = tuple(hop.hop.server.peer_id for hop in hops)
+            reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
+            self._stall.repairs[:] = [Repair(blocks, (), reason, replacements, call.start, False)]
         return steps
 
     async def _opened(
@@ -126,39 +124,49 @@ class HopReplacer:
         while True:
             try:
                 cautious = await self._who_may_stall(span)
-                return await self._opener.open_span(
-                    span,
-                    opening,
-                    after,
-                    avoid={*full, *cautious},
-                    timeout_s=None if self._stall is None else self._stall.time_left_s,
-                    like=None if instead is None else instead.hop.server,
-                    on_wait=None if self._stall is None else self._report_waiting,
-                )
+                return await self._open_span(span, opening, after, {*full, *cautious}, instead)
             except NoRoute as error:
                 if cautious and not self._swarm.is_covered(span, {*full, *cautious}):
                     self._stalled.clear()  # no other servers hold the blocks
-                    continue
-                if full:
+                elif full:
                     shortage = next(iter(full.values()))
                     full.clear()
                     if instead is not None:
                         await self._room.begin(shortage)
                         return None
-                    hops = await self._wait_for_room(span, opening, shortage)
-                    if hops:
+                    if hops := await self._wait_for_room(span, opening, shortage):
                         return hops
-                    continue
-                if self._stall is None:
+                elif self._stall is None:
                     raise
-                self._stall.tried.append(str(error))
-                self._stall.check_time(span)
-                await asyncio.sleep(_RETRY_S)
+                else:
+                    self._stall.tried.append(str(error))
+                    self._stall.check_time(span)
+                    await asyncio.sleep(_RETRY_S)
             except PeerBusy as error:
                 full[error.peer_id] = error
                 self._add_to_tried(error)
             except PeerError as error:
                 self._failed_to_open(error, span)
+
+    async def _open_span(
+        self,
+        span: Span,
+        opening: Opening,
+        after: HopSession | None,
+        avoid: Collection[str],
+        instead: HopSession | None,
+    ) -> list[HopSession]:
+        """Open hops over ``span``; during a stall, only in the time that is left of it."""
+        stall = self._stall
+        return await self._opener.open_span(
+            span,
+            opening,
+            after,
+            avoid=avoid,
+            timeout_s=None if stall is None else stall.time_left_s,
+            like=None if instead is None else instead.hop.server,
+            on_wait=None if stall is None else self._report_waiting,
+        )
 
     async def _who_may_stall(self, span: Span) -> set[str]:
         """Return the peer ids to avoid, because some servers in this session accepted steps and computed nothing.
@@ -188,7 +196,7 @@ class HopReplacer:
             return []
         finally:
             if self._stall is not None:  # waiting for room does not use up the time for failed servers
-                self._stall.deadline_s += now_s() - start_s
+                self._stall.extend(now_s() - start_s)
 
     def _failed_to_open(self, error: PeerError, span: Span) -> None:
         """Record the failure. Raise RecoveryFailed if there is no time left for other servers."""
@@ -200,8 +208,7 @@ class HopReplacer:
     def _report_waiting(self, reason: str, timeout_s: float) -> None:
         """Report once per stall: servers that are gone stay in the DHT for a while, and are tried repeatedly."""
         assert self._stall is not None
-        if not self._stall.waits:
-            self._stall.waits = True
+        if self._stall.begin_waiting():
             self._reporter.report(Waiting(reason, timeout_s))
 
     def _add_to_tried(self, error: SwarmError) -> None:
@@ -287,8 +294,7 @@ class HopReplacer:
         stall = self._current_stall
         for number, error in errors.items():
             server = self._hop(number).hop.server
-            stall.tried.append(str(error))
-            stall.peer_id = stall.peer_id or server.peer_id
+            stall.blame(server.peer_id, error)
             if isinstance(error, Stalled):
                 self._stalled.add(server.peer_id)
                 self._swarm.be_wary()
@@ -349,8 +355,7 @@ class HopReplacer:
     async def _connect(self, instruction: messages.Connect, call: Call) -> messages.Connected | messages.NotConnected:
         """Let the hop before the new ones, or the client, send the new hops all that they must replay."""
         new, replay = self._new, instruction.replay
-        limit = min(hop.max_step_tokens for hop in new)
-        if any(step.num_positions > limit and step.end - step.start > 1 for step in call.steps):
+        if _are_too_large(call.steps, new):
             return messages.NotConnected()
         rows = call.after if replay.after_changes else call.before
         history = self._history(rows, replay.history, new, instruction.number)
@@ -399,11 +404,17 @@ def _readable(steps: Iterable[OutgoingStep], hop: HopSession) -> Iterable[Outgoi
         yield step if is_known else step.with_hidden(hidden.recoded(pb.RAW))
 
 
+def _are_too_large(steps: Iterable[OutgoingStep], hops: Iterable[HopSession]) -> bool:
+    """Return whether some step is too large for one of the hops, and could be cut into smaller steps."""
+    limit = min(hop.max_step_tokens for hop in hops)
+    return any(step.num_positions > limit and step.end - step.start > 1 for step in steps)
+
+
 def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:
     """Keep the replayed steps: if servers cannot reach one another, the client relays them, maybe much later."""
     replayed = {step.number: OutgoingStep(step.without_data(), ()) for step in steps}
     for hop in hops:
-        hop.replayed = replayed
+        hop.remember(replayed)
 
 
 def _link(hop: HopSession, first_number: int) -> messages.Link:

@@ -130,11 +130,15 @@ class RemoteSession:
                 row_unit=self._row_unit,
                 user=setting.user,
             )
-            if self.batch_size is not None:
-                other._lanes = [lane.copy(other._setting) for lane in self._lanes]
-                other._sizes, other._stays_whole = list(self._sizes), self._stays_whole
-            other.length, other.batch_size = self.length, self.batch_size
+            other._continue(self)
         return other
+
+    def _continue(self, other: RemoteSession) -> None:
+        """Take over the positions of ``other`` in lanes of this session's own."""
+        if other.batch_size is not None:
+            self._lanes = [lane.copy(self._setting) for lane in other._lanes]
+            self._sizes, self._stays_whole = list(other._sizes), other._stays_whole
+        self.length, self.batch_size = other.length, other.batch_size
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> RemoteSession:
         return self.fork()
@@ -198,8 +202,7 @@ class RemoteSession:
         for lane, call in zip(self._lanes, calls, strict=True):
             lane.commit(call)
         self.length, self.batch_size = self.length + num_tokens, batch_size
-        self.stats.steps += 1
-        self.stats.tokens += batch_size * num_tokens
+        self.stats.count_step(batch_size * num_tokens)
         return calls
 
     async def _divide(self, batch_size: int) -> None:
@@ -208,7 +211,7 @@ class RemoteSession:
         if self.batch_size is None:
             del self._lanes[1:]  # lanes of a first step that failed
             if not lane.chain.hops:
-                lane.chain.adapter = self._adapter()
+                lane.chain.use_adapter(self._adapter())
         if len(self._lanes) > 1 or not (lane.is_empty or lane.chain.is_new):
             return
         chains = await self._chains_of_lanes(batch_size)
@@ -246,7 +249,7 @@ class RemoteSession:
             jobs.append(asyncio.ensure_future(lane.step(part, num_wanted, watched, False)))
         try:
             return await asyncio.gather(*jobs)
-        except BaseException:
+        except BaseException:  # interruptions included: some lanes may have done the step
             going_back = asyncio.ensure_future(_go_back(jobs, lanes))
             while not going_back.done():  # a further interruption must not skip the cleanup
                 with suppress(asyncio.CancelledError):

@@ -146,7 +146,7 @@ class StandbyReplicas:
         replica = await self._opener.open_copy(hop, opening, after, server)
         try:
             await hop.copy(replica, _COPY_TIMEOUT_S)
-        except BaseException:
+        except BaseException:  # interruptions included: nobody else knows the replica
             replica.abandon()
             raise
         self._replicas[hop.number] = replica

@@ -123,13 +123,11 @@ class SteppedSession(DraftSession):
             return Guesses.none()
         branches, by_row = [_Branch((), 1.0, range(plan.num_rows))], logits[None].expand(plan.num_rows, -1)
         while True:
-            depth, firsts = len(branches[0].token_ids), [branch.rows.start for branch in branches]
-            scores = ranking.scores(by_row[firsts], depth)
-            grown = [child for branch, row in zip(branches, scores, strict=True) for child in branch.children(row)]
+            grown = _grown(branches, by_row, ranking)
             if sum(branch.probability for branch in grown) < plan.least:
                 break
             branches = grown
-            if depth + 1 == plan.length:
+            if len(branches[0].token_ids) == plan.length:
                 break
             by_row = self.step(torch.tensor([branch.token_ids[-1] for branch in branches for _ in branch.rows]))
         if not branches[0].token_ids:
@@ -164,3 +162,9 @@ class _Branch:
                 found.append(_Branch((*self.token_ids, token_id), self.probability * p, child))
                 start += count
         return found
+
+
+def _grown(branches: list[_Branch], by_row: torch.Tensor, ranking: Ranking) -> list[_Branch]:
+    """Return the branches with one more token each; ``by_row`` are the logits of that token, [rows, vocabulary]."""
+    scores = ranking.scores(by_row[[branch.rows.start for branch in branches]], len(branches[0].token_ids))
+    return [child for branch, row in zip(branches, scores, strict=True) for child in branch.children(row)]

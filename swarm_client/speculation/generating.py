@@ -45,11 +45,15 @@ def may_speculate(
         and is_plain
         and bool(model_kwargs.get("use_cache"))
         and not any(isinstance(value, torch.Tensor) for value in others)
-        and config.prefill_chunk_size is None
         and not synced_gpus
-        and not config.is_assistant
-        and not any(getattr(config, name, None) for name in _IN_OUTPUT)
+        and _writes_only_tokens(config)
     )
+
+
+def _writes_only_tokens(config: GenerationConfig) -> bool:
+    """Return whether the stock loop would do nothing else than to write tokens, one at a time."""
+    is_stock = config.prefill_chunk_size is None and not config.is_assistant
+    return is_stock and not any(getattr(config, name, None) for name in _IN_OUTPUT)
 
 
 def _says_nothing_else(model_kwargs: dict[str, Any], cache_argument: str) -> bool:
@@ -155,21 +159,29 @@ class SpeculativeGeneration:
             self._past.settle(0, 0)
             try:
                 while not text.is_over and (company.is_alone() or not can_join):
-                    most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
                     alone = company.is_alone() and has_room(self._session)
-                    guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=alone)
-                    outputs, guesses = self._pass(guesses, model_kwargs)
-                    states = [head_input.of_row(row) for row in range(len(outputs.logits))]  # as above
-                    found = self._verified(guesses, outputs.logits)
-                    hidden = states[found.row]
-                    self._guessing.verified(found, None if hidden is None else hidden[: len(found.token_ids)])
-                    model_kwargs = self._model._update_model_kwargs_for_generation(
-                        outputs, model_kwargs, num_new_tokens=len(found.token_ids)
-                    )
+                    model_kwargs = self._guess_and_verify(head_input, model_kwargs, is_alone=alone)
             finally:  # leave the session as without guesses, also after an error
                 self._guessing.end()
                 if self._session.batch_size not in (None, 1):
                     self._session.reorder(torch.tensor([self._row]))
+
+    def _guess_and_verify(
+        self, head_input: HeadInput, model_kwargs: dict[str, Any], *, is_alone: bool
+    ) -> dict[str, Any]:
+        """Add the tokens of one pass to the text, and return the stock arguments of the next pass."""
+        text = self._text
+        most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
+        guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=is_alone)
+        outputs, guesses = self._pass(guesses, model_kwargs)
+        # The states are read before processors run, which may call the model.
+        states = [head_input.of_row(row) for row in range(len(outputs.logits))]
+        found = self._verified(guesses, outputs.logits)
+        hidden, num_new = states[found.row], len(found.token_ids)
+        self._guessing.verified(found, None if hidden is None else hidden[:num_new])
+        return self._model._update_model_kwargs_for_generation(  # type: ignore[no-any-return]
+            outputs, model_kwargs, num_new_tokens=num_new
+        )
 
     def _pass(self, guesses: Guesses, model_kwargs: dict[str, Any]) -> tuple[Any, Guesses]:
         """Run one pass through the servers; if it fails with several rows, run it with the first row alone."""
@@ -203,7 +215,7 @@ class SpeculativeGeneration:
         length = self._session.length
         try:
             return self._model(**inputs, return_dict=True)
-        except BaseException:
+        except BaseException:  # interruptions included
             self._session.crop(max(0, self._session.length - length - 1))  # guesses that were not verified
             raise
 
@@ -213,7 +225,7 @@ class SpeculativeGeneration:
         length = text.ids.shape[1]
         try:
             found = verify(guesses, logits, text.choose)
-        except BaseException:
+        except BaseException:  # interruptions included
             chosen = text.ids[0, length:].tolist()
             told = torch.tensor(chosen[:-1], dtype=guesses.token_ids.dtype)
             rows = (guesses.token_ids[:, : len(told)] == told).all(1).nonzero().flatten().tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -70,30 +71,26 @@ class PassCosts:
         Servers have a faster path for one position, so the second position costs more than later ones. A disturbance
         makes a pass longer and never shorter, so the shortest passes are used.
         """
-        recent = [
-            (positions, seconds)
-            for positions, passes in self._passes.items()
-            for number, seconds in passes
-            if self._num - number <= _MAX_AGE
-        ]
+        recent = self._recent()
         middle = statistics.median(seconds for _, seconds in recent)
         kept = [(n, s) for n, s in recent if s <= _OUTLIER * middle]
         plain, several = [s for n, s in kept if n == 1], sorted((n, s) for n, s in kept if n > 1)
         slope = self._slope_share * middle
         if not several:
             return min(plain), 0.0, slope
-        half = len(several) // 2
-        while 0 < half < len(several) and several[half - 1][0] == several[half][0]:
-            half += 1  # all passes of one size stay on one side
-        few, many = several[:half], several[half:]
-        if few and many:
-            less, more = (statistics.fmean(n for n, _ in side) for side in (few, many))
-            weight = (more - less) ** 2 * min(len(few), len(many))
-            found = max(0.0, (min(s for _, s in many) - min(s for _, s in few)) / (more - less))
-            slope = (_SLOPE_WEIGHT * slope + weight * found) / (_SLOPE_WEIGHT + weight)
+        slope = _fit_slope(several, slope)
         line = max(min(s - slope * (n - 1) for n, s in several), 0.1 * middle)  # one position by the line of several
         one = min(plain) if plain else line
         return one, max(0.0, line - one), slope
+
+    def _recent(self) -> list[tuple[int, float]]:
+        """Return the positions and the seconds of recent passes."""
+        return [
+            (positions, seconds)
+            for positions, passes in self._passes.items()
+            for number, seconds in passes
+            if self._num - number <= _MAX_AGE
+        ]
 
 
 class Acceptance:
@@ -158,11 +155,10 @@ class Policy:
         if self._guesses_s and not recent:  # guessing was too slow: one guess is tried again
             most_guesses = 1
         best, best_rate = PLAIN, _LEAST_GAIN / pass_s
-        for rows in self._rows:
+        for rows in (rows for rows in self._rows if rows <= most_rows):
             acceptance = self.acceptance.of(rows)
-            for length in _LENGTHS:
-                if rows > most_rows or length > most_guesses or rows * (length + 1) > MOST_POSITIONS:
-                    continue
+            most_length = min(most_guesses, MOST_POSITIONS // rows - 1)
+            for length in _LENGTHS[: bisect_right(_LENGTHS, most_length)]:
                 seconds = pass_s + several_s + position_s * (rows * (length + 1) - 1) + guess_s * length
                 rate = expected_tokens(acceptance, length) / seconds
                 if rate > best_rate:
@@ -181,6 +177,20 @@ class Policy:
             self.acceptance.add(size.num_rows, num_right, size.length)
             if guess_s is not None:
                 self._guesses_s.append((self._num_passes, guess_s / size.length))
+
+
+def _fit_slope(several: list[tuple[int, float]], prior: float) -> float:
+    """Return the seconds of each added position, from the positions and seconds of passes, in order of positions."""
+    half = len(several) // 2
+    while 0 < half < len(several) and several[half - 1][0] == several[half][0]:
+        half += 1  # all passes of one size stay on one side
+    few, many = several[:half], several[half:]
+    if not few or not many:
+        return prior
+    less, more = (statistics.fmean(n for n, _ in side) for side in (few, many))
+    weight = (more - less) ** 2 * min(len(few), len(many))
+    found = max(0.0, (min(s for _, s in many) - min(s for _, s in few)) / (more - less))
+    return (_SLOPE_WEIGHT * prior + weight * found) / (_SLOPE_WEIGHT + weight)
 
 
 def _catch(num_rows: int) -> float:

@@ -164,7 +164,7 @@ class Guessing:
         if self._session is not None:
             try:
                 self._session.confirm(token_ids, hidden)
-            except Exception as error:
+            except Exception as error:  # as above
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

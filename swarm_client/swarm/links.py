@@ -77,6 +77,10 @@ class Links:
         self.errors: dict[str, float] = {}
         self.finish: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 
+    def finish_with(self, finish: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Set the model's function between the last hidden state and the head."""
+        self.finish = finish
+
     def see(self, inputs: BlockInput, blocks: Span) -> None:
         """Note the inputs of these blocks. If the blocks are all of the model, a prompt may become the sample."""
         hidden = inputs.hidden
@@ -191,28 +195,29 @@ class Links:
         self._due_s[server.peer_id] = now_s() + _AGAIN_AFTER_S
 
     async def _measure_errors_if_needed(self, route: Route) -> None:
-        if self._compression != "auto" or self._sample is None:
-            return
-        if Span(route[0].span.start, route[-1].span.end) != self._all_blocks:
-            return
-        servers = [None, *(hop.server for hop in route), None]
-        pairs = [[s for s in pair if s is not None] for pair in pairwise(servers)]
-        links = [self._link(pair) for pair in pairs]
-        missing = to_measure(self.errors)
-        wanted = {codec_for(link, self._width, self._item_bytes, LADDER) for link in links} & set(missing)
-        if not wanted or now_s() < self._errors_due_s:
+        if not self._lacks_errors_for(route) or now_s() < self._errors_due_s:
             return
         async with self._measuring:
             if now_s() < self._errors_due_s:
                 return
-            names = [
-                name for name in missing if name in known_to(*(hop.server for hop in route)) and name not in self.errors
-            ]
+            known = known_to(*(hop.server for hop in route))
+            names = [name for name in to_measure(self.errors) if name in known]
             if not names:
                 return
             await self._measure_errors(route, names)
             self._chosen.clear()
             _logger.info("relative error of the last hidden state: %s", self.errors)
+
+    def _lacks_errors_for(self, route: Route) -> bool:
+        """Return whether a link of this whole chain is so slow that a codec is of use whose error is not measured."""
+        if self._compression != "auto" or self._sample is None:
+            return False
+        if Span(route[0].span.start, route[-1].span.end) != self._all_blocks:
+            return False
+        servers = [None, *(hop.server for hop in route), None]
+        links = [self._link([s for s in pair if s is not None]) for pair in pairwise(servers)]
+        useful = {codec_for(link, self._width, self._item_bytes, LADDER) for link in links}
+        return not useful.isdisjoint(to_measure(self.errors))
 
     async def _measure_errors(self, route: Route, names: Sequence[str]) -> None:
         """Measure the errors of the codecs whose outputs arrive in time."""

@@ -24,6 +24,19 @@ class _Said:
     queue_s: float = 0.0
     queue_time_s: float = -inf
 
+    def answer(self, now_s: float) -> None:
+        self.heard_s, self.has_answered = now_s, True
+
+    def wait(self, queue_s: float | None, now_s: float) -> None:
+        self.heard_s = now_s
+        if queue_s is not None and 0 <= queue_s < inf:
+            self.queue_s, self.queue_time_s = queue_s, now_s
+
+    def compute(self, computed: int, now_s: float, between_probes_s: float) -> None:
+        if computed > self.computed and now_s - self.probed_s <= between_probes_s:
+            self.grew_s = now_s
+        self.probed_s, self.computed = now_s, computed
+
 
 class ProgressTracker:
     """The progress of all servers that this client uses. Pure."""
@@ -39,22 +52,15 @@ class ProgressTracker:
 
     def answered(self, peer_id: str, now_s: float) -> None:
         """Note that outputs have arrived which the server must have helped to compute."""
-        said = self._said[peer_id]
-        said.heard_s, said.has_answered = now_s, True
+        self._said[peer_id].answer(now_s)
 
     def waits(self, peer_id: str, queue_s: float | None, now_s: float) -> None:
         """Note how long a step would wait at the server, by its own report; None or an impossible value is ignored."""
-        said = self._said[peer_id]
-        said.heard_s = now_s
-        if queue_s is not None and 0 <= queue_s < inf:
-            said.queue_s, said.queue_time_s = queue_s, now_s
+        self._said[peer_id].wait(queue_s, now_s)
 
     def probed(self, peer_id: str, progress: pb.SessionProgress, now_s: float) -> None:
         """Note an answer to Progress."""
-        said = self._said[peer_id]
-        if progress.computed > said.computed and now_s - said.probed_s <= self._between_probes_s:
-            said.grew_s = now_s
-        said.probed_s, said.computed = now_s, progress.computed
+        self._said[peer_id].compute(progress.computed, now_s, self._between_probes_s)
         self.waits(peer_id, progress.queue_s if progress.HasField("queue_s") else None, now_s)
 
     def heard_s(self, peer_id: str) -> float:

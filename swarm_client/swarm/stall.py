@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarm_client.core.background import now_s
-from swarm_protocol.errors import PeerBusy, RecoveryFailed
+from swarm_protocol.errors import PeerBusy, RecoveryFailed, SwarmError
 from swarm_protocol.span import Span
 
 _NOTHING_LOST = ". Nothing is lost: the session goes on from where it stood when it is used again"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Repair:
     """One replacement of hops by others; the fields are those of ``swarm_client.core.events.Recovery``."""
 
@@ -52,6 +52,20 @@ class Stall:
         """Raise RecoveryFailed if the stall has lasted too long."""
         if not self.time_left_s:
             raise self.error(span, "moved to other servers", _NOTHING_LOST)
+
+    def extend(self, seconds: float) -> None:
+        """Let recovery take so much longer."""
+        self.deadline_s += seconds
+
+    def begin_waiting(self) -> bool:
+        """Note that the user is informed of the wait for servers. Return whether that is the first time."""
+        was_waiting, self.waits = self.waits, True
+        return not was_waiting
+
+    def blame(self, peer_id: str, error: SwarmError) -> None:
+        """Note that this server has failed."""
+        self.tried.append(str(error))
+        self.peer_id = self.peer_id or peer_id
 
     def error(self, span: Span | None, what: str, advice: str = "") -> RecoveryFailed:
         """Return the error that the blocks could not be ``what``, with all that was tried."""

@@ -125,7 +125,7 @@ class Swarm:
             try:
                 for sentence in unknown_names(await self.view(0.0), self.wanted):
                     _logger.warning("%s", sentence)
-            except BaseException:
+            except BaseException:  # interruptions included
                 await self.close()
                 raise
         self.spawn(self._keep_fresh())
@@ -320,13 +320,17 @@ class Swarm:
                         break
                     silent.clear()
                     continue
-                known = self._rtts.known
-                unknown = [hop.server for chain in chains for hop in chain if hop.server.peer_id not in known]
+                unknown = self._unmeasured(chains)
                 if not unknown or not hopeful or like is not None:
                     return chains
                 silent |= await self._rtts.measure(unknown, servers.servers)
         assert error is not None  # the last round took no unknown server for near
         raise error
+
+    def _unmeasured(self, chains: Iterable[Route]) -> list[ServerRecord]:
+        """Return the servers of these chains whose round trip is unknown."""
+        known = self._rtts.known
+        return [hop.server for chain in chains for hop in chain if hop.server.peer_id not in known]
 
     def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:
         """Return another server that could hold a copy of a session over ``span``; None if none is known."""
@@ -337,7 +341,7 @@ class Swarm:
         """Return an open connection, shared by all callers. Raise PeerUnavailable or BadReply if none can be opened."""
         known = self._servers.get(record.peer_id)
         if known is not None and known.leads_to(record):
-            known.record = record
+            known.renew(record)
             return known
         key = record.peer_id, record.addresses, record.tls_fingerprint
         if key not in self._connecting:

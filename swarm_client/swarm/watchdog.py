@@ -9,6 +9,7 @@ from swarm_client.routing.routing import Costs
 from swarm_client.transport.hops import HopSession
 from swarm_client.transport.steps import OutgoingStep
 from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.span import Span
 
 SLOW_BYTES_PER_S = 125e3  # the assumed rate of an unknown line, 1 Mbit/s
 _TIMES_EXPECTED = 10.0
@@ -23,7 +24,9 @@ _CALM_S = 30.0  # how long an alarm counts
 class Stalled(PeerUnavailable):
     """The error that a server answers, but computes nothing. ``since_s``: the time of the call's last progress."""
 
-    since_s: float = 0.0
+    def __init__(self, message: str, peer_id: str, span: Span, since_s: float = 0.0) -> None:
+        super().__init__(message, peer_id, span)
+        self.since_s = since_s
 
 
 class StallAlarms:

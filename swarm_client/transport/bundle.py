@@ -33,13 +33,13 @@ class StepBundle:
         ended: nothing can be sent any more.
     """
 
-    def __init__(self, stream: Stream[pb.StepBundle, pb.ReplyBundle]) -> None:
+    def __init__(self, stream: Stream[pb.StepBundle, pb.ReplyBundle], on_end: Callable[[], None]) -> None:
         self.key = new_session_key()
         self.ended = False
         self._stream = stream
         self._members: dict[bytes, Bundled] = {}
         self._outbox = Outbox[pb.KeyedStep](lambda steps: stream.write(pb.StepBundle(steps=steps)))
-        self._on_end: Callable[[], None] = lambda: None
+        self._on_end = on_end
         self._running: asyncio.Task[None] | None = None
 
     @classmethod
@@ -47,17 +47,19 @@ class StepBundle:
         cls, stream: Stream[pb.StepBundle, pb.ReplyBundle], timeout_s: float, on_end: Callable[[], None]
     ) -> StepBundle:
         """Open the stream; call ``on_end`` when it ends. Raise SwarmError if refused, TimeoutError if unanswered."""
-        bundle = cls(stream)
+        bundle = cls(stream, on_end)
         try:
             async with asyncio.timeout(timeout_s):
                 await stream.write(pb.StepBundle(key=bundle.key))
                 await stream.read()
-        except BaseException:
+        except BaseException:  # interruptions included
             stream.cancel()
             raise
-        bundle._on_end = on_end
-        bundle._running = asyncio.ensure_future(bundle._run())
+        bundle._begin()
         return bundle
+
+    def _begin(self) -> None:
+        self._running = asyncio.ensure_future(self._run())
 
     def join(self, member: Bundled) -> None:
         self._members[member.session_key] = member

@@ -57,7 +57,7 @@ async def translated(
         if is_cancelled():
             raise
         raise _closed(server, span) from None  # a CancelledError would make the waiting caller look cancelled
-    except BaseException:
+    except BaseException:  # any error of the caller's block
         if call is not None:
             call.cancel()
         raise

@@ -80,9 +80,9 @@ class Inbox(asyncio.Queue[HopEvent]):
         room: set while the unread events are few.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_leaving: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self.on_leaving: Callable[[], None] | None = None
+        self.on_leaving = on_leaving
         self.room = asyncio.Event()
         self.room.set()
         self._unread_bytes = 0
@@ -198,6 +198,47 @@ class HopSession:
         elif self._bundle is not None:
             self._bundle.join(self)
         self._reading = asyncio.ensure_future(self._read_all())
+
+    def link_to(self, to: HopSession | None) -> None:
+        """Record the hop that the server was opened to send its outputs to; None stands for the client."""
+        self.next_number = None if to is None else to.number
+
+    def codec_from_client(self, choose: Callable[[], pb.Codec]) -> pb.Codec:
+        """Return the codec in which the client sends to the server; ``choose`` returns it at the first use."""
+        if self.input_codec is None:
+            self.input_codec = choose()
+        return self.input_codec
+
+    def remember(self, replayed: dict[int, OutgoingStep]) -> None:
+        """Keep the steps that replay earlier positions to the server, by number."""
+        self.replayed = replayed
+
+    def advance(self, number: int) -> bool:
+        """Record that the server has done the steps up to ``number``. Return whether that is progress."""
+        if number <= self.seen_number:
+            return False
+        self.seen_number, self.due_batches = number, None
+        return True
+
+    def expect_by(self, num_batches: int | None) -> None:
+        """Set the server's count of ended batches by which the next step must be done; None: unknown."""
+        self.due_batches = num_batches
+
+    def doubt(self, first_number: int) -> None:
+        """Record that the next hop seemed to stall in the call that begins with this step."""
+        self.doubted = first_number
+
+    def refuse(self, step: int) -> bool:
+        """Record that the server refused the step. Return False if that follows from an earlier refused step."""
+        if self.refused is not None and step > self.refused:
+            return False
+        self.refused = step
+        return True
+
+    def accept(self, step: int) -> None:
+        """Forget the refusal of the step, because its outputs have arrived."""
+        if self.refused == step:
+            self.refused = None
 
     async def _opened(self, request: pb.Open) -> pb.SessionReply:
         await self._stream.write(pb.SessionRequest(open=request))

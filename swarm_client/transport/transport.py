@@ -107,6 +107,10 @@ class ServerConnection:
         """Return whether this connection still fits a newer record of the server."""
         return self.record.tls_fingerprint == record.tls_fingerprint and self.address in record.addresses
 
+    def renew(self, record: ServerRecord) -> None:
+        """Take a newer record of the server, to which this connection still leads."""
+        self.record = record
+
     async def close(self) -> None:
         """Cancel all that is under way."""
         await self._channel.close()

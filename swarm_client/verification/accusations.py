@@ -22,6 +22,7 @@ from swarm_client.transport.wire_tensor import WireTensor
 from swarm_client.verification.references import kind_of
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import PeerError, SwarmError
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.evidence import Evidence, Expired, new_seed, probe
 from swarm_protocol.wire.block_input import BlockInput
@@ -107,9 +108,7 @@ class Accusations:
     async def read(self) -> None:
         """Ban accused servers if further servers confirm the evidence; report doubted servers to ``on_doubt``."""
         published = [each for each in await self._swarm.accusations() if each[0] not in self._slanderers]
-        for peer_id in {peer_id for _, said in published for peer_id in said.doubted}:
-            if self._swarm.record_of(peer_id) is not None:
-                self._on_doubt(peer_id)
+        self._report_doubts({peer_id for _, said in published for peer_id in said.doubted})
         accusations = [(publisher, evidence) for publisher, said in published for evidence in said.evidence]
         self._chance.shuffle(accusations)
         num_left = _MAX_READ
@@ -121,15 +120,25 @@ class Accusations:
                 self._known.clear()
             self._known.add(key)
             num_left -= 1
-            try:
-                evidence = await asyncio.to_thread(Evidence.parse, message, time.time())
-            except Expired:
-                continue
-            except ValueError as error:
-                self._slanderers.add(publisher)
-                _logger.info("server %s has published no evidence: %s", short_id(publisher), error)
-                continue
-            await self._judge(evidence, publisher)
+            evidence = await self._parsed(message, publisher)
+            if evidence is not None:
+                await self._judge(evidence, publisher)
+
+    def _report_doubts(self, peer_ids: set[str]) -> None:
+        for peer_id in peer_ids:
+            if self._swarm.record_of(peer_id) is not None:
+                self._on_doubt(peer_id)
+
+    async def _parsed(self, message: pb.Evidence, publisher: str) -> Evidence | None:
+        """Return the evidence; None if it is too old, or is none. Then its publisher is not believed any more."""
+        try:
+            return await asyncio.to_thread(Evidence.parse, message, time.time())
+        except Expired:
+            pass
+        except ValueError as error:
+            self._slanderers.add(publisher)
+            _logger.info("server %s has published no evidence: %s", short_id(publisher), error)
+        return None
 
     async def keep_reading(self) -> None:
         """Read accusations regularly while there are sessions."""

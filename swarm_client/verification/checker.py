@@ -57,6 +57,9 @@ class _Doubt:
         self.num_left, self.since_s = DOUBT_CHECKS, now_s
         return True
 
+    def count_check(self) -> None:
+        self.num_left = max(0, self.num_left - 1)
+
 
 @dataclass
 class _Past:
@@ -66,6 +69,11 @@ class _Past:
     passed: int = 0
     own: _Doubt = field(default_factory=_Doubt)
     heard: _Doubt = field(default_factory=_Doubt)
+
+    def count_check(self, *, has_passed: bool) -> None:
+        self.passed += has_passed
+        self.own.count_check()
+        self.heard.count_check()
 
 
 class Checker:
@@ -182,7 +190,8 @@ class Checker:
             except SwarmError as error:
                 _logger.info("a check was not made: %s", error)
                 break
-        reporter.stats.checks += verdict.has_found
+        if verdict.has_found:
+            reporter.stats.count_check()
         self.num_checked += sample.inputs.hidden.shape[1] * verdict.has_found
         self._learn(verdict, sample, reporter)
         return verdict
@@ -192,13 +201,22 @@ class Checker:
         self._known |= verdict.passed
         differing = {peer_id for each in verdict.disagreements for peer_id in each.servers}
         for peer_id in verdict.passed | (differing & peer_ids):
-            past = self._past(peer_id)
-            past.passed += peer_id in verdict.passed
-            for doubt in (past.own, past.heard):
-                doubt.num_left = max(0, doubt.num_left - 1)
+            self._past(peer_id).count_check(has_passed=peer_id in verdict.passed)
         for peer_id in differing:
             self.doubt(peer_id)
         self._known |= {peer_id for peer_id in peer_ids if len(self._waits[peer_id]) >= _MOST_WAITS}
+        self._ban(verdict, sample, reporter)
+        for disagreement in verdict.disagreements:
+            names = ", ".join(map(short_id, disagreement.servers))
+            self._say_once(
+                disagreement,
+                f"servers {names} differ over blocks {disagreement.span}, and no other decides who is right",
+            )
+        if not verdict.has_found:
+            self._alone[peer_ids] = now_s() + _LOOK_AGAIN_S
+
+    def _ban(self, verdict: Verdict, sample: Sample, reporter: Reporter) -> None:
+        """Leave out servers that have lied, and for a while all those of which some server must have."""
         for lie in verdict.lies:
             self._swarm.ban(lie.server)
             self._known.discard(lie.server)
@@ -214,14 +232,6 @@ class Checker:
                 names,
                 _SUSPENDED_S,
             )
-        for disagreement in verdict.disagreements:
-            names = ", ".join(map(short_id, disagreement.servers))
-            self._say_once(
-                disagreement,
-                f"servers {names} differ over blocks {disagreement.span}, and no other decides who is right",
-            )
-        if not verdict.has_found:
-            self._alone[peer_ids] = now_s() + _LOOK_AGAIN_S
         for span in verdict.unchecked:
             self._say_once(span, f"blocks {span} cannot be checked: no second server has them")
 

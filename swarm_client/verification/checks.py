@@ -81,29 +81,39 @@ class Check:
         if len(unchecked) == len(parts) or num_compared < MIN_POSITIONS:
             return Verdict(unchecked=unchecked)
         bounds = self._bounds_of_chain(parts)
-        # Rounded between the same blocks, as in the session.
-        to_first, *after_hops = sample.codecs
-        hidden = WireTensor.of(sample.inputs.hidden, to_first).recoded(pb.RAW)
+        answers, hidden = await self._compute_again(parts)
+        if self._compare(hidden).excess(bounds) >= 1:
+            found = await self._find_out(parts, answers, servers)
+            return found if found.is_wrong else self._contradiction(parts, answers)
+        # Bounds that are wide for some parts would hide the lies of others.
+        narrow = [not self._bounds_of(part).is_wide and bounds.is_wide for part in parts]
+        found = await self._find_out(compress(parts, narrow), compress(answers, narrow), servers)
+        if not found.is_wrong and self._chance.random() < SECOND_OPINIONS:
+            found = await self._second_opinion(parts, answers, servers)
+        if found.is_wrong:
+            return found
+        passed = frozenset(part.hop.server.peer_id for part in parts if part.others is not None)
+        return Verdict(passed, unchecked=unchecked)
+
+    async def _compute_again(self, parts: Sequence[Part]) -> tuple[list[list[_Answer]], WireTensor]:
+        """Return other servers' answers for each part, and the last hidden states.
+
+        The hidden states are rounded between the same blocks as in the session.
+        """
+        to_first, *after_hops = self._sample.codecs
+        hidden = WireTensor.of(self._sample.inputs.hidden, to_first).recoded(pb.RAW)
         answers: list[list[_Answer]] = []
         for part, codec in zip(parts, after_hops, strict=True):
             answers.append(await self._through(part.route, hidden))
             hidden = answers[-1][-1].outputs.recoded(codec).recoded(pb.RAW)
-        num_last = len(sample.outputs)
+        return answers, hidden
+
+    def _compare(self, hidden: WireTensor) -> Comparison:
+        """Compare the session's outputs with those that were computed again, where no padding is."""
+        sample, num_last = self._sample, len(self._sample.outputs)
         again, inputs = self._decoded(hidden)[-num_last:], sample.inputs.hidden[0, -num_last:]
         attended = self._attended[-num_last:]
-        compared = Comparison.of(inputs[attended], sample.outputs[attended], again[attended])
-        if compared.excess(bounds) >= 1:
-            found = await self._find_out(parts, answers, servers)
-            return found if found.lies or found.disagreements else self._contradiction(parts, answers)
-        # Bounds that are wide for some parts would hide the lies of others.
-        narrow = [not self._bounds_of(part).is_wide and bounds.is_wide for part in parts]
-        found = await self._find_out(compress(parts, narrow), compress(answers, narrow), servers)
-        if not (found.lies or found.disagreements) and self._chance.random() < SECOND_OPINIONS:
-            found = await self._second_opinion(parts, answers, servers)
-        if found.lies or found.disagreements:
-            return found
-        passed = frozenset(part.hop.server.peer_id for part in parts if part.others is not None)
-        return Verdict(passed, unchecked=unchecked)
+        return Comparison.of(inputs[attended], sample.outputs[attended], again[attended])
 
     async def _find_out(
         self, parts: Iterable[Part], answers: Iterable[Sequence[_Answer]], servers: Sequence[ServerRecord]
@@ -146,6 +156,19 @@ class Check:
 
         ``ways``: answers of which some differ, that of the hop's server first. ``least``: see ``majority``.
         """
+        found = await self._agreeing(hop, ways, servers, least)
+        lies = await self._lies_against(found, hop, ways) if found else []
+        if lies:
+            return Verdict(lies=tuple(lies))
+        return Verdict(disagreements=(Disagreement(tuple(name for way in ways for name in _names(way)), hop.span),))
+
+    async def _agreeing(
+        self, hop: Hop, ways: list[Sequence[_Answer]], servers: Sequence[ServerRecord], least: int
+    ) -> frozenset[int]:
+        """Return the numbers of the ways that agree and outvote the others; empty if none do.
+
+        Answers of further servers are added to ``ways`` until three agree.
+        """
         hidden = ways[0][0].inputs
         while not (found := self._majority(ways, 3)) and len(ways) < MOST_ANSWERS:
             asked = {name for way in ways for name in _names(way)}
@@ -153,19 +176,20 @@ class Check:
             if further is None:
                 break
             ways.append(await self._through(further, hidden))
-        found = found or self._majority(ways, least) or frozenset()
+        return found or self._majority(ways, least) or frozenset()
+
+    async def _lies_against(self, found: frozenset[int], hop: Hop, ways: Sequence[Sequence[_Answer]]) -> list[Lie]:
+        """Return which servers differ from those that agree."""
         witnesses = tuple(name for number in sorted(found) for name in _names(ways[number]))
         lies: list[Lie] = []
         for number, way in enumerate(ways):
-            if not found or number in found or any(self._agree_all(way, ways[other]) for other in found):
+            if number in found or any(self._agree_all(way, ways[other]) for other in found):
                 continue
             if len(way) == 1:
                 lies.append(Lie(way[0].hop.server.peer_id, way[0].hop.span, witnesses))
             elif 0 in found:  # the hop's server is right, and can say which of several is wrong
                 lies += await self._lies_among(way, hop, witnesses)
-        if lies:
-            return Verdict(lies=tuple(lies))
-        return Verdict(disagreements=(Disagreement(tuple(name for way in ways for name in _names(way)), hop.span),))
+        return lies
 
     def _majority(self, ways: Sequence[Sequence[_Answer]], least: int) -> frozenset[int] | None:
         pairs = combinations(range(len(ways)), 2)

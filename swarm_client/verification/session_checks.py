@@ -91,10 +91,10 @@ class SessionChecks:
         """
         self._checker.start()
         self._keep(hops, outputs, num_tokens, length, reordered)
-        self._is_rounded |= any(codec != pb.RAW for codec in codecs)
+        self._is_rounded |= not {pb.RAW}.issuperset(codecs)
         batch_size = len(outputs)
         self._owe(batch_size, num_tokens, reordered)
-        if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:
+        if self._num_kept < MIN_POSITIONS:
             return True
         owed = [row for row in self._owed if row < batch_size]
         is_owed = bool(owed) and self._steps_left <= 0
@@ -106,24 +106,40 @@ class SessionChecks:
             is_drawn = False
             row = self._checker.choose(owed or range(batch_size))
             self._owed = owed = [each for each in owed if each != row]
-            kept = torch.cat([tensor[row] for tensor in self._outputs])
+            kept = self._kept(row)
             sample = Sample(hops, codecs, rows(row), kept, adapter, self._is_first_chain, self._is_rounded)
             wait_s = self._swarm.config.timeouts.check_s if is_new else 0.0
             verdict = await self._checker.check(
                 sample, self._reporter, wait_s=wait_s, then=partial(self._learn, length=length, row=row)
             )
-            if verdict is None:
-                return True
-            self._owe_again(verdict, row)
-            if any(hop.server.peer_id in verdict.distrusted for hop in hops):
-                if self._good_length < length - num_tokens:  # earlier outputs were returned to the user already
-                    self._call_doubtful(verdict.distrusted, length - num_tokens)
-                return False
-            if not verdict.lies:
-                if verdict.passed:
-                    self._good_length = length
-                return True
+            is_accepted = self._take(verdict, row, hops, length, length - num_tokens)
+            if is_accepted is not None:
+                return is_accepted
         return True
+
+    def _take(self, verdict: Verdict | None, row: int, hops: Route, length: int, num_before: int) -> bool | None:
+        """Take a row's verdict, if there is one. Return whether the step's outputs may be used; None: check again."""
+        if verdict is None:
+            return True
+        self._owe_again(verdict, row)
+        if not verdict.distrusted.isdisjoint(hop.server.peer_id for hop in hops):
+            if self._good_length < num_before:  # earlier outputs were returned to the user already
+                self._call_doubtful(verdict.distrusted, num_before)
+            return False
+        if verdict.lies:
+            return None
+        if verdict.passed:
+            self._good_length = length
+        return True
+
+    @property
+    def _num_kept(self) -> int:
+        """Return the number of positions of every row whose outputs are kept for checks."""
+        return sum(kept.shape[1] for kept in self._outputs)
+
+    def _kept(self, row: int) -> torch.Tensor:
+        """Return the row's kept outputs, [positions, hidden_size]."""
+        return torch.cat([tensor[row] for tensor in self._outputs])
 
     def _owe(self, num_rows: int, num_tokens: int, reordered: Sequence[int] | None) -> None:
         """Update the rows to check: all rows when a text begins, otherwise the rows that are still unchecked."""

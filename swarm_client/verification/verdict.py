@@ -52,6 +52,11 @@ class Verdict:
         return bool(self.passed or self.distrusted or self.disagreements)
 
     @property
+    def is_wrong(self) -> bool:
+        """Return whether some server lies, or servers differ."""
+        return bool(self.lies or self.disagreements)
+
+    @property
     def distrusted(self) -> frozenset[str]:
         """Return the peer ids of servers that must not continue."""
         return self.suspects | {lie.server for lie in self.lies}

@@ -30,6 +30,9 @@ class FakeServer:
     def leads_to(self, _record: ServerRecord) -> bool:
         return True
 
+    def renew(self, record: ServerRecord) -> None:
+        self.record = record
+
     async def ping(self) -> float:
         self.net.pinged.append(self.record.peer_id)
         if self.record.peer_id in self.net.denying:

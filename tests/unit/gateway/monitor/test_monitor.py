@@ -71,6 +71,9 @@ class FakeServer:
     def leads_to(self, record: ServerRecord) -> bool:
         return record.tls_fingerprint == self.record.tls_fingerprint
 
+    def renew(self, record: ServerRecord) -> None:
+        self.record = record
+
     async def ping(self) -> float:
         await self._net.answer(self.record.peer_id)
         return self._net.delays_s.get(self.record.peer_id, 0.01)
