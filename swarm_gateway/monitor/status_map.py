@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_protocol.dht.records import ServerState, short_id
+from swarm_protocol.dht.records import ServerRecord, ServerState, short_id
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_protocol.wire.printable import printable
 
@@ -62,13 +62,27 @@ class _Column:
         return max(map(len, (self.heading, *self.cells))) + _GAP
 
 
+def _all_columns(status: ModelStatus, servers: Sequence[ServerStatus]) -> list[_Column]:
+    records = [server.record for server in servers]
+    return [
+        _Column("server", [*(record.short_id for record in records), _REPLICAS]),
+        _Column("blocks", [str(record.span) for record in records]),
+        _Column("state", [_state(status, server) for server in servers]),
+        _Column("tokens/s", [_speed(record) for record in records], 4, True),
+        _Column("load", [_load(server) for server in servers], 2, True),
+        _Column("KV room", [_room(server) for server in servers], 3, True),
+        _Column("RTT", [_rtt(server) for server in servers], 1, True),
+        _Column("reached", [_way(server) for server in servers], 7),
+        _Column("quant", [printable(record.quant) for record in records], 5),
+        _Column("address", [_address(record) for record in records], 6),
+    ]
+
+
 def _fitting(status: ModelStatus, servers: Sequence[ServerStatus], width: int) -> tuple[list[_Column], int]:
     """Return the columns that fit beside the map, and the map's width."""
-    columns = [_Column("server", [*(server.record.short_id for server in servers), _REPLICAS])]
-    is_relayed = any(server.relay_id for server in servers)
-    for heading, cell, rank, is_number in _COLUMNS:
-        if heading != "reached" or is_relayed:
-            columns.append(_Column(heading, [cell(status, server) for server in servers], rank, is_number))
+    columns = _all_columns(status, servers)
+    if not any(server.relay_id for server in servers):
+        columns = [column for column in columns if column.heading != "reached"]
     left = width
     for column in sorted(columns, key=lambda column: column.rank):
         least = min(status.num_blocks, _MIN_WIDTH if column.is_number else _GOOD_WIDTH)
@@ -94,45 +108,32 @@ def _state(status: ModelStatus, server: ServerStatus) -> str:
     return record.state.name.lower()
 
 
-def _speed(_status: ModelStatus, server: ServerStatus) -> str:
-    return f"{server.record.tokens_per_s:.0f}" if server.record.tokens_per_s else _UNKNOWN
+def _speed(record: ServerRecord) -> str:
+    return f"{record.tokens_per_s:.0f}" if record.tokens_per_s else _UNKNOWN
 
 
-def _load(_status: ModelStatus, server: ServerStatus) -> str:
-    return f"{server.record.queue_delay_s * 1e3:.0f} ms" if server.answers else _UNKNOWN
+def _address(record: ServerRecord) -> str:
+    return printable(record.addresses[0]) if record.addresses else _UNKNOWN
 
 
-def _room(_status: ModelStatus, server: ServerStatus) -> str:
+def _room(server: ServerStatus) -> str:
     return str(server.record.cache_tokens_left) if server.answers else _UNKNOWN
 
 
-def _way(_status: ModelStatus, server: ServerStatus) -> str:
+def _load(server: ServerStatus) -> str:
+    return f"{server.record.queue_delay_s * 1e3:.0f} ms" if server.answers else _UNKNOWN
+
+
+def _way(server: ServerStatus) -> str:
     if not server.answers:
         return _UNKNOWN
     return f"via {short_id(server.relay_id)}" if server.relay_id else "directly"
 
 
-def _rtt(_status: ModelStatus, server: ServerStatus) -> str:
+def _rtt(server: ServerStatus) -> str:
     if server.rtt_s is None:
         return _UNKNOWN
     return f"{server.rtt_s * 1e3:.0f} ms" if server.rtt_s >= 1e-3 else "<1 ms"  # the loop's clock is no more precise
-
-
-def _address(_status: ModelStatus, server: ServerStatus) -> str:
-    return printable(server.record.addresses[0]) if server.record.addresses else _UNKNOWN
-
-
-_COLUMNS: tuple[tuple[str, Callable[[ModelStatus, ServerStatus], str], int, bool], ...] = (
-    ("blocks", lambda _status, server: str(server.record.span), 0, False),  # heading, cell, rank, is_number
-    ("state", _state, 0, False),
-    ("tokens/s", _speed, 4, True),
-    ("load", _load, 2, True),
-    ("KV room", _room, 3, True),
-    ("RTT", _rtt, 1, True),
-    ("reached", _way, 7, False),
-    ("quant", lambda _status, server: printable(server.record.quant), 5, False),
-    ("address", _address, 6, False),
-)
 
 
 def _blocks_of_column(column: int, columns: int, num_blocks: int) -> range:
