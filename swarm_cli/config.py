@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from argparse import Action
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm_cli.parsers import all_parsers, config_parser
-from swarm_protocol.process.config_file import Name, config_path, default_path, flags_of, read_config_file
+from swarm_protocol.process.config_file import Name, Setting, config_path, default_path, flags_of, read_config_file
 from swarm_protocol.process.logs import say_error
 
 
@@ -31,24 +33,28 @@ def _show(command: Name, argv: list[str]) -> None:
     console = Console()
     console.print(Text(str(path) if path else f"{default_path()} is not there, and no other file is in force"))
     settings = {} if path is None else read_config_file(path, parsers, lambda: parsers)
-    table = Table(box=None, header_style="bold")
     if command:
-        found = settings.get(command, {})
-        for column in ("flag", "value", "from"):
-            table.add_column(column)
-        for key, action in flags_of(parsers[command]).items():
-            value, where = action.default, "default"
-            if key in found:
-                value, where = found[key].value, _where(found[key].table)
-            table.add_row(Text(f"--{key}"), Text(_shown(value)), Text(where))
+        rows = _flags_in_force(flags_of(parsers[command]), settings.get(command, {}))
+        table = Table("flag", "value", "from", box=None, header_style="bold")
     else:
-        for column in ("command", "flag", "value", "from"):
-            table.add_column(column)
-        for name, flags in settings.items():
-            for key, setting in flags.items():
-                table.add_row(*map(Text, (" ".join(name), f"--{key}", _shown(setting.value), _where(setting.table))))
+        rows = [(" ".join(name), *_in_force(*flag)) for name, found in settings.items() for flag in found.items()]
+        table = Table("command", "flag", "value", "from", box=None, header_style="bold")
+    for cells in rows:
+        table.add_row(*map(Text, cells))
     if table.row_count:
         console.print(table)
+
+
+def _flags_in_force(flags: Mapping[str, Action], found: Mapping[str, Setting]) -> list[tuple[str, ...]]:
+    """Return the flag, value and source of each flag, set in the file or not."""
+    return [
+        _in_force(key, found[key]) if key in found else (f"--{key}", _shown(action.default), "default")
+        for key, action in flags.items()
+    ]
+
+
+def _in_force(key: str, setting: Setting) -> tuple[str, ...]:
+    return f"--{key}", _shown(setting.value), _where(setting.table)
 
 
 def _where(table: Name) -> str:

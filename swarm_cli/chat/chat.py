@@ -31,7 +31,7 @@ def open_model(choice: ModelChoice) -> Opened:
     model = choice.connect()
     try:
         return Opened(model, tokenizer_of(model), model.close)
-    except BaseException:
+    except BaseException:  # raised again: the caller has no model that it could close
         model.close()
         raise
 
@@ -62,7 +62,7 @@ class Chat:
         opened = self._open(choice)
         try:
             require_chain(opened.model)
-        except BaseException:
+        except BaseException:  # raised again: the chat stays with its model
             opened.close()
             raise
         self.conversation.move(opened.model, opened.tokenizer)

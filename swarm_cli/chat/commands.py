@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from swarm_cli.chat import transcript
 from swarm_cli.chat.chat import Chat
 from swarm_client.generation.opening import ModelChoice
@@ -135,10 +133,7 @@ def _set(chat: Chat, argument: str, say: Say) -> None:
     name = given.replace("-", "_")
     if name not in SETTINGS:
         raise ValueError(f"there is no setting {given!r}: expected one of {', '.join(SETTINGS)}")
-    value = _number(name, text.strip())
-    chat.conversation.options = replace(options, **{name: value})
-    if name == "seed" and value is not None:
-        torch.manual_seed(value)
+    chat.conversation.set_option(name, _number(name, text.strip()))
 
 
 def _number(name: str, text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,8 +59,8 @@ class Conversation:
         answer = _Answer(self._tokenizer)
         try:
             self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=answer, **arguments)
-        except BaseException:
-            answer.end()  # type: ignore[no-untyped-call]  # whatever is said next begins on a line of its own
+        except BaseException:  # raised again: whatever is said next begins on a line of its own
+            answer.end()  # type: ignore[no-untyped-call]
             raise
         finally:
             self._sent = prompt + answer.token_ids
@@ -90,6 +91,12 @@ class Conversation:
         self._replace([])
         self._sent = []
         self.cache.session.reset()
+
+    def set_option(self, name: str, value: Any) -> None:
+        """Set a field of ``options``. A seed makes sampling repeatable from now on."""
+        self.options = replace(self.options, **{name: value})
+        if name == "seed" and value is not None:
+            torch.manual_seed(value)
 
     @property
     def system(self) -> str:

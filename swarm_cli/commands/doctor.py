@@ -7,12 +7,10 @@ import json
 import os
 import sys
 
-from swarm_cli.commands.flags import add_swarm_flags, check_access, member_fields
+from swarm_cli.commands.flags import add_swarm_flags, swarm_config
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
-from swarm_client.core.config import ClientConfig
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
 from swarm_protocol.process import signals
-from swarm_protocol.process.local_registry import checked_name
 from swarm_protocol.process.scratch import remove_scratch
 
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
@@ -38,10 +36,7 @@ def doctor_command(args: argparse.Namespace) -> Command:
     check_location(locate(args.model), args.revision)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port is {args.port}: expected 0 to 65535")
-    config = ClientConfig(
-        initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm), **member_fields(args)
-    )
-    check_access(config)
+    config = swarm_config(args)
 
     def run() -> None:
         from swarm_cli.doctor.check import Check, Finding, Grade, findings_of

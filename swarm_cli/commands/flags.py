@@ -130,6 +130,18 @@ def remote_config(args: argparse.Namespace) -> ClientConfig:
     return config
 
 
+def swarm_config(args: argparse.Namespace) -> ClientConfig:
+    """Return the client's config from the flags that name the swarm; the flags are checked now."""
+    config = ClientConfig(
+        initial_peers=tuple(args.initial_peers),
+        discover=args.discover,
+        swarm=checked_name(args.swarm),
+        **member_fields(args),
+    )
+    check_access(config)
+    return config
+
+
 def member_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {"swarm_key": args.swarm_key, "membership": args.membership, "identity": args.identity}
 

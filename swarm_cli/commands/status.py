@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from swarm_cli.commands.flags import add_swarm_flags, check_access, member_fields
+from swarm_cli.commands.flags import add_swarm_flags, swarm_config
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
-from swarm_client.core.config import ClientConfig
 from swarm_protocol.process import signals
-from swarm_protocol.process.local_registry import checked_name
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two displays of a swarm
 
@@ -30,13 +28,7 @@ def add_status(commands: Commands) -> None:
 
 
 def status_command(args: argparse.Namespace) -> Command:
-    config = ClientConfig(
-        initial_peers=tuple(args.initial_peers),
-        discover=args.discover,
-        swarm=checked_name(args.swarm),
-        **member_fields(args),
-    )
-    check_access(config)
+    config = swarm_config(args)
     interval_s = None if args.watch is None else parse_interval(args.watch)
 
     def run() -> None:

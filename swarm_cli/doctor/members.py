@@ -70,15 +70,19 @@ def seen(swarm: str, snapshot: SwarmSnapshot, own: frozenset[str], now_s: float)
     for status in snapshot.models:
         yield _model(status)
     servers = [server for model in snapshot.models for server in model.servers]
-    others = [server for server in servers if server.record.wire_version != WIRE_VERSION]
-    if others:
-        names = ", ".join(f"{server.record.short_id} speaks {server.record.wire_version}" for server in others)
-        yield failed("versions", f"this machine speaks wire version {WIRE_VERSION}, but {names}", "update the older")
+    yield from _versions(servers)
     living = [s for s in servers if s.answers and isfinite(s.record.expires_at) and s.record.peer_id not in own]
     if living:
         yield clock([server.record.expires_at - now_s for server in living])
     elif servers:
         yield ok("clock", "cannot be compared: all servers that answer are on this machine")
+
+
+def _versions(servers: Sequence[ServerStatus]) -> Iterator[Finding]:
+    others = [server.record for server in servers if server.record.wire_version != WIRE_VERSION]
+    if others:
+        names = ", ".join(f"{record.short_id} speaks {record.wire_version}" for record in others)
+        yield failed("versions", f"this machine speaks wire version {WIRE_VERSION}, but {names}", "update the older")
 
 
 def _model(status: ModelStatus) -> Finding:

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarm_cli.finetune.settings import FinetuneSettings, check_file
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
     from swarm_client.model.hf_model import RemoteModelMixin
 
@@ -195,36 +195,16 @@ def _train(
     validation: Dataset | None,
     checkpoint: Path | None,
 ) -> bool:
-    from transformers import EarlyStoppingCallback, PrinterCallback
+    from transformers import PrinterCallback
     from transformers.utils.logging import disable_progress_bar
 
     from swarm_cli.finetune.loss_curve import draw_loss_curve
-    from swarm_cli.finetune.trainer import (
-        AdapterTrainer,
-        Bar,
-        Interrupt,
-        LastStep,
-        Lines,
-        RandomState,
-        StaysFinite,
-        misses_evaluation,
-    )
+    from swarm_cli.finetune.trainer import AdapterTrainer, Interrupt, RandomState, misses_evaluation
     from swarm_cli.finetune.training_data import Padding
-    from swarm_client.adapters.trained import how_to_use
     from swarm_protocol.errors import SwarmError, TrainingDiverged
 
     disable_progress_bar()  # for writing checkpoints
     interrupt, after_step = Interrupt(), RandomState()
-    callbacks: list[Any] = [
-        interrupt,
-        after_step,
-        StaysFinite(),
-        Lines(),
-        LastStep(),
-        *([Bar()] if sys.stderr.isatty() else []),
-    ]
-    if settings.early_stopping:
-        callbacks.append(EarlyStoppingCallback(settings.early_stopping))
     validates_first = checkpoint is None or (validation is not None and misses_evaluation(checkpoint))
     trainer = AdapterTrainer(
         model,
@@ -232,7 +212,7 @@ def _train(
         data_collator=Padding(tokenizer),
         train_dataset=training,
         eval_dataset=validation,
-        callbacks=callbacks,
+        callbacks=[interrupt, after_step, *_own_callbacks(settings)],
     )
     trainer.remove_callback(PrinterCallback)
     go_on = command if settings.resume else f"{command} --resume"
@@ -253,8 +233,7 @@ def _train(
     except KeyboardInterrupt:
         print(f"ended in mid-step; go on from the last checkpoint, if there is one, with\n  {go_on}", file=sys.stderr)
         raise
-    history = trainer.state.log_history
-    draw_loss_curve(history, settings.output / CURVE)
+    draw_loss_curve(trainer.state.log_history, settings.output / CURVE)
     if interrupt.asked:
         step = trainer.state.global_step
         where = f"after step {step}, which is saved" if step else "before the first step"
@@ -263,9 +242,29 @@ def _train(
     trainer.save_model()
     trainer.save_state()
     shutil.rmtree(settings.output / TOKENS, ignore_errors=True)
+    _tell_results(settings, trainer.state.log_history)
+    return True
+
+
+def _own_callbacks(settings: FinetuneSettings) -> list[TrainerCallback]:
+    """Return the callbacks that show the progress, and those that end a run which has diverged or is good enough."""
+    from transformers import EarlyStoppingCallback
+
+    from swarm_cli.finetune.trainer import Bar, LastStep, Lines, StaysFinite
+
+    callbacks: list[TrainerCallback] = [StaysFinite(), Lines(), LastStep()]
+    if sys.stderr.isatty():
+        callbacks.append(Bar())
+    if settings.early_stopping:
+        callbacks.append(EarlyStoppingCallback(settings.early_stopping))
+    return callbacks
+
+
+def _tell_results(settings: FinetuneSettings, history: list[dict[str, float]]) -> None:
+    from swarm_client.adapters.trained import how_to_use
+
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     if losses:
         print(f"validation loss {losses[0]:.3f} → {min(losses) if settings.early_stopping else losses[-1]:.3f}")
     print(f"loss curve: {settings.output / CURVE}\nadapter: {settings.output}; use it with")
     print(how_to_use(settings.model, settings.output, settings.swarm))
-    return True

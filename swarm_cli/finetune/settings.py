@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +18,17 @@ SCHEDULES = ("linear", "cosine", "constant")
 SUFFIXES = (".txt", ".jsonl")  # of data files
 OPTIMIZERS = ("adamw", "adamw-8bit")
 _LARGEST = 1e30  # because optimizers compute in float32
+_COUNTS = ("rank", "num_prompt_tokens", "max_steps", "batch_size", "gradient_accumulation", "eval_every")
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    ((*_COUNTS, "early_stopping", "save_every"), lambda value: value >= 1, "at least 1"),
+    (
+        ("alpha", "epochs", "learning_rate", "max_grad_norm"),
+        lambda value: 0 < value <= _LARGEST,
+        f"a number above 0, up to {_LARGEST:g}",
+    ),
+    (("lora_dropout", "validation_share"), lambda value: 0 <= value < 1, "0 or more, and less than 1"),
+    (("sequence_length",), lambda value: value >= 2, "at least 2 tokens"),
+)
 _MAY_CHANGE = {  # settings that may change when a run is resumed
     *("data", "output", "validation", "resume", "initial_peers", "discover", "swarm", "wait", "epochs"),
     *("max_steps", "recovery_timeout", "save_every", "eval_every", "swarm_key", "membership", "identity"),
@@ -77,20 +88,17 @@ class FinetuneSettings:
         for name, known in (("method", METHODS), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: expected one of {', '.join(known)}")
-        counts = ("rank", "num_prompt_tokens", "max_steps", "batch_size", "gradient_accumulation", "eval_every")
-        for name in (*counts, "early_stopping", "save_every"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected at least 1")
-        for name in ("alpha", "epochs", "learning_rate", "max_grad_norm"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) <= _LARGEST:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0, up to {_LARGEST:g}")
-        for name in ("lora_dropout", "validation_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, and less than 1")
-        if self.sequence_length is not None and self.sequence_length < 2:
-            raise ValueError(f"sequence_length is {self.sequence_length}: expected at least 2 tokens")
+        for names, is_in_range, expected in _RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not is_in_range(value):
+                    raise ValueError(f"{name} is {value}: expected {expected}")
         if self.warmup_steps < 0 or self.seed < 0:
             raise ValueError("warmup_steps and seed must not be below 0")
+        self._check_intervals()
+
+    def _check_intervals(self) -> None:
+        """Raise ValueError if the settings for validation and checkpoints do not fit together."""
         if not self.validates and (self.early_stopping or self.eval_every):
             raise ValueError("early_stopping and eval_every need a validation file, or a validation_share above 0")
         if self.early_stopping and self.save_interval != self.eval_interval:

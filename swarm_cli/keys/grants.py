@@ -49,23 +49,25 @@ class GrantEntry:
 
 
 class GrantsFile:
-    """The file of grants, named like the key, with one line of JSON for each grant."""
+    """The file of grants beside the key, with one line of JSON for each grant: ``a.key.grants`` for ``a.key``."""
 
     def __init__(self, key_path: Path) -> None:
-        self.path = key_path.with_suffix(".grants")
+        self.path = key_path.with_name(f"{key_path.name}.grants")
+        self._old_path = key_path.with_suffix(".grants")  # of earlier versions; a.key and a.pem share it
 
     def read(self) -> list[GrantEntry]:
         """Return all entries. Raise ValueError if the file cannot be read."""
+        path = self._old_path if self._old_path.exists() and not self.path.exists() else self.path
         try:
-            lines = self.path.read_text().splitlines()
+            lines = path.read_text().splitlines()
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ValueError(f"cannot read the list of grants {self.path}: {error.strerror}") from None
+            raise ValueError(f"cannot read the list of grants {path}: {error.strerror}") from None
         try:
             return [GrantEntry(**json.loads(line)) for line in lines if line.strip()]
         except (ValueError, TypeError):
-            raise ValueError(f"{self.path} is damaged: expected a line of JSON for each grant") from None
+            raise ValueError(f"{path} is damaged: expected a line of JSON for each grant") from None
 
     def add(self, grant: Grant) -> None:
         """Add a grant. Raise ValueError if the file cannot be written."""

@@ -20,7 +20,7 @@ from swarm_gateway.history.work import Key, Rate, Tally, advance
 from swarm_gateway.monitor.model_monitor import ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
 from swarm_gateway.monitor.server_events import SwarmEvent, events_between
-from swarm_protocol.dht.records import ServerState
+from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.errors import NoSwarm, SwarmError
 
 _logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Recorder:
             except (SwarmError, OSError, TimeoutError) as error:
                 _logger.info("the swarm cannot be looked at: %s", error)
                 self._tell(replace(self._observation, time=self._clock(), trouble=str(error) or repr(error)))
-            except Exception:
+            except Exception:  # the recorder goes on, whatever a look has met
                 _logger.exception("a look at the swarm failed; the next may not")
             while now_s() < began_s + self._pause_s():
                 await asyncio.sleep(min(_LOOK_S, began_s + self._pause_s() - now_s()))
@@ -205,25 +205,37 @@ class Recorder:
         is_due = now - self._sampled_at >= SAMPLE_S or now < self._sampled_at
         if is_due or events:
             self._writes = history.may_write(now)
-        tallies = dict(seen.tallies if wrote or not self._writes else history.tallies() or seen.tallies)
-        advance(tallies, seen.snapshot.models if seen.snapshot else (), now)
-        seen = replace(seen, tallies=tallies)
+        seen = replace(seen, tallies=self._advanced_tallies(seen, wrote))
         if self._writes and events:
-            if self._unwritten or not wrote:  # another process may have written them, or this one before it failed
-                written = Counter(stored.event for stored in history.events(self._events_since))
-                events = [event for event in events if not _taken(written, event)]
-            history.add_events(events, now)
+            may_be_written = self._unwritten or not wrote  # by another process, or by this one before it failed
+            history.add_events(self._new_events(events) if may_be_written else events, now)
         if is_due:
             if self._writes:
                 history.add_sample(sample_of(seen), now)
-                self._save(tallies)
+                self._save(seen.tallies)
             self._sampled_at = now
-        if now - self._pruned_at >= _PRUNE_S:
-            self._pruned_at = now
-            if self._writes:
-                history.prune(now)
-                seen = replace(seen, tallies=history.tallies())
-        return replace(seen, last_event_id=history.last_event_id())
+        return replace(self._pruned(seen), last_event_id=history.last_event_id())
+
+    def _advanced_tallies(self, seen: Observation, wrote: bool) -> dict[Key, Tally]:
+        """Return the tallies up to now. A process that has just become the writer continues those of the history."""
+        tallies = dict(seen.tallies if wrote or not self._writes else self._history.tallies() or seen.tallies)
+        advance(tallies, seen.snapshot.models if seen.snapshot else (), seen.time)
+        return tallies
+
+    def _new_events(self, events: Sequence[SwarmEvent]) -> list[SwarmEvent]:
+        """Return the events that the history does not have yet."""
+        written = Counter(stored.event for stored in self._history.events(self._events_since))
+        return [event for event in events if not _taken(written, event)]
+
+    def _pruned(self, seen: Observation) -> Observation:
+        """Prune the history if it is time. Return the observation with the tallies that are left."""
+        if seen.time - self._pruned_at < _PRUNE_S:
+            return seen
+        self._pruned_at = seen.time
+        if not self._writes:
+            return seen
+        self._history.prune(seen.time)
+        return replace(seen, tallies=self._history.tallies())
 
     def _save(self, tallies: Mapping[Key, Tally]) -> None:
         """Save the tallies that have changed since the last sample."""
@@ -250,14 +262,19 @@ def sample_of(seen: Observation) -> Sample:
     servers = [server for status in models for server in status.servers]
     online = [server.record for server in servers if server.answers and server.record.state is ServerState.ONLINE]
     rate = sum((seen.rate(status.model) for status in models), Rate())
-    room = sum(record.cache_tokens * len(record.span) for record in online)
-    left = sum(min(record.cache_tokens_left, record.cache_tokens) * len(record.span) for record in online)
     return Sample(
         servers=len(servers),
         servers_online=len(online),
         tokens_per_s=rate.decoded,
         prompt_tokens_per_s=rate.prompts,
         queue_delay_s=sum(record.queue_delay_s for record in online) / max(len(online), 1),
-        kv_used=1 - left / room if room else 0.0,
+        kv_used=_kv_used(online),
         blocks_missing=sum(len(span) for status in models for span in status.missing),
     )
+
+
+def _kv_used(servers: Sequence[ServerRecord]) -> float:
+    """Return the used share of the servers' KV room."""
+    room = sum(record.cache_tokens * len(record.span) for record in servers)
+    left = sum(min(record.cache_tokens_left, record.cache_tokens) * len(record.span) for record in servers)
+    return 1 - left / room if room else 0.0

@@ -114,7 +114,7 @@ class History:
         self._connection = sqlite3.connect(where, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             self._prepare(last_event_id)
-        except BaseException:
+        except BaseException:  # raised again: nobody else could close the connection
             self._connection.close()
             raise
 
@@ -252,13 +252,8 @@ class History:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self._connection.execute("BEGIN IMMEDIATE")
-            try:
+            with self._connection:  # commits, or after an error rolls back
                 yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
 
 
 def _reading_row(reading: Reading) -> tuple[Any, ...]:

@@ -52,20 +52,21 @@ def events_between(before: SwarmSnapshot, now: SwarmSnapshot) -> list[SwarmEvent
 
 
 def _server_events(before: ModelStatus | None, now: ModelStatus | None) -> Iterator[SwarmEvent]:
-    old = {} if before is None else {server.record.peer_id: server for server in before.servers}
-    new = {} if now is None else {server.record.peer_id: server for server in now.servers}
-    if before is not None:
-        for peer_id, server in old.items():
-            if peer_id not in new:
-                yield _event(EventKind.LEFT, before, server, before=before.state_of(server))
-    if now is None:
-        return
-    for peer_id, server in new.items():
-        if peer_id in old and before is not None:
-            yield from _changes(before, old[peer_id], now, server)
-    for peer_id, server in new.items():
+    old, new = _servers_of(before), _servers_of(now)
+    for peer_id, (status, server) in old.items():
+        if peer_id not in new:
+            yield _event(EventKind.LEFT, status, server, before=status.state_of(server))
+    for peer_id, (status, server) in new.items():
+        if peer_id in old:
+            yield from _changes(*old[peer_id], status, server)
+    for peer_id, (status, server) in new.items():
         if peer_id not in old:
-            yield _event(EventKind.JOINED, now, server)
+            yield _event(EventKind.JOINED, status, server)
+
+
+def _servers_of(status: ModelStatus | None) -> dict[str, tuple[ModelStatus, ServerStatus]]:
+    """Return a model's servers by peer id, each with the model's status."""
+    return {} if status is None else {server.record.peer_id: (status, server) for server in status.servers}
 
 
 def _changes(before: ModelStatus, old: ServerStatus, now: ModelStatus, new: ServerStatus) -> Iterator[SwarmEvent]:

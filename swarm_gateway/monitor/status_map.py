@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_protocol.dht.records import ServerState, short_id
+from swarm_protocol.dht.records import ServerRecord, ServerState, short_id
 from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_protocol.wire.printable import printable
 
@@ -62,21 +62,25 @@ class _Column:
         return max(map(len, (self.heading, *self.cells))) + _GAP
 
 
-def _fitting(status: ModelStatus, servers: Sequence[ServerStatus], width: int) -> tuple[list[_Column], int]:
-    """Return the columns that fit beside the map, and the map's width."""
+def _all_columns(status: ModelStatus, servers: Sequence[ServerStatus]) -> list[_Column]:
     records = [server.record for server in servers]
-    columns = [
+    return [
         _Column("server", [*(record.short_id for record in records), _REPLICAS]),
         _Column("blocks", [str(record.span) for record in records]),
         _Column("state", [_state(status, server) for server in servers]),
-        _Column("tokens/s", [f"{r.tokens_per_s:.0f}" if r.tokens_per_s else _UNKNOWN for r in records], 4, True),
+        _Column("tokens/s", [_speed(record) for record in records], 4, True),
         _Column("load", [_load(server) for server in servers], 2, True),
-        _Column("KV room", [str(s.record.cache_tokens_left) if s.answers else _UNKNOWN for s in servers], 3, True),
+        _Column("KV room", [_room(server) for server in servers], 3, True),
         _Column("RTT", [_rtt(server) for server in servers], 1, True),
         _Column("reached", [_way(server) for server in servers], 7),
         _Column("quant", [printable(record.quant) for record in records], 5),
-        _Column("address", [printable(r.addresses[0]) if r.addresses else _UNKNOWN for r in records], 6),
+        _Column("address", [_address(record) for record in records], 6),
     ]
+
+
+def _fitting(status: ModelStatus, servers: Sequence[ServerStatus], width: int) -> tuple[list[_Column], int]:
+    """Return the columns that fit beside the map, and the map's width."""
+    columns = _all_columns(status, servers)
     if not any(server.relay_id for server in servers):
         columns = [column for column in columns if column.heading != "reached"]
     left = width
@@ -102,6 +106,18 @@ def _state(status: ModelStatus, server: ServerStatus) -> str:
     if record.next_span is not None:
         return f"moving to {record.next_span}"
     return record.state.name.lower()
+
+
+def _speed(record: ServerRecord) -> str:
+    return f"{record.tokens_per_s:.0f}" if record.tokens_per_s else _UNKNOWN
+
+
+def _address(record: ServerRecord) -> str:
+    return printable(record.addresses[0]) if record.addresses else _UNKNOWN
+
+
+def _room(server: ServerStatus) -> str:
+    return str(server.record.cache_tokens_left) if server.answers else _UNKNOWN
 
 
 def _load(server: ServerStatus) -> str:

@@ -6,7 +6,7 @@ themselves were checked when their records were read. Their text still comes fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from math import isfinite
 from typing import Any
@@ -73,13 +73,18 @@ def health_of(seen: Observation, own_model: str) -> tuple[str, list[str]]:
         reasons.append(f"the DHT cannot be read; who is there was read {seen.snapshot.stale_s:.0f} s ago")
     if own is None:
         reasons.append(f"no server holds blocks of model {own_model}")
-    for status in statuses.values():
-        for spans, what in ((status.missing, "no server holds"), (status.denied, "servers deny access to")):
-            if spans:
-                reasons.append(f"{what} blocks {', '.join(map(str, spans))} of model {status.model}")
+    reasons += _gaps(statuses.values())
     if own is None or own.missing or own.denied:
         return DOWN, reasons
     return (DEGRADED if reasons else OK), reasons
+
+
+def _gaps(statuses: Iterable[ModelStatus]) -> Iterator[str]:
+    """Yield a reason for all missing blocks of a model, and one for all that deny access."""
+    for status in statuses:
+        for spans, what in ((status.missing, "no server holds"), (status.denied, "servers deny access to")):
+            if spans:
+                yield f"{what} blocks {', '.join(map(str, spans))} of model {status.model}"
 
 
 def models_json(seen: Observation, invitation: Invitation) -> list[Flat]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,33 +24,46 @@ _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
 
 def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the conversation's text. Raise ApiError if the chat template refuses messages, or omits tools or calls."""
-    if taken := sorted(asked.chat_template_kwargs.keys() & _NO_VARIABLES):
-        message = f"chat_template_kwargs.{taken[0]} is not supported: expected variables of the chat template"
-        raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
+    _check_variables(asked.chat_template_kwargs)
     turns = [message.as_turn() for message in asked.messages]
     offered = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in asked.offered_tools]
-
-    def text(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-        try:
-            return render(tokenizer, turns, tools or None, asked.template_options)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from None
-
+    text = partial(_rendered, tokenizer, asked.template_options)
     if not tokenizer.chat_template and any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
         raise _unknown_to_template("messages")
     whole = text(turns, offered)
     if offered and whole == text(turns, []):
         raise _unknown_to_template("tools")
-    for number, turn in enumerate(turns):  # without this call, or with another result, the text must differ
-        if "tool_calls" in turn:
-            plain = {name: value for name, value in turn.items() if name != "tool_calls"}
-        elif turn["role"] == "tool":
-            plain = turn | {"content": turn["content"] + "?"}
-        else:
-            continue
-        if whole == text([*turns[:number], plain, *turns[number + 1 :]], offered):
+    for number, turn in enumerate(turns):
+        other = _other_turn(turn)
+        if other is not None and whole == text([*turns[:number], other, *turns[number + 1 :]], offered):
             raise _unknown_to_template("messages")
     return whole
+
+
+def _check_variables(given: Mapping[str, Any]) -> None:
+    """Raise ApiError if a variable for the chat template is an argument of the rendering instead."""
+    if taken := sorted(given.keys() & _NO_VARIABLES):
+        message = f"chat_template_kwargs.{taken[0]} is not supported: expected variables of the chat template"
+        raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
+    try:
+        return render(tokenizer, turns, tools or None, options)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from None
+
+
+def _other_turn(turn: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the turn without its call, or with another result: the text must differ. None if it has neither."""
+    if "tool_calls" in turn:
+        return {name: value for name, value in turn.items() if name != "tool_calls"}
+    return turn | {"content": turn["content"] + "?"} if turn["role"] == "tool" else None
 
 
 def _unknown_to_template(param: str) -> ApiError:
@@ -70,8 +84,13 @@ def call_reader(asked: ChatRequest, model: ServedModel) -> CallReader | None:
 def grammar_of(asked: ChatRequest, model: ServedModel) -> Grammar | None:
     """Return the grammar that the answer must follow; None if there is none. Raise ApiError if it cannot be made."""
     answers = {} if asked.answer_schema is None or asked.must_call else {"answer": asked.answer_schema}
-    if not asked.must_call and not (answers and asked.callable_tools):
-        return model.grammars.compile("start: answer", answers, "response_format") if answers else None
+    if asked.must_call or (answers and asked.callable_tools):
+        return _grammar_with_calls(asked, model, answers)
+    return model.grammars.compile("start: answer", answers, "response_format") if answers else None
+
+
+def _grammar_with_calls(asked: ChatRequest, model: ServedModel, answers: Mapping[str, Any]) -> Grammar:
+    """Return the grammar of calls, or of these answers and calls. Raise ApiError if the calls' format is unknown."""
     written = format_of(str(model.tokenizer.chat_template or ""))
     if written is None:
         raise _unknown_calls("tool_choice" if asked.must_call else "response_format with tools")
@@ -81,7 +100,7 @@ def grammar_of(asked: ChatRequest, model: ServedModel) -> Grammar | None:
     several = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
     rules = calls_grammar(written, arguments, several=several, compiler=model.grammars)
     start = "start: answer | calls" if answers else "start: calls"
-    return model.grammars.compile(f"{start}\n{rules}", answers | schemas, "tools")
+    return model.grammars.compile(f"{start}\n{rules}", {**answers, **schemas}, "tools")
 
 
 def _unknown_calls(param: str) -> ApiError:

@@ -66,15 +66,20 @@ def _tokens_of(asked: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
     for number, token_ids in enumerate(inputs):
         if not token_ids or asked.input[number] == "":  # an empty text may have a begin token
             raise ApiError(400, f"input {number} has no tokens: expected some text", param="input")
-        if any(not 0 <= token < model.vocab_size for token in token_ids):
-            raise ApiError(400, f"input: the model's token ids are below {model.vocab_size}", param="input")
-        if model.max_positions is not None and len(token_ids) > model.max_positions:
-            message = f"input {number} has {len(token_ids)} tokens: the model has {model.max_positions} positions"
-            raise ApiError(400, message, param="input", code="context_length_exceeded")
+        _check_tokens(number, token_ids, model)
     if sum(map(len, inputs)) > _MOST_TOKENS:
         message = f"input has {sum(map(len, inputs))} tokens: expected at most {_MOST_TOKENS} in one request"
         raise ApiError(400, message, param="input")
     return inputs
+
+
+def _check_tokens(number: int, token_ids: Sequence[int], model: ServedModel) -> None:
+    """Raise ApiError if the model does not know a token of this input, or has too few positions."""
+    if any(not 0 <= token < model.vocab_size for token in token_ids):
+        raise ApiError(400, f"input: the model's token ids are below {model.vocab_size}", param="input")
+    if model.max_positions is not None and len(token_ids) > model.max_positions:
+        message = f"input {number} has {len(token_ids)} tokens: the model has {model.max_positions} positions"
+        raise ApiError(400, message, param="input", code="context_length_exceeded")
 
 
 def _written(vector: Sequence[float], encoding: str) -> Any:

@@ -99,14 +99,7 @@ class _Writer:
 
     def _delta(self, text: str, reason: FinishReason | None) -> Delta | None:
         """Return a delta with the tokens that begin in the text; at an end without stop string, with all held ones."""
-        found: list[ToolCall] = []
-        if self._calls is not None:
-            text, found = self._calls.put(text)
-            if reason is not None:
-                rest, more = self._calls.end(is_cut=reason == "length")
-                text, found = text + rest, found + more
-            if found and not self._calls.several:
-                found, reason = found[:1], "stop"
+        text, found, reason = self._taken_calls(text, reason)
         if not text and not found and reason is None:
             return None
         self._has_called |= bool(found)
@@ -116,6 +109,18 @@ class _Writer:
         said = [token for token in self._held if is_whole or token.offset < self._num_sent]
         self._held = self._held[len(said) :]
         return Delta(self._choice, text, tuple(said), finish, tuple(found))
+
+    def _taken_calls(self, text: str, reason: FinishReason | None) -> tuple[str, list[ToolCall], FinishReason | None]:
+        """Return the text without its calls, the calls, and the reason; the first call ends an answer with one call."""
+        if self._calls is None:
+            return text, [], reason
+        text, found = self._calls.put(text)
+        if reason is not None:
+            rest, more = self._calls.end(is_cut=reason == "length")
+            text, found = text + rest, found + more
+        if found and not self._calls.several:
+            found, reason = found[:1], "stop"
+        return text, found, reason
 
 
 @dataclass
@@ -166,7 +171,7 @@ class Work:
         try:
             async with self.places[choice]:
                 await self._generate(choice, queue)
-        except Exception as error:
+        except Exception as error:  # ``items`` raises it
             queue.put_nowait(error)
         else:
             queue.put_nowait(None)

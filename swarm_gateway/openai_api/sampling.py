@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -43,19 +43,14 @@ def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> li
 def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:
     """Return ``n`` requests for each prompt. Raise ApiError if the model cannot do what the request asks for."""
     bias = {int(token): value for token, value in asked.logit_bias.items()}
-    for param, tokens in (("logit_bias", bias), ("stop_token_ids", asked.stop_token_ids)):
-        if any(token >= model.vocab_size for token in tokens):
-            raise ApiError(400, f"{param}: the model's token ids are below {model.vocab_size}", param=param)
+    _require_known("logit_bias", bias, model)
+    _require_known("stop_token_ids", asked.stop_token_ids, model)
     grammar = grammar_of(asked, model) if isinstance(asked, ChatRequest) else None
     requests: list[Request] = []
     for prompt in prompts_of(asked, model):
         config = generation_config(asked, model.generation_config)
         config.max_new_tokens = _num_tokens(asked, model, len(prompt))
-        processors: list[LogitsProcessor] = []
-        if asked.presence_penalty or asked.frequency_penalty:
-            processors.append(Penalties(len(prompt), asked.presence_penalty, asked.frequency_penalty))
-        if bias:
-            processors.append(LogitBias(bias))
+        processors = _processors(asked, bias, len(prompt))
         if grammar is not None:
             config.eos_token_id = [*grammar.end_ids, *asked.stop_token_ids]
         token_ids = tuple(prompt)
@@ -72,6 +67,24 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
             for choice in range(asked.n)
         ]
     return requests
+
+
+def _require_known(param: str, tokens: Iterable[int], model: ServedModel) -> None:
+    """Raise ApiError if a token id is outside the vocabulary."""
+    if any(token >= model.vocab_size for token in tokens):
+        raise ApiError(400, f"{param}: the model's token ids are below {model.vocab_size}", param=param)
+
+
+def _processors(
+    asked: ChatRequest | CompletionRequest, bias: Mapping[int, float], num_prompt: int
+) -> list[LogitsProcessor]:
+    """Return the logits processors for the penalties and the bias, which all choices of a prompt share."""
+    processors: list[LogitsProcessor] = []
+    if asked.presence_penalty or asked.frequency_penalty:
+        processors.append(Penalties(num_prompt, asked.presence_penalty, asked.frequency_penalty))
+    if bias:
+        processors.append(LogitBias(bias))
+    return processors
 
 
 def echoes_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[str]:

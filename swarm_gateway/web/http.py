@@ -87,14 +87,14 @@ class Answer(Response):
         async with aclosing(self._chunks) as chunks:
             try:
                 chunk = await anext(chunks)
-            except Exception as error:
+            except Exception as error:  # a client gets an answer for each error
                 return await refusal(_as_api_error(error))(scope, receive, send)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             try:
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except Exception as error:
+            except Exception as error:  # the same, in the stream
                 last = event(_as_api_error(error).body)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b""})

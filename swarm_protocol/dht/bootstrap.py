@@ -92,7 +92,7 @@ async def start_joined(
     except ValidationError as error:
         await dht_node.stop(node)
         raise refused(error) from None
-    except BaseException:
+    except BaseException:  # raised again: nobody else knows the node
         await dht_node.stop(node)
         raise
     return node

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,11 +72,8 @@ class Dht:
         max_lifetime_s: float = MAX_LIFETIME_S,
         access: AccessControl | None = None,
     ) -> None:
-        node.protocol.storage.__class__ = BoundedStorage  # kept, because it may hold records received while joining
-        node.protocol.storage.capacity = capacity
-        node.protocol.storage.access = access
-        node.protocol.record_validator.takes_revocations = access is not None
-        node.protocol.record_validator.max_lifetime_s = max_lifetime_s
+        BoundedStorage.take_over(node.protocol.storage, capacity, access)
+        node.protocol.record_validator.set_limits(max_lifetime_s, takes_revocations=access is not None)
         self._node = node
         self._swarm = swarm
         self._identity = identity
@@ -283,21 +280,15 @@ class Dht:
         """
         if self.revocations is not None:
             await self.revocations.read()
-        latest: dict[str, ServerRecord] = {}
+        records: list[ServerRecord] = []
         level: Sequence[str] = (ROOT_SHARD,)
         while level:
             found = await asyncio.gather(*(self._read_servers(model, num_blocks, shard) for shard in level))
-            for record in (record for records, _ in found for record in records):
-                if latest.setdefault(record.peer_id, record).expires_at < record.expires_at:
-                    latest[record.peer_id] = record
+            records += [record for valid, _ in found for record in valid]
             split = (shard for shard, (_, is_split) in zip(level, found, strict=True) if is_split)
             level = [child for shard in split for child in shards.children(shard, num_blocks, part)]
-        return SwarmView.of(
-            record
-            for record in latest.values()
-            if record.state is not ServerState.OFFLINE
-            and (part is None or (record.span.start < part.end and part.start < record.span.end))
-        )
+        there = (record for record in _latest(records) if record.state is not ServerState.OFFLINE)
+        return SwarmView.of(record for record in there if part is None or _overlap(record.span, part))
 
     async def models(self) -> dict[str, int]:
         """Return the names of the models in this swarm, with the block count that most of their servers claim."""
@@ -317,11 +308,7 @@ class Dht:
     async def _settle(self, place: _Place, record: ServerRecord, withdrawn: ServerRecord) -> bool:
         """Store the record in the first shard of its path with room, and ``withdrawn`` where it had other blocks."""
         path = shards.path(record.peer_id, record.span, record.num_blocks)
-        if path != place.path:
-            place.path, place.depth = path, 0
-        climbs = place.publications % self._climb_every == 0
-        place.publications += 1
-        for depth in range(0 if climbs else place.depth, len(path)):
+        for depth in place.start_publication(path, self._climb_every):
             stored = await self._store(place, path[depth], record)
             if stored:
                 break
@@ -330,9 +317,7 @@ class Dht:
                 stored = self._subkey in items and items[self._subkey].expiration_time == record.expires_at
                 if stored or not shards.is_split(len(items), self._capacity):
                     break
-        place.depth = depth
-        now = get_dht_time()
-        place.standing = {shard: old for shard, old in place.standing.items() if old.expires_at > now}
+        place.settle(depth, get_dht_time())
         left = [shard for shard, old in place.standing.items() if old.span != record.span]
         await self._overwrite(place, left, withdrawn)
         return stored
@@ -390,6 +375,32 @@ class _Place:
     publications: int = 0
     is_listed: bool = False  # the server's entry is in the list of models
     standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
+
+    def start_publication(self, path: tuple[str, ...], climb_every: int) -> range:
+        """Return the depths of ``path`` to try: from the present one on, or at times, to climb, from the root on."""
+        if path != self.path:
+            self.path, self.depth = path, 0
+        climbs = self.publications % climb_every == 0
+        self.publications += 1
+        return range(0 if climbs else self.depth, len(path))
+
+    def settle(self, depth: int, now: float) -> None:
+        """Stay at this depth, and drop the records that have expired by now."""
+        self.depth = depth
+        self.standing = {shard: old for shard, old in self.standing.items() if old.expires_at > now}
+
+
+def _latest(records: Iterable[ServerRecord]) -> Collection[ServerRecord]:
+    """Return each server's record that expires last; of several, the first."""
+    latest: dict[str, ServerRecord] = {}
+    for record in records:
+        if latest.setdefault(record.peer_id, record).expires_at < record.expires_at:
+            latest[record.peer_id] = record
+    return latest.values()
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one.start < other.end and other.start < one.end
 
 
 def _valid(items: Mapping[Any, Any]) -> list[ServerRecord]:

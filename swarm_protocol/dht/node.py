@@ -65,7 +65,7 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
     except TimeoutError:
         await _stop_daemon(p2p)
         raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
-    except BaseException:
+    except BaseException:  # raised again: nobody else knows the daemon
         await _stop_daemon(p2p)
         raise
 

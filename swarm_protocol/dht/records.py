@@ -152,28 +152,8 @@ class ServerRecord:
         next_span = None
         if message.HasField("next_blocks"):
             next_span = Span(message.next_blocks.start, message.next_blocks.end).within(message.num_blocks)
-        speeds = message.tokens_per_s, message.forward_tokens_per_s, message.network_tokens_per_s
-        for number in (*speeds, message.queue_delay_s, *message.next_hop_rtts_s.values()):
-            if not 0 <= number < inf:
-                raise ValueError(f"a measurement is {number}: expected a finite number of at least 0")
-        for entries, most, what in (
-            (message.addresses, MAX_ADDRESSES, "addresses"),
-            (message.adapters, _MAX_ADAPTERS, "adapters"),
-            (message.next_hop_rtts_s, _MAX_NEIGHBOURS, "round-trip times"),
-            (message.codecs, _MAX_CODECS, "codecs"),
-        ):
-            if len(entries) > most:
-                raise ValueError(f"there are {len(entries)} {what}: expected at most {most}")
-        for kind in (message.quant, message.dtype, message.device):
-            if not _KIND.fullmatch(kind):
-                raise ValueError(f"{printable(kind, 40)!r} is no name of a kind of numbers: expected one such as int8")
-        for digest, what in ((message.tls_fingerprint, "fingerprint"), (message.weights, "digest of weights")):
-            if len(digest) > _DIGEST_BYTES:
-                raise ValueError(f"the {what} has {len(digest)} bytes: expected {_DIGEST_BYTES}")
-        texts = message.peer_id, message.model, message.revision, message.quant, message.dtype, message.software_version
-        for text in (*texts, message.relay_address, *message.addresses, *message.adapters, *message.next_hop_rtts_s):
-            if len(text) > MAX_NAME_CHARS or not text.isprintable():
-                raise ValueError(f"{printable(text, 40)!r} is no name: expected {MAX_NAME_CHARS} printable characters")
+        _check_numbers(message)
+        _check_texts(message)
         return cls(
             peer_id=message.peer_id,
             addresses=tuple(message.addresses),
@@ -213,6 +193,36 @@ class ServerRecord:
             return cls.from_proto(pb.ServerRecord.FromString(data))
         except DecodeError as error:
             raise ValueError(f"no server record: {error}") from None
+
+
+def _check_numbers(message: pb.ServerRecord) -> None:
+    """Raise ValueError if a measurement is out of range, or there are too many entries of a kind."""
+    speeds = message.tokens_per_s, message.forward_tokens_per_s, message.network_tokens_per_s
+    for number in (*speeds, message.queue_delay_s, *message.next_hop_rtts_s.values()):
+        if not 0 <= number < inf:
+            raise ValueError(f"a measurement is {number}: expected a finite number of at least 0")
+    for entries, most, what in (
+        (message.addresses, MAX_ADDRESSES, "addresses"),
+        (message.adapters, _MAX_ADAPTERS, "adapters"),
+        (message.next_hop_rtts_s, _MAX_NEIGHBOURS, "round-trip times"),
+        (message.codecs, _MAX_CODECS, "codecs"),
+    ):
+        if len(entries) > most:
+            raise ValueError(f"there are {len(entries)} {what}: expected at most {most}")
+
+
+def _check_texts(message: pb.ServerRecord) -> None:
+    """Raise ValueError if a name or a digest is not one that a server can have."""
+    for kind in (message.quant, message.dtype, message.device):
+        if not _KIND.fullmatch(kind):
+            raise ValueError(f"{printable(kind, 40)!r} is no name of a kind of numbers: expected one such as int8")
+    for digest, what in ((message.tls_fingerprint, "fingerprint"), (message.weights, "digest of weights")):
+        if len(digest) > _DIGEST_BYTES:
+            raise ValueError(f"the {what} has {len(digest)} bytes: expected {_DIGEST_BYTES}")
+    texts = message.peer_id, message.model, message.revision, message.quant, message.dtype, message.software_version
+    for text in (*texts, message.relay_address, *message.addresses, *message.adapters, *message.next_hop_rtts_s):
+        if len(text) > MAX_NAME_CHARS or not text.isprintable():
+            raise ValueError(f"{printable(text, 40)!r} is no name: expected {MAX_NAME_CHARS} printable characters")
 
 
 def short_id(peer_id: str) -> str:

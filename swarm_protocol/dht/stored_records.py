@@ -61,6 +61,12 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     access: AccessControl | None = None  # set in a private swarm, for which only members' records are stored
     _is_storing = False
 
+    @classmethod
+    def take_over(cls, storage: Any, capacity: int, access: AccessControl | None) -> None:
+        """Bound a node's storage, which stays, because it may hold records received while joining."""
+        storage.__class__ = cls
+        storage.capacity, storage.access = capacity, access
+
     def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
         """Store a record; return False if there is no room. A record under the same subkey can always be replaced."""
         if len(value) > _MAX_RECORD_BYTES:
@@ -128,6 +134,9 @@ class Validator(RSASignatureValidator):  # type: ignore[misc]
         self.max_lifetime_s = MAX_LIFETIME_S
         self.takes_revocations = False
         self._known: set[bytes] = set()  # digests of valid records: five nodes send each record, at every read
+
+    def set_limits(self, max_lifetime_s: float, *, takes_revocations: bool) -> None:
+        self.max_lifetime_s, self.takes_revocations = max_lifetime_s, takes_revocations
 
     def validate(self, record: DHTRecord) -> bool:
         if record.subkey == DHTProtocol.IS_REGULAR_VALUE:

@@ -26,9 +26,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     future = submit(coroutine)
     try:
         return future.result()
-    except BaseException:
-        future.cancel()
-        raise
+    finally:
+        future.cancel()  # does nothing to a future that is done
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

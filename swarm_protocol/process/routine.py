@@ -18,7 +18,7 @@ async def repeat(action: Callable[[], Awaitable[T | None]], pause_s: tuple[float
         await asyncio.sleep(random.uniform(*pause_s))
         try:
             result = await action()
-        except Exception:
+        except Exception:  # whatever it is, the server goes on
             _logger.exception("a server's routine failed; it is tried again")
         else:
             if result is not None:

@@ -51,8 +51,7 @@ class Acceptor:
         request = await read_message(stream.reader, pb.Open, HELLO_TIMEOUT_S)
         own_host = self._seen_by(stream.peer_id)
         is_relayed = own_host is not None and bool(request.caller)  # a relay may call on its own behalf as well
-        caller = request.caller if is_relayed else stream.peer_id
-        caller_host = request.caller_host if is_relayed else stream.host
+        caller, caller_host = (request.caller, request.caller_host) if is_relayed else (stream.peer_id, stream.host)
         try:
             with self._places.taken(Caller(caller, address_at(caller_host))):
                 may_punch = is_relayed and caller_host != own_host and self._punching.has_room(stream.caller)

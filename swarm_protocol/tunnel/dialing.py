@@ -247,7 +247,7 @@ async def _ask(stream: Stream, streams: Streams, circuit: Circuit, membership: M
     except (OSError, BadReply) as error:
         stream.abort()
         raise PeerUnavailable(f"the tunnel was not opened: {error}", circuit.target) from None
-    except BaseException:
+    except BaseException:  # cancelled, for example
         stream.abort()
         raise
     if answer.refusal:

@@ -83,7 +83,7 @@ class Hole:
                 return connection
             except OSError:  # refused: the remote router has not seen the peer's packet yet
                 connection.close()
-            except BaseException:
+            except BaseException:  # cancelled, for example
                 connection.close()
                 raise
             await asyncio.sleep(_AGAIN_S)
@@ -95,7 +95,7 @@ class Hole:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(("", port))
-        except BaseException:
+        except BaseException:  # raised again: the caller has no socket that it could close
             bound.close()
             raise
         return bound

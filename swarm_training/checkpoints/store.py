@@ -114,7 +114,7 @@ class CheckpointDirectory:
             if written is None:
                 self._set_aside(step)
             elif written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
-                shutil.rmtree(self.path(step))
+                self._discard(step)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return what ``read_facts`` does; an empty dict if the checkpoint is damaged."""
@@ -124,10 +124,14 @@ class CheckpointDirectory:
             return {}
 
     def discard_after(self, step: int) -> None:
-        """Discard the checkpoints of later steps, which a rollback has undone."""
+        """Discard the checkpoints of later steps, which a rollback has undone. Raises CannotWrite."""
         for later in self.steps():
             if later > step:
-                shutil.rmtree(self.path(later))
+                self._discard(later)
+
+    def _discard(self, step: int) -> None:
+        with refusals(self.path(step)):
+            shutil.rmtree(self.path(step))
 
 
 class HubCopies:

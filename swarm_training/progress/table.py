@@ -216,7 +216,8 @@ class ProgressTable:
         for peer_id in [peer for peer, entry in self._entries.items() if now - entry.heard_s > _FORGET_S]:
             if peer_id != self._own_id:
                 self._known.discard(self._entries.pop(peer_id).signed.progress)
-                self._digests.pop(peer_id, None)
+                for notes in (self._digests, self._gone, self._suspects):
+                    notes.pop(peer_id, None)
 
 
 def _is_urgent(before: Progress, record: Progress) -> bool:

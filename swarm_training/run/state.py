@@ -135,21 +135,19 @@ class TrainedState:
             ValueError: the data are not a state of these parameters; nothing has been changed then.
         """
         tensors, metadata = _parsed(data)
-        try:
-            plain = json.loads(metadata)
-            groups, scalars = plain["groups"], plain["scalars"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(_NO_STATE) from None
+        groups, scalars = _read_settings(metadata)
         for number, parameter in enumerate(self.parameters):
             found = tensors.get(f"{_PARAMETER}/{number}")
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
                 raise ValueError(f"the state that a peer has sent does not fit parameter {number}")
-        if len(groups) != len(self._optimizer.param_groups) or not all(isinstance(group, dict) for group in groups):
+        if len(groups) != len(self._optimizer.param_groups):
             raise ValueError("the state that a peer has sent has other groups of parameters than the optimizer")
         compressed = {
             name.removeprefix(_COMPRESSOR): each for name, each in tensors.items() if name.startswith(_COMPRESSOR)
         }
         with self._lock, torch.no_grad():
+            self._require_same_shapes(tensors)
+            settings = [_as_were(*pair) for pair in zip(self._optimizer.param_groups, groups, strict=True)]
             self._compressor.load_state_dict(compressed)
             self.moment = moment
             for number, parameter in enumerate(self.parameters):
@@ -157,8 +155,8 @@ class TrainedState:
                 self._optimizer.state[parameter] = self._state_of(number, parameter, tensors, scalars)
                 if not self._optimizer.state[parameter]:
                     del self._optimizer.state[parameter]
-            for own, theirs in zip(self._optimizer.param_groups, groups, strict=True):
-                own.update({key: _as_was(own.get(key), value) for key, value in theirs.items() if key != "params"})
+            for own, theirs in zip(self._optimizer.param_groups, settings, strict=True):
+                own.update(theirs)
 
     def go_to(self, moment: Moment, data: bytes | None) -> None:
         """Take over the state of a checkpoint; None means the present state. Raise ValueError as ``load`` does."""
@@ -167,6 +165,14 @@ class TrainedState:
         else:
             with self._lock:
                 self.moment = moment
+
+    def _require_same_shapes(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if a tensor of optimizer state has another shape than the tensor that it replaces."""
+        for number, parameter in enumerate(self.parameters):
+            for key, own in self._optimizer.state.get(parameter, {}).items():
+                theirs = tensors.get(f"{_STATE}/{number}/{key}")
+                if isinstance(own, Tensor) and theirs is not None and theirs.shape != own.shape:
+                    raise ValueError(f"the state that a peer has sent does not fit {key!r} of parameter {number}")
 
     def _state_of(
         self, number: int, parameter: nn.Parameter, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
@@ -240,6 +246,26 @@ def _parsed(data: bytes) -> tuple[dict[str, Tensor], str]:
         raise ValueError(_NO_STATE) from None
 
 
+def _read_settings(metadata: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return the optimizer's groups, and the plain values in its state by parameter. Raise ValueError for others."""
+    try:
+        plain = json.loads(metadata)
+        groups, scalars = plain["groups"], plain["scalars"]
+        values = [value for group in groups for value in group.values()]
+        plain_values = [value for state in scalars.values() for value in state.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(_NO_STATE) from None
+    if not all(map(_is_setting, values)) or not all(isinstance(value, _PLAIN) for value in plain_values):
+        raise ValueError(_NO_STATE)
+    return list(groups), scalars
+
+
+def _is_setting(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (
+        isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value)
+    )
+
+
 def _digest(tensors: Mapping[str, Tensor], metadata: str) -> bytes:
     digest = hashlib.sha256(metadata.encode())
     for name in sorted(tensors):
@@ -257,13 +283,19 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             if key == "params":
                 continue
             value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-            if not isinstance(value, _PLAIN) and not (
-                isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value)
-            ):
+            if not _is_setting(value):
                 raise ValueError(f"the optimizer has a {type(value).__name__} as {key!r}: expected numbers or text")
             plain[key] = list(value) if isinstance(value, tuple) else value
         groups.append(plain)
     return groups
+
+
+def _as_were(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group in the types of ``before``. Raise ValueError if a setting cannot have its type."""
+    try:
+        return {key: _as_was(before.get(key), value) for key, value in group.items() if key != "params"}
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        raise ValueError(_NO_STATE) from None
 
 
 def _as_was(before: object, value: object) -> object:

@@ -54,7 +54,9 @@ async def train(
     watching = await WatchPresence.enter(run, num_stages, member, peer_config)
     try:
         roster = Roster(watching.board.node, run, member.identity)
-        await train_beside(watching.watch, watching.network, roster, run, member, data, config, on_step, end)
+        await train_beside(
+            watching.watch, watching.network, roster, run, member, data, config, on_step, end, join_timeout_s
+        )
     finally:
         await watching.leave()
 

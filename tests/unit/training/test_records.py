@@ -127,6 +127,15 @@ def test_who_has_left_or_ended_is_gone() -> None:
     assert known.view(own, 0.0).gone == {peer_id} and known.view(own, 0.0).others == ()
 
 
+def test_nothing_is_kept_of_who_is_forgotten() -> None:
+    known, peer_id = table(), identity(1).peer_id
+    known.add(signed(), 0.0)
+    known.suspect(peer_id)
+    known.note_gone(peer_id)
+    known.add(signed(2), 1000.0)
+    assert known.record_of(peer_id) is None and not known._suspects and not known._gone
+
+
 def test_silence_is_no_end_unless_that_is_wanted() -> None:
     own = record(0)
     strict, lenient = table(), table(presume_gone_s=30.0)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from swarm_models.checkpoints import safetensors_bytes
 from swarm_training import Checkpoint, CheckpointDirectory, Moment, TrainingConfig, TrainingRun, load_optimizer
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run import transfer
@@ -87,6 +90,38 @@ def test_what_is_no_state_changes_nothing(spoil: Callable[[bytes], bytes]) -> No
     with pytest.raises(ValueError, match="state that a peer has sent"):
         state.load(Moment(0, 5), spoil(make("Adam", 1)[0].to_bytes()[1]))
     assert state.digest() == before and state.step == 0
+
+
+def spoiled(data: bytes, spoil: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> bytes:
+    """The state with its tensors, or the settings beside them, changed."""
+    tensors, metadata = safetensors_bytes.from_bytes(data)
+    plain = json.loads(metadata["optimizer"])
+    spoil(tensors, plain)
+    return safetensors_bytes.to_bytes(tensors, {"optimizer": json.dumps(plain)})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensors, plain: plain.update(scalars=[1]),
+        lambda tensors, plain: plain["scalars"].update({"1": 5}),
+        lambda tensors, plain: plain["scalars"].update({"1": {"step": []}}),
+        lambda tensors, plain: plain.update(groups=5),
+        lambda tensors, plain: plain["groups"][0].update(eps={}),
+        lambda tensors, plain: plain["groups"][0].update(lr="fast"),
+        lambda tensors, plain: tensors.update({"state/1/exp_avg": torch.ones(3)}),
+    ],
+)
+def test_a_state_that_no_optimizer_can_have_changes_nothing(spoil: Callable[..., object]) -> None:
+    state, _ = make("Adam", 0)
+    state._optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    state.apply(torch.ones(state.length))
+    other = make("Adam", 1)[0]
+    other.apply(torch.ones(other.length))
+    before = state.digest()
+    with pytest.raises(ValueError, match="state that a peer has sent"):
+        state.load(Moment(0, 5), spoiled(other.to_bytes()[1], spoil))
+    assert state.digest() == before and state.step == 1
 
 
 def test_the_state_of_another_model_changes_nothing() -> None:

@@ -51,6 +51,23 @@ def grant(keys: Keys, role: str, name: str, *more: str) -> str:
     return keys("grant", "--role", role, "--name", name, "--days", "30", *more).strip()
 
 
+def test_each_key_has_its_own_list_of_grants(keys: Keys) -> None:
+    for key, name in (("a.key", "first"), ("a.pem", "second")):
+        keys("create", "--out", key)
+        grant(keys, "client", name, "--key", key)
+    for key, name in (("a.key", "first"), ("a.pem", "second")):
+        assert [entry["name"] for entry in json.loads(keys("list", "--json", "--key", key))] == [name]
+
+
+def test_a_list_of_grants_at_its_old_place_is_taken_over(keys: Keys) -> None:
+    keys("create", "--out", "a.key")
+    grant(keys, "client", "old", "--key", "a.key")
+    Path("a.key.grants").rename("a.grants")
+    assert [entry["name"] for entry in json.loads(keys("list", "--json", "--key", "a.key"))] == ["old"]
+    grant(keys, "client", "new", "--key", "a.key")
+    assert [entry["name"] for entry in json.loads(keys("list", "--json", "--key", "a.key"))] == ["old", "new"]
+
+
 def test_a_key_is_made_once_and_its_public_half_printed(keys: Keys, tmp_path: Path, capsys) -> None:
     assert re.fullmatch("[a-z2-7]{52}\n", keys("create"))
     path = tmp_path / "config" / "swarm" / "organiser.key"

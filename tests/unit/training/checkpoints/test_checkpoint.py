@@ -20,6 +20,7 @@ from swarm_training.checkpoints import checkpoint, store
 from swarm_training.checkpoints.checkpoint import Checkpoint, parameters_digest, read, write
 from swarm_training.checkpoints.flat_state import FlatState, flatten, load_optimizer, unflatten
 from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, read_from_hub
+from swarm_training.checkpoints.whole_directory import CannotWrite
 
 
 class Lamblike(torch.optim.Optimizer):
@@ -218,6 +219,15 @@ def test_the_newest_few_are_kept_and_those_that_were_undone_go(tmp_path: Path) -
         checkpoints.read(10)
     checkpoints.discard_after(20)
     assert checkpoints.steps() == [20]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_named(tmp_path: Path) -> None:
+    checkpoints = CheckpointDirectory(tmp_path / "run")
+    checkpoints.write(small(10)).rename(tmp_path / "elsewhere")
+    checkpoints.path(10).symlink_to(tmp_path / "elsewhere")
+    for discard in (lambda: checkpoints.discard_after(5), lambda: checkpoints.discard_undone(1, 0)):
+        with pytest.raises(CannotWrite, match=r"step-000000010: Cannot call rmtree on a symbolic link"):
+            discard()
 
 
 def test_who_fails_while_writing_leaves_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,34 @@
+"""A trainer's presence waits for peers at every stage as long as its caller wants."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm_protocol.errors import PeerUnavailable
+from swarm_training.stages.peer.presence import Membership, WatchPresence
+from swarm_training.stages.trainer.batches import MicroBatches
+from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.presence import train
+from tests.unit.identities import identity
+
+
+def test_who_finds_a_stage_empty_waits_as_long_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leave() -> None:
+        pass
+
+    async def enter(*_arguments: object) -> Any:
+        watch = SimpleNamespace(view=lambda: SimpleNamespace(moment=None, stages=({"Qm": 1}, {})))
+        return SimpleNamespace(watch=watch, network=None, board=SimpleNamespace(node=None), leave=leave)
+
+    async def trained() -> None:
+        data: MicroBatches = SimpleNamespace(count=1)  # type: ignore[assignment]
+        async with asyncio.timeout(10.0):
+            await train("toy", 2, Membership(identity(1)), data, TrainerConfig(), join_timeout_s=0.05)
+
+    monkeypatch.setattr(WatchPresence, "enter", enter)
+    with pytest.raises(PeerUnavailable, match="nobody is at stage 1"):
+        asyncio.run(trained())
