@@ -6,11 +6,10 @@ import asyncio
 import random
 import socket
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-
-import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.addresses import tcp_target
@@ -45,9 +44,7 @@ class Presence:
 
     peer: TrainingPeer
     addresses: list[str]
-    _board: DhtBoard
-    _network: GrpcNetwork
-    _server: grpc.aio.Server | None
+    _resources: AsyncExitStack
 
     @classmethod
     async def enter(
@@ -67,10 +64,11 @@ class Presence:
         ledger = await asyncio.to_thread(ledger_of, run, target_batch_size, access, archive)
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(None if config.client_mode else host, config.dht_port, config.announce_host)
-        board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
-        network = GrpcNetwork(ClientCredentials(identity, token))
-        server = None
-        try:
+        async with AsyncExitStack() as resources:
+            board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
+            resources.push_async_callback(board.close)
+            network = GrpcNetwork(ClientCredentials(identity, token))
+            resources.push_async_callback(network.close)
             own = Progress(
                 run,
                 identity.peer_id,
@@ -97,19 +95,17 @@ class Presence:
             if not config.client_mode:
                 certificate = Certificate.generate()
                 server, bound = await start_service(peer, certificate, host, config.port, access)
+                resources.push_async_callback(server.stop, _GRACE_S)
                 peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)
             if initial_peers:
                 await peer.find_others()
             peer.start()
             addresses = list(initial_peers) if config.client_mode else await board.addresses()
-            return cls(peer, addresses, board, network, server)
-        except BaseException:
-            await _end(board, network, server)
-            raise
+            return cls(peer, addresses, resources.pop_all())
 
     async def leave(self) -> None:
         await self.peer.leave()
-        await _end(self._board, self._network, self._server)
+        await self._resources.aclose()
 
 
 def ledger_of(run: str, target_batch_size: int, access: AccessControl | None, archive: Archive | None) -> Ledger:
@@ -138,10 +134,3 @@ def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
     if targets:
         raise ValueError(f"no way leads to {initial_peers[0]}: expected an address that can be reached")
     return _LOOPBACK
-
-
-async def _end(board: DhtBoard, network: GrpcNetwork, server: grpc.aio.Server | None) -> None:
-    if server is not None:
-        await server.stop(_GRACE_S)
-    await network.close()
-    await board.close()
