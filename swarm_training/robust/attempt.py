@@ -72,10 +72,7 @@ class Attempt:
         owners, name = self.round.owners, message.sender
         match message:
             case Commitment():
-                num_parts = 0 if name in self.validators else len(owners)
-                num_bytes = _DIGEST_BYTES if name in owners else 0
-                is_distance = math.isfinite(message.distance) and message.distance > 0
-                return len(message.parts) == num_parts and len(message.seed_hash) == num_bytes and is_distance
+                return self._is_commitment(message)
             case Receipt():
                 return set(message.missing) <= set(self.round.workers)
             case PartsOpened() | EvidenceOpened():
@@ -92,11 +89,20 @@ class Attempt:
             case Accusations():
                 return all(self._may_accuse(name, accusation) for accusation in message.items)
             case Measurements():
-                shape = [len(suspects(case, self.round, self.last)) for case in self.cases]
-                numbers = [value for values in message.values for value in values]
-                is_measured = all(0 <= value < math.inf for value in numbers)
-                return [len(values) for values in message.values] == shape and is_measured
+                return self._are_measurements(message)
         return True
+
+    def _is_commitment(self, message: Commitment) -> bool:
+        owners, name = self.round.owners, message.sender
+        num_parts = 0 if name in self.validators else len(owners)
+        num_bytes = _DIGEST_BYTES if name in owners else 0
+        is_distance = math.isfinite(message.distance) and message.distance > 0
+        return len(message.parts) == num_parts and len(message.seed_hash) == num_bytes and is_distance
+
+    def _are_measurements(self, message: Measurements) -> bool:
+        shape = [len(suspects(case, self.round, self.last)) for case in self.cases]
+        is_measured = all(0 <= value < math.inf for values in message.values for value in values)
+        return [len(values) for values in message.values] == shape and is_measured
 
     def _may_accuse(self, name: str, accusation: Accusation) -> bool:
         """Return whether the accuser is the owner of the projected part, or the validator of the accused worker."""

@@ -58,7 +58,7 @@ class Passes:
             for commit in commits:
                 commit.cancel()
             raise
-        except BaseException:
+        except BaseException:  # commits that have begun must be in ``claims`` before any error goes on
             await asyncio.gather(*commits, return_exceptions=True)
             raise
 
