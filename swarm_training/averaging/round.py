@@ -83,6 +83,10 @@ class Round:
             mean[chunk.start : chunk.stop] = self._codec.decode(self.results[number], chunk.stop - chunk.start)
         return mean
 
+    def take_over(self, earlier: Round) -> None:
+        """Take over the results of an earlier round of another group."""
+        self.results = dict(earlier.results)
+
     def forget_vector(self) -> None:
         """Free the vector: it is not added up again, and only results, which take as much memory, are requested."""
         self.vector = self.vector.new_empty(0)

@@ -49,6 +49,9 @@ class Ballots:
     state: bytes | None = None  # the state of an accepted checkpoint; None: this peer's own
     given: int = 0  # samples behind the result
 
+    def promise(self, ballot: int) -> None:
+        self.promised = ballot
+
     def accept(
         self, group: Group, digest: bytes, samples: int, gradient: Tensor | None = None, state: bytes | None = None
     ) -> None:
@@ -198,7 +201,7 @@ class Attendance:
         self._has_group = True
         began_s = asyncio.get_running_loop().time()
         me = group.peer_ids.index(self._peer_id)
-        self._ballots.promised = group.ballot
+        self._ballots.promise(group.ballot)
         if group.go_back is not None:
             return await self._go_back(group, group.go_back)
         if group.continues and group.continues == self._ballots.accepted.group:
@@ -243,7 +246,7 @@ class Attendance:
         for member in self._dropped:
             current.drop(member)
         if group.continues and group.continues == self._ballots.accepted.group:
-            current.results = dict(self._rounds.of(group.continues)[phase].results)
+            current.take_over(self._rounds.of(group.continues)[phase])
         await self._rounds.add(current, self._ballots.accepted.group)
         if not group.continues:
             await current.first_attempt()

@@ -170,8 +170,7 @@ class RobustRun:
     async def _load(self, member: Member, standings: Standings, state: bytes, result: bytes) -> None:
         """Fill a new member from other peers' data. Raises ValueError if the state does not fit the parameters."""
         await in_thread(lambda: self._state.load(Moment(0, standings.step), state))
-        member.machine.load(standings.snapshot)
-        member.data.bench.result = to_tensor(result)
+        member.load(standings.snapshot, to_tensor(result))
 
     def _make_bench(self) -> Workbench:
         return Workbench(self.peer_id, self._state.length, self._gradients, self._rules)

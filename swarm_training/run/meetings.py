@@ -47,11 +47,7 @@ class Compression:
 
 
 class Meetings:
-    """The meetings that one peer attends or leads.
-
-    Attributes:
-        loss: the mean loss of this peer's share of the batch, and the number of samples behind it.
-    """
+    """The meetings that one peer attends or leads."""
 
     def __init__(
         self,
@@ -90,7 +86,11 @@ class Meetings:
         )
         self._unreachable_s: dict[str, float] = {}  # by leader, when it failed last
         self._usual_s = 0.0  # the duration of a round
-        self.loss = NO_LOSS
+        self._loss = NO_LOSS
+
+    def set_loss(self, loss: float, samples: int) -> None:
+        """Set the mean loss of this peer's share of the batch, and the number of samples behind it."""
+        self._loss = loss, samples
 
     def is_due(self, view: View) -> bool:
         """Return whether to meet now. Without any samples, peers meet only to go back to a checkpoint."""
@@ -104,7 +104,7 @@ class Meetings:
         ``gradient``: [n] float32, the mean over this peer's own samples. If micro-batches are counted exactly, it is
         the sum over the reported ones, which must not change meanwhile; it is float64 if the codec is fp64.
         """
-        self._standing.update(state=MEETING, loss=self.loss[0], loss_samples=self.loss[1])
+        self._standing.update(state=MEETING, loss=self._loss[0], loss_samples=self._loss[1])
         self._gossip.tell(urgent=True)
         warning = asyncio.get_running_loop().call_later(2 * self._config.max_meeting_s, self._say_who_is_missed)
         try:
@@ -165,7 +165,7 @@ class Meetings:
         """Discard the promises and the loss of the last step, which do not matter at the next one."""
         self._ballots = Ballots()
         self._rounds.end_step()
-        self.loss = NO_LOSS
+        self._loss = NO_LOSS
 
     # ------------------------------------------------------------ requests of other peers
 

@@ -144,7 +144,8 @@ class TrainingPeer:
         earlier = [each for each in (resumed_at, self.ledger.newest) if each is not None]
         rollbacks = 1 + max(each.rollbacks for each in earlier) if earlier else 0
         moment = Moment(rollbacks, resumed_at.step if resumed_at is not None else 0)
-        self._state.moment, self.rollbacks.went_back_to = moment, moment.step
+        self._state.go_to(moment, None)
+        self.rollbacks.took_over(self.rollbacks.history, moment.step)
         await self._in_thread(lambda: self.keep(state_digest))
         roster = (self.own.peer_id,)
         await self._arrive(Arrival(moment, roster, b"", went_back_to=moment.step), state_digest)
@@ -264,7 +265,7 @@ class TrainingPeer:
             AccessDenied: a moderator has banned this peer.
         """
         self._standing.require_admitted(self.own.peer_id)
-        self._meetings.loss = loss, loss_samples
+        self._meetings.set_loss(loss, loss_samples)
         self._standing.update(samples=samples)
         if loss == inf:
             self._standing.update(loss=loss, loss_samples=loss_samples)
@@ -502,7 +503,7 @@ class TrainingPeer:
 
     async def _arrive(self, arrival: Arrival, state_digest: bytes) -> None:
         self._meetings.forget()
-        self._standing.roster = arrival.roster
+        self._standing.set_roster(arrival.roster)
         self._state_server.remember(arrival)
         self._measured_s = now()
         if self.own.state == JOINING:

@@ -462,6 +462,7 @@ class StagePeer:
 
         async with self._counting.changing:
             digest: bytes = await self._compute(changed)
-            self._counting.done = self._reported = frozenset()
+            self._counting.forget()
+            self._reported = frozenset()
             self.num_counted = 0
         return digest

@@ -50,7 +50,7 @@ class Passes:
                 if reply.grad is not None:
                     trace.grads[stage - 1] = reply.grad
                 if stage == self.num_stages - 1:
-                    trace.loss.loss_sum, trace.loss.num_tokens = reply.loss_sum, reply.num_tokens
+                    trace.loss.set(reply.loss_sum, reply.num_tokens)
                 if stage in lacking:
                     commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
             await asyncio.gather(*commits)

@@ -63,6 +63,10 @@ class _Step:
         self.num_replays = 0
         self.not_before_s = began_s  # later if no peer is at this moment any more: a look is due, not another pass
 
+    def pause(self, seconds: float) -> None:
+        """Begin no pass for a while."""
+        self.not_before_s = asyncio.get_running_loop().time() + seconds
+
     def complete(self, number: int) -> None:
         self.num_replays += number in self.completed
         self.completed.add(number)
@@ -189,12 +193,12 @@ class Trainer:
             await passes.run(number, trace, stages)
             step.complete(number)
         except StepOver:
-            step.not_before_s = asyncio.get_running_loop().time() + self._config.poll_s
+            step.pause(self._config.poll_s)
         except TrainingDiverged as error:
             if not await passes.note_not_finite(number, trace):
                 raise
             _logger.warning("step %d: %s; the last stage has been told", step.moment.step, error)
-            step.not_before_s = asyncio.get_running_loop().time() + self._config.settle_s
+            step.pause(self._config.settle_s)
         finally:
             step.traces.keep(number, trace)
 
