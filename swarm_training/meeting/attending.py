@@ -16,6 +16,7 @@ from swarm_training.averaging.round import Round
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.compressor import Phases
 from swarm_training.core.bitmap import to_bits
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import MeetTalk
 from swarm_training.pb import training_pb2 as pb
@@ -119,8 +120,7 @@ class Attendance:
         make_round: MakeRound,
         checkpoint: Callable[[Group], Awaitable[bytes | None]],
         is_leader: Callable[[], bool],
-        heartbeat_s: float,
-        silence_s: float,
+        config: TrainingConfig,
     ) -> None:
         """Prepare to attend. ``make_round``: takes a group, this peer's number in it, the phase and the vector.
         ``checkpoint``: returns the state that a group goes back to, or None for this peer's own; raises if this peer
@@ -132,8 +132,7 @@ class Attendance:
         self._make_round = make_round
         self._checkpoint = checkpoint
         self._is_leader = is_leader
-        self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
         self._replies: asyncio.Queue[pb.MeetReply] = asyncio.Queue()
         self._round: Round | None = None
         self._dropped: set[int] = set()

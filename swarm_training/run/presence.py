@@ -19,13 +19,14 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.archive import Archive, restored
-from swarm_training.ledger.ledger import Ledger, LedgerLimits
+from swarm_training.ledger.archive import KeptLedger
+from swarm_training.ledger.crediting import Member
+from swarm_training.ledger.ledger import LedgerLimits
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
 from swarm_training.progress.board import DhtBoard
-from swarm_training.run.meetings import Compression
+from swarm_training.run.meetings import Compression, Environment
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
@@ -60,8 +61,7 @@ class Presence:
         token: bytes,
     ) -> Presence:
         """Start the network resources and the peer. Raise the same errors as ``TrainingRun``."""
-        archive = None if config.ledger is None else await asyncio.to_thread(Archive, Path(config.ledger))
-        ledger = await asyncio.to_thread(ledger_of, run, target_batch_size, access, archive)
+        ledger = await asyncio.to_thread(ledger_of, config, run, target_batch_size, access)
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(None if config.client_mode else host, config.dht_port, config.announce_host)
         async with AsyncExitStack() as resources:
@@ -79,18 +79,13 @@ class Presence:
             )
             peer = TrainingPeer(
                 config,
-                identity,
+                Member(identity, token),
                 own,
-                network,
-                board,
+                Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
                 compression,
-                asyncio.to_thread,
-                random.Random(),
                 None if access is None else Orders(run, access),
                 ledger,
-                archive,
-                token,
             )
             if not config.client_mode:
                 certificate = Certificate.generate()
@@ -108,10 +103,10 @@ class Presence:
         await self._resources.aclose()
 
 
-def ledger_of(run: str, target_batch_size: int, access: AccessControl | None, archive: Archive | None) -> Ledger:
-    """Return the ledger restored from the archive, or an empty ledger if there is no archive."""
+def ledger_of(config: TrainingConfig, run: str, target_batch_size: int, access: AccessControl | None) -> KeptLedger:
+    """Return the ledger restored from the configured file, or an empty ledger if there is none."""
     limits, organiser = LedgerLimits.of(target_batch_size), None if access is None else access.swarm_key
-    return Ledger(run, limits, organiser) if archive is None else restored(archive.path, run, limits, organiser)
+    return KeptLedger.open(None if config.ledger is None else Path(config.ledger), run, limits, organiser)
 
 
 def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:

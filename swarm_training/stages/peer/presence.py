@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -23,13 +22,13 @@ from swarm_protocol.rpc.serving import start_server
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.archive import Archive
+from swarm_training.ledger.crediting import Member
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
 from swarm_training.progress.board import DhtBoard
-from swarm_training.run.meetings import Compression
+from swarm_training.run.meetings import Compression, Environment
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.presence import ledger_of, listening_host
@@ -39,7 +38,7 @@ from swarm_training.stages.peer.counting import Sums
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import stage_run
 from swarm_training.stages.peer.shared import SharedGradients, Spans
-from swarm_training.stages.peer.stage_peer import LOOK_S, StagePeer
+from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
 from swarm_training.stages.peer.watch import Watch
 
 AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
@@ -134,8 +133,7 @@ class StagePresence:
         if config.counting != "exact" or config.client_mode:
             raise ValueError("a stage peer counts exactly and can be called: expected counting 'exact', no client_mode")
         run, size, access = where.runs[where.index], where.num_micro_batches, member.access
-        archive = None if config.ledger is None else await asyncio.to_thread(Archive, Path(config.ledger))
-        ledger = await asyncio.to_thread(ledger_of, run, size, access, archive)
+        ledger = await asyncio.to_thread(ledger_of, config, run, size, access)
         host = await asyncio.to_thread(listening_host, config.host, member.initial_peers)
         listening = Listening(host, config.dht_port, config.announce_host)
         async with AsyncExitStack() as resources:
@@ -159,18 +157,13 @@ class StagePresence:
             )
             peer = TrainingPeer(
                 config,
-                member.identity,
+                Member(member.identity, member.token),
                 record,
-                network,
-                board,
+                Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
                 Compression(compressor or Plain(), encoder),
-                asyncio.to_thread,
-                random.Random(),
                 None if access is None else Orders(where.run, access),
                 ledger,
-                archive,
-                member.token,
             )
             boards = {number: board.beside(name) for number, name in enumerate(where.runs) if number != where.index}
             own = {where.index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
@@ -179,9 +172,8 @@ class StagePresence:
             compute = partial(_call_in, thread)
             other = where.num_stages - 1 - where.index
             tied = SharedGradients(other, shared, peer, watch, network, asyncio.to_thread) if shared else None
-            stage_peer = StagePeer(
-                where.index, peer, watch, replicas, state, sums, config.codec, compute, asyncio.to_thread, tied
-            )
+            own_stage = OwnStage(where.index, state, sums)
+            stage_peer = StagePeer(own_stage, peer, watch, replicas, config.codec, compute, asyncio.to_thread, tied)
             certificate = Certificate.generate()
 
             def add_all(to: grpc.aio.Server) -> None:

@@ -77,33 +77,40 @@ class _Step:
             self.num_lacking, self.progress_s = num_lacking, now
 
 
+@dataclass(frozen=True)
+class RunWatch:
+    """A trainer's watch of its run.
+
+    Attributes:
+        run: the name of the run.
+        look: returns the living peers of each stage, as they are known now.
+        trainers: returns the step from which on each trainer takes part, this one too, by peer id.
+    """
+
+    run: str
+    look: Look
+    trainers: Callable[[], Mapping[str, int]]
+
+
 class Trainer:
     """A trainer on one event loop. A micro-batch that a peer lost is replayed at the stage that lacks it alone."""
 
     def __init__(
         self,
-        run: str,
         own_id: str,
-        look: Look,
-        trainers: Callable[[], Mapping[str, int]],
+        watch: RunWatch,
         network: GrpcNetwork,
         data: MicroBatches,
         config: TrainerConfig,
         on_step: Callable[[StepReport], object] = lambda report: None,
         rng: random.Random | None = None,
     ) -> None:
-        """Set up the trainer.
-
-        Args:
-            look: returns the living peers of each stage, as they are known now.
-            trainers: returns the step from which on each trainer takes part, this one too, by peer id.
-            on_step: called when the run has gone on from a step.
-        """
-        self._run, self._own_id = run, own_id
-        self._look, self._trainers, self._data, self._config = look, trainers, data, config
+        """Set up the trainer. ``on_step``: called when the run has gone on from a step."""
+        self._own_id, self._run, self._data, self._config = own_id, watch.run, data, config
+        self._look, self._trainers = watch.look, watch.trainers
         self._on_step = on_step
         self._router = Router(config.routing, (rng or random.Random()).random, config.backoff)
-        self._client = StagesClient(network, run, config.forms)
+        self._client = StagesClient(network, watch.run, config.forms)
         self._stages: Sequence[Sequence[ReachablePeer]] = ()
         self._asking = self._asker(lambda: self._stages)
         self.auditor = self._auditor(network) if config.audit_share else None
