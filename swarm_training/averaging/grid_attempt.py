@@ -57,8 +57,7 @@ class GridAttempt:
         self.deadlines = ((_ROW_DEADLINE, self._end_row), (1.0, self._end_rows))
         self.late: set[int] = set()
         in_row = {member: float(weights[member]) for member in grid.rows[row] if member in weights}
-        of_rows = [sum(float(weights.get(member, 0)) for member in members) for members in grid.rows]
-        self._weights = {number: weight for number, weight in enumerate(of_rows) if weight}
+        self._weights = _row_weights(grid, weights)
         self._sums = {number: ChunkSum(in_row) for number in self.own}
         self._ready = {number: asyncio.Event() for number in self.own}
         self._finals = {number: ChunkSum(self._weights) for number in self.own if chunks[number].owner == me}
@@ -170,6 +169,12 @@ class GridAttempt:
         final = self._finals[number]
         if final.is_done:
             self._outcomes.settle(number, lambda: None if final.mean is None else self._encode(number, final.mean))
+
+
+def _row_weights(grid: Grid, weights: Mapping[int, int]) -> dict[int, float]:
+    """Return the sum of the members' weights by row, for rows where the sum is not 0."""
+    of_rows = [sum(float(weights.get(member, 0)) for member in members) for members in grid.rows]
+    return {number: weight for number, weight in enumerate(of_rows) if weight}
 
 
 def _in_turns(chunks: Sequence[Chunk]) -> list[int]:

@@ -14,6 +14,7 @@ from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 
 _MAX_DEADLINE_S = 3600.0
+_MAX_SHARE = 1e12
 _MAX_ORDER_BYTES = 4096
 _DIGEST_BYTES = 32
 
@@ -56,24 +57,16 @@ class Group:
     def parse(cls, message: pb.Group) -> Group:
         """Return the group in the message. Raise ValueError if such a group is not possible."""
         members = tuple(Member(read_signed(m.record), m.weight, m.share) for m in message.members)
-        if not 0 < len(members) <= MAX_MEMBERS or len({m.record.peer_id for m in members}) < len(members):
-            raise ValueError(f"a group has {len(members)} members: expected 1 to {MAX_MEMBERS} different ones")
-        if not all(0 <= m.share < 1e12 and (m.record.is_reachable or not m.share) for m in members):
-            raise ValueError("a member has a share of the work that it cannot have")
-        if not any(m.share for m in members) or not 0 < message.deadline_s <= _MAX_DEADLINE_S:
-            raise ValueError("a group has nobody to add up, or no possible deadline")
+        _check_members(members, message.deadline_s)
         layout, roster = tuple(message.layout), tuple(message.roster)
-        if not 0 < len(layout) <= MAX_MEMBERS or not all(0 <= share < 1e12 for share in layout) or not any(layout):
-            raise ValueError("the layout of a group is not understood")
-        if not message.continues and layout != tuple(m.share for m in members):
-            raise ValueError("the layout of a group is not that of its members")
+        _check_layout(layout, message, members)
         if not 0 < len(roster) <= MAX_MEMBERS:
             raise ValueError(f"a roster has {len(roster)} peers: expected 1 to {MAX_MEMBERS}")
         if message.grid and (message.continues or not needs_grid(layout)):
             raise ValueError("a group is on a grid that is too small for one, or has been averaged already")
         go_back = message.go_back if message.HasField("go_back") else None
         if go_back is not None:
-            _check(go_back, message.step)
+            _check_rollback(go_back, message.step)
         is_new = not message.continues and go_back is None
         num_micro_batches = _num_micro_batches(members, is_new)
         if num_micro_batches and message.grid:
@@ -109,6 +102,22 @@ class Group:
         return tuple(member.record.peer_id for member in self.members)
 
 
+def _check_members(members: tuple[Member, ...], deadline_s: float) -> None:
+    if not 0 < len(members) <= MAX_MEMBERS or len({m.record.peer_id for m in members}) < len(members):
+        raise ValueError(f"a group has {len(members)} members: expected 1 to {MAX_MEMBERS} different ones")
+    if not all(0 <= m.share < _MAX_SHARE and (m.record.is_reachable or not m.share) for m in members):
+        raise ValueError("a member has a share of the work that it cannot have")
+    if not any(m.share for m in members) or not 0 < deadline_s <= _MAX_DEADLINE_S:
+        raise ValueError("a group has nobody to add up, or no possible deadline")
+
+
+def _check_layout(layout: tuple[float, ...], message: pb.Group, members: tuple[Member, ...]) -> None:
+    if not 0 < len(layout) <= MAX_MEMBERS or not all(0 <= share < _MAX_SHARE for share in layout) or not any(layout):
+        raise ValueError("the layout of a group is not understood")
+    if not message.continues and layout != tuple(m.share for m in members):
+        raise ValueError("the layout of a group is not that of its members")
+
+
 def _num_micro_batches(members: tuple[Member, ...], is_new: bool) -> int:
     """Return the batch's number of micro-batches; 0 if samples are counted. ``is_new``: the sums are added up now."""
     records = [member.record for member in members]
@@ -123,7 +132,7 @@ def _num_micro_batches(members: tuple[Member, ...], is_new: bool) -> int:
     return size
 
 
-def _check(go_back: pb.Rollback, step: int) -> None:
+def _check_rollback(go_back: pb.Rollback, step: int) -> None:
     if go_back.step > step or len(go_back.state_digest) != _DIGEST_BYTES:
         raise ValueError("a group goes back to no possible checkpoint")
     if len(go_back.losses) > MAX_MEMBERS or len(go_back.order) > _MAX_ORDER_BYTES:

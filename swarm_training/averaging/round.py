@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,19 @@ from swarm_training.pb import training_pb2 as pb
 _GIVE_UP = 1.5  # deadlines to wait for an owner, which itself waits for stragglers
 
 
+@dataclass(frozen=True)
+class VectorCoding:
+    """The coding of vectors on the wire: chunks of at most ``chunk_elements``, each encoded by ``codec``.
+
+    Attributes:
+        encoder: remembers what encoding loses, if it is given.
+    """
+
+    codec: Codec
+    chunk_elements: int
+    encoder: Encoder | None = None
+
+
 class Round:
     """One member's part in one phase of an averaging.
 
@@ -46,24 +60,20 @@ class Round:
         me: int,
         phase: int,
         vector: Tensor,
-        codec: Codec,
-        chunk_elements: int,
-        encoder: Encoder | None = None,
+        coding: VectorCoding,
         clipping: InThread | None = None,
     ) -> None:
-        """Cut the vector. ``me``: this member's number in the group. ``encoder``: remembers what encoding loses.
-        ``clipping``: see ``Attempt``."""
+        """Cut the vector. ``me``: this member's number in the group. ``clipping``: see ``Attempt``."""
         self.group = group
         self.phase = phase
-        self.chunks = cut(len(vector), group.layout, chunk_elements)
+        self.chunks = cut(len(vector), group.layout, coding.chunk_elements)
         self.results: dict[int, bytes] = {}
         self.broken: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
         self._network = network
         self._me = me
         self.vector = vector
-        self._codec = codec
-        self._encoder = encoder
+        self._codec, self._encoder = coding.codec, coding.encoder
         self._clipping = clipping
         self._dropped: set[int] = set()
         self._attempts: list[Attempt | GridAttempt] = []
@@ -82,6 +92,10 @@ class Round:
             await asyncio.sleep(0)
             mean[chunk.start : chunk.stop] = self._codec.decode(self.results[number], chunk.stop - chunk.start)
         return mean
+
+    def take_over(self, earlier: Round) -> None:
+        """Take over the results of an earlier round of another group."""
+        self.results = dict(earlier.results)
 
     def forget_vector(self) -> None:
         """Free the vector: it is not added up again, and only results, which take as much memory, are requested."""

@@ -49,6 +49,13 @@ def shown_users(totals: Mapping[str, UserTotal]) -> tuple[UserView, ...]:
     return tuple(UserView(user, total.samples, total.samples / samples) for user, total in first)
 
 
+def mean_loss(peers: Iterable[Progress]) -> float | None:
+    """Return the mean of the losses that peers report, weighted by samples; None if no peer reports one."""
+    reported = [peer for peer in peers if peer.loss_samples]
+    weight = sum(peer.loss_samples for peer in reported)
+    return sum(peer.loss * peer.loss_samples for peer in reported) / weight if weight else None
+
+
 def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans: tuple[BanView, ...] = ()) -> RunView:
     """Return the view of a run. Records are some seconds old, and not all equally old. Loss and bytes are of the last
     step that each peer reports. All speeds count for the next step."""
@@ -58,12 +65,10 @@ def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans:
     samples = sum(peer.samples for peer in peers if peer.moment == moment)
     target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
     speed = sum(peer.samples_per_s for peer in peers)
-    loss_samples = sum(peer.loss_samples for peer in peers)
-    losses = sum(peer.loss * peer.loss_samples for peer in peers if peer.loss_samples)
     return RunView(
         run,
         moment.step,
-        losses / loss_samples if loss_samples else None,
+        mean_loss(peers),
         samples,
         target,
         max(0, target - samples) / speed if speed else None,

@@ -49,8 +49,7 @@ class PowerSGD:
     def phases(self, gradient: Tensor) -> Phases:
         """Yield every P with the uncompressed tensors, then every Q, if there is one; see ``Compressor.phases``."""
         parts = list(gradient.split(self._sizes))
-        matrices = {index: parts[index].view(dims) for index, dims in self._dims.items()}
-        matrices = {i: matrix + self._errors[i] if i in self._errors else matrix for i, matrix in matrices.items()}
+        matrices = self._matrices(parts)
         first = [matrices[i] @ self._q[i] if i in matrices else part for i, part in enumerate(parts)]
         means = _like((yield _joined(first)), first)
         bases = {i: orthonormal(means[i]) for i in matrices}
@@ -66,6 +65,11 @@ class PowerSGD:
         if bool(result.isfinite().all()):
             self._q = {i: _revived(mean, self._initial[i]) for i, mean in seconds.items()}
         return result
+
+    def _matrices(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the matrices to compress, by their index, each with the error of the last gradient added."""
+        matrices = {index: parts[index].view(dims) for index, dims in self._dims.items()}
+        return {i: matrix + self._errors[i] if i in self._errors else matrix for i, matrix in matrices.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every Q. The errors are this peer's own: a joining peer has none yet."""

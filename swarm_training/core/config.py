@@ -12,6 +12,13 @@ AGGREGATIONS = ("mean", "centered_clip")
 COUNTINGS = ("samples", "exact")
 CHUNK_ELEMENTS = 1 << 18  # elements of a vector in one message: 1 MiB in fp32
 MAX_WINDOW = 4096  # losses; a joiner receives all of them in one message
+_MAX_NAME_CHARS = 200
+
+
+def check_run_name(name: str) -> None:
+    """Raise ValueError if a run cannot have this name."""
+    if not name or not name.isprintable() or len(name) > _MAX_NAME_CHARS:
+        raise ValueError(f"the name of a run is {name!r}: expected up to {_MAX_NAME_CHARS} printable characters")
 
 
 @dataclass(frozen=True)
@@ -114,14 +121,7 @@ class TrainingConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected seconds, more than 0")
         if not self.presume_gone_s > self.silence_s:
             raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
-        if self.counting not in COUNTINGS:
-            raise ValueError(f"counting is {self.counting!r}: expected one of {', '.join(COUNTINGS)}")
-        if self.counting == "exact" and (self.aggregation != "mean" or self.delay):
-            raise ValueError("counting is 'exact': expected aggregation 'mean' with it, and no delay")
-        if self.codec == "fp64" and self.counting != "exact":
-            raise ValueError("codec is 'fp64': expected counting 'exact' with it, since samples are counted in fp32")
+        self._check_averaging()
         if not 0 <= self.share < inf:
             raise ValueError(f"share is {self.share}: expected a number of at least 0")
         if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:
@@ -130,8 +130,20 @@ class TrainingConfig:
             raise ValueError(f"silence_s is {self.silence_s}: expected two heartbeats ({2 * self.heartbeat_s}) or more")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every is {self.checkpoint_every}: expected at least 0 steps")
-        if not self.checkpoint_every:
-            return
+        if self.checkpoint_every:
+            self._check_checkpoints_kept()
+
+    def _check_averaging(self) -> None:
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
+        if self.counting not in COUNTINGS:
+            raise ValueError(f"counting is {self.counting!r}: expected one of {', '.join(COUNTINGS)}")
+        if self.counting == "exact" and (self.aggregation != "mean" or self.delay):
+            raise ValueError("counting is 'exact': expected aggregation 'mean' with it, and no delay")
+        if self.codec == "fp64" and self.counting != "exact":
+            raise ValueError("codec is 'fp64': expected counting 'exact' with it, since samples are counted in fp32")
+
+    def _check_checkpoints_kept(self) -> None:
         least = checkpoints_needed(self.checkpoint_every, self.rollback)
         if self.checkpoints_kept < least:
             raise ValueError(

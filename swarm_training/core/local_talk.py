@@ -14,12 +14,17 @@ In = TypeVar("In")
 class LocalTalk(Generic[Out, In]):
     """One side of a stream; see ``talk_pair``."""
 
-    def __init__(self, outbox: asyncio.Queue[Out | None], inbox: asyncio.Queue[In | None]) -> None:
+    def __init__(
+        self, outbox: asyncio.Queue[Out | None], inbox: asyncio.Queue[In | None], broken: asyncio.Event
+    ) -> None:
         self._outbox = outbox
         self._inbox = inbox
+        self._broken = broken  # of both sides
         self._has_ended = False
-        self.other: LocalTalk[In, Out] | None = None
-        self.is_broken = False
+
+    @property
+    def is_broken(self) -> bool:
+        return self._broken.is_set()
 
     async def send(self, message: Out) -> None:
         if self.is_broken:
@@ -40,8 +45,7 @@ class LocalTalk(Generic[Out, In]):
 
     def break_off(self) -> None:
         """Break the stream for both sides."""
-        assert self.other is not None
-        self.is_broken = self.other.is_broken = True
+        self._broken.set()
         self._outbox.put_nowait(None)
         self._inbox.put_nowait(None)
 
@@ -50,6 +54,5 @@ def talk_pair(out: type[Out], into: type[In]) -> tuple[LocalTalk[Out, In], Local
     """Return both sides of a new stream; the first side sends messages of the first type."""
     there: asyncio.Queue[Out | None] = asyncio.Queue()
     back: asyncio.Queue[In | None] = asyncio.Queue()
-    first, second = LocalTalk[Out, In](there, back), LocalTalk[In, Out](back, there)
-    first.other, second.other = second, first
-    return first, second
+    broken = asyncio.Event()
+    return LocalTalk[Out, In](there, back, broken), LocalTalk[In, Out](back, there, broken)

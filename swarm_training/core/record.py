@@ -92,19 +92,24 @@ class Progress:
         fields["next_stage"] = message.next_stage if message.HasField("next_stage") else None
         fields["excludes"] = tuple(message.excludes)
         record = cls(**fields, **kept)
-        if not all(0 <= number < inf for number in (record.samples_per_s, record.call_s, record.share)):
-            raise ValueError("a number in a record of progress is not finite, or negative")
-        if not record.loss > -inf:
-            raise ValueError("the loss in a record of progress is no number")
-        if max(_counts(record)) > _MAX_COUNT or record.state not in pb.PeerState.values():
-            raise ValueError("a number in a record of progress is out of range")
-        if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):
-            raise ValueError("a name in a record of progress is too long, or not printable")
-        if len(record.excludes) > MAX_EXCLUDED or not all(map(_is_peer_id, record.excludes)):
-            raise ValueError(f"a record of progress excludes others than up to {MAX_EXCLUDED} peers")
-        if record.counts_exactly and not _is_exact(record):
-            raise ValueError("the micro-batches in a record of progress are not a part of its batch")
+        _check(record)
         return record
+
+
+def _check(record: Progress) -> None:
+    """Raise ValueError if a field of the record is out of range."""
+    if not all(0 <= number < inf for number in (record.samples_per_s, record.call_s, record.share)):
+        raise ValueError("a number in a record of progress is not finite, or negative")
+    if not record.loss > -inf:
+        raise ValueError("the loss in a record of progress is no number")
+    if max(_counts(record)) > _MAX_COUNT or record.state not in pb.PeerState.values():
+        raise ValueError("a number in a record of progress is out of range")
+    if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):
+        raise ValueError("a name in a record of progress is too long, or not printable")
+    if len(record.excludes) > MAX_EXCLUDED or not all(map(_is_peer_id, record.excludes)):
+        raise ValueError(f"a record of progress excludes others than up to {MAX_EXCLUDED} peers")
+    if not _fits_batch(record):
+        raise ValueError("the micro-batches in a record of progress are not a part of its batch")
 
 
 def _counts(record: Progress) -> tuple[int, ...]:
@@ -116,9 +121,9 @@ def _is_peer_id(text: str) -> bool:
     return 0 < len(text) <= _MAX_PEER_ID and text.isascii() and text.isalnum()
 
 
-def _is_exact(record: Progress) -> bool:
+def _fits_batch(record: Progress) -> bool:
     bits, size = record.micro_batches, record.target_batch_size
-    return size <= MAX_MICRO_BATCHES and fits(bits, size) and size_of(bits) == record.samples
+    return not bits or (size <= MAX_MICRO_BATCHES and fits(bits, size) and size_of(bits) == record.samples)
 
 
 def _kept(message: pb.Checkpoint) -> Kept:

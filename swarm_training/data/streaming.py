@@ -40,6 +40,12 @@ class _Document:
     ids: list[int]
     used: int  # ids that are already in blocks
 
+    def take(self, most: int) -> list[int]:
+        """Return the next ids, which are now in blocks."""
+        taken = self.ids[self.used : self.used + most]
+        self.used += len(taken)
+        return taken
+
 
 class StreamBatches:
     """An endless series of batches of texts. At the end of each epoch, tokens that fill no block are left out.
@@ -109,9 +115,7 @@ class StreamBatches:
         block: list[int] = []
         while lacking := self._settings.block_length - len(block):
             document = self._documents[0]
-            part = document.ids[document.used : document.used + lacking]
-            block += part
-            document.used += len(part)
+            block += document.take(lacking)
             if document.used == len(document.ids):
                 self._documents.popleft()
         return block

@@ -9,6 +9,7 @@ import binascii
 import logging
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
@@ -19,6 +20,22 @@ from swarm_training.ledger.ledger import Ledger, LedgerLimits
 _HEADER = b"# rounds of a training run, signed"
 _MAX_LINE_BYTES = 2 * MAX_ROUND_BYTES
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeptLedger:
+    """A ledger, and the file that keeps it; None: it is in memory alone."""
+
+    ledger: Ledger
+    archive: Archive | None = None
+
+    @classmethod
+    def open(cls, path: Path | None, run: str, limits: LedgerLimits, organiser: SwarmKey | None) -> KeptLedger:
+        """Restore the ledger from the file, which is created if need be. Raise ValueError as ``Archive``."""
+        if path is None:
+            return cls(Ledger(run, limits, organiser))
+        archive = Archive(path)
+        return cls(restored(path, run, limits, organiser), archive)
 
 
 class Archive:

@@ -16,6 +16,7 @@ from swarm_training.averaging.round import Round
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.compressor import Phases
 from swarm_training.core.bitmap import to_bits
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import MeetTalk
 from swarm_training.pb import training_pb2 as pb
@@ -48,6 +49,9 @@ class Ballots:
     gradient: Tensor | None = None  # the average that belongs to ``accepted``
     state: bytes | None = None  # the state of an accepted checkpoint; None: this peer's own
     given: int = 0  # samples behind the result
+
+    def promise(self, ballot: int) -> None:
+        self.promised = ballot
 
     def accept(
         self, group: Group, digest: bytes, samples: int, gradient: Tensor | None = None, state: bytes | None = None
@@ -116,8 +120,7 @@ class Attendance:
         make_round: MakeRound,
         checkpoint: Callable[[Group], Awaitable[bytes | None]],
         is_leader: Callable[[], bool],
-        heartbeat_s: float,
-        silence_s: float,
+        config: TrainingConfig,
     ) -> None:
         """Prepare to attend. ``make_round``: takes a group, this peer's number in it, the phase and the vector.
         ``checkpoint``: returns the state that a group goes back to, or None for this peer's own; raises if this peer
@@ -129,8 +132,7 @@ class Attendance:
         self._make_round = make_round
         self._checkpoint = checkpoint
         self._is_leader = is_leader
-        self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
         self._replies: asyncio.Queue[pb.MeetReply] = asyncio.Queue()
         self._round: Round | None = None
         self._dropped: set[int] = set()
@@ -198,7 +200,7 @@ class Attendance:
         self._has_group = True
         began_s = asyncio.get_running_loop().time()
         me = group.peer_ids.index(self._peer_id)
-        self._ballots.promised = group.ballot
+        self._ballots.promise(group.ballot)
         if group.go_back is not None:
             return await self._go_back(group, group.go_back)
         if group.continues and group.continues == self._ballots.accepted.group:
@@ -243,7 +245,7 @@ class Attendance:
         for member in self._dropped:
             current.drop(member)
         if group.continues and group.continues == self._ballots.accepted.group:
-            current.results = dict(self._rounds.of(group.continues)[phase].results)
+            current.take_over(self._rounds.of(group.continues)[phase])
         await self._rounds.add(current, self._ballots.accepted.group)
         if not group.continues:
             await current.first_attempt()

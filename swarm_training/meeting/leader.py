@@ -81,6 +81,13 @@ class _Averaging:
     reports: dict[int, pb.Report] = field(default_factory=dict)
     needed: frozenset[int] = frozenset()  # members without which nothing can be added up
 
+    def begin_next(self, now: float, *, repairs: bool) -> bool:
+        """Begin an attempt to repair this phase, or the next phase. Return False if there were too many attempts."""
+        self.phase, self.attempt = (self.phase, self.attempt + 1) if repairs else (self.phase + 1, 0)
+        self.reports.clear()
+        self.began_s = now
+        return self.attempt < _MAX_ATTEMPTS
+
 
 class Leader:
     """The leader of one meeting. All times are read from one clock, in seconds."""
@@ -152,9 +159,7 @@ class Leader:
         if not is_something and self._proposal(outlook) is None:
             return False
         electorates = outlook.roster, {*outlook.known, *present}
-        if not all(has_quorum(present, electorate, outlook.gone) for electorate in electorates):
-            return False
-        if not self._may_average(outlook):
+        if not _is_quorum(present, electorates, outlook.gone) or not self._may_average(outlook):
             return False
         is_late = now - self._began_s >= outlook.wait_s
         return is_late or set(outlook.expected) <= present or len(present) >= MAX_MEMBERS
@@ -183,14 +188,28 @@ class Leader:
     def _form(self, outlook: Outlook, now: float) -> Replies:
         peers = self._members()
         joined = [self._joined[peer] for peer in peers]
-        shares = [peer.record.share if peer.record.is_reachable else 0.0 for peer in joined]
-        if not sum(shares):
-            shares = [1.0 if peer.record.is_reachable else 0.0 for peer in joined]
-        accepted = max((peer.join.accepted for peer in joined), key=lambda result: result.ballot)
-        new = None if accepted.group else self._proposal(outlook)
+        shares = _shares([peer.record for peer in joined])
         reachable = frozenset(number for number, peer in enumerate(joined) if peer.record.is_reachable)
         is_exact = joined[0].record.counts_exactly
-        message = pb.Group(
+        message = self._group_message(peers, shares, outlook)
+        self.stage = Stage.AVERAGING
+        self._group = _Averaging(
+            tuple(peers),
+            shares,
+            reachable,
+            set(range(len(peers))),
+            message.continues,
+            message.HasField("go_back"),
+            began_s=now,
+            needed=frozenset(number for number, peer in enumerate(joined) if is_exact and peer.join.samples),
+        )
+        return self._to_alive(self._group, pb.MeetReply(group=message))
+
+    def _group_message(self, peers: Sequence[str], shares: Sequence[float], outlook: Outlook) -> pb.Group:
+        joined = [self._joined[peer] for peer in peers]
+        accepted = max((peer.join.accepted for peer in joined), key=lambda result: result.ballot)
+        new = None if accepted.group else self._proposal(outlook)
+        return pb.Group(
             id=self._name,
             step=self.moment.step,
             rollbacks=self.moment.rollbacks,
@@ -202,25 +221,10 @@ class Leader:
             deadline_s=outlook.deadline_s,
             continues=accepted.group,
             layout=accepted.layout or shares,
-            roster=accepted.roster or sorted(peers[number] for number in reachable),
-            grid=not accepted.group and needs_grid(shares) and not is_exact,
+            roster=accepted.roster or sorted(peer for peer in peers if self._joined[peer].record.is_reachable),
+            grid=not accepted.group and needs_grid(shares) and not joined[0].record.counts_exactly,
             go_back=accepted.go_back if accepted.HasField("go_back") else new,
         )
-        self.stage = Stage.AVERAGING
-        alive = set(range(len(peers)))
-        goes_back = message.HasField("go_back")
-        needed = {number for number, peer in enumerate(joined) if is_exact and peer.join.samples}
-        self._group = _Averaging(
-            tuple(peers),
-            shares,
-            reachable,
-            alive,
-            accepted.group,
-            goes_back,
-            began_s=now,
-            needed=frozenset(needed),
-        )
-        return self._to_alive(self._group, pb.MeetReply(group=message))
 
     def _advance(self, group: _Averaging, outlook: Outlook, now: float) -> Replies:
         """Return the replies that follow once all living members have reported."""
@@ -231,8 +235,7 @@ class Leader:
         reports = {number: group.reports[number] for number in group.alive}
         if all(report.digest for report in reports.values()):
             return self._decide(group, reports, outlook)
-        sizes = {report.num_chunks for report in reports.values()}
-        if len(sizes) > 1 or any(report.digest for report in reports.values()) or max(sizes) > _MAX_CHUNKS:
+        if not _are_of_one_length(reports.values()):
             return self._end(group, "the members do not average vectors of the same length")
         try:
             held = {number: from_bits(report.held, report.num_chunks) for number, report in reports.items()}
@@ -244,21 +247,15 @@ class Leader:
         self, group: _Averaging, held: Mapping[int, Collection[int]], reports: Iterable[pb.Report], now: float
     ) -> Replies:
         reports = list(reports)
-        broken = {number for report in reports for number in report.broken}
+        broken = frozenset[int]().union(*(report.broken for report in reports))
         reachable = group.alive & group.reachable
         needed = repair(reports[0].num_chunks, held, reachable - broken or reachable, group.shares)
         if needed.lost or (needed.redo and group.continues):
             return self._end(group, "nobody is left who holds some of the result")
         if needed.redo and not group.needed <= group.alive:
             return self._end(group, "somebody has failed whose micro-batches are needed")
-        if needed.fetch or needed.redo:
-            group.attempt += 1
-        else:
-            group.phase, group.attempt = group.phase + 1, 0
-        if group.attempt == _MAX_ATTEMPTS:
+        if not group.begin_next(now, repairs=bool(needed.fetch or needed.redo)):
             return self._end(group, "too many members have failed")
-        group.reports.clear()
-        group.began_s = now
         plan = pb.Plan(
             phase=group.phase,
             attempt=group.attempt,
@@ -273,7 +270,7 @@ class Leader:
         digest = max(sorted(counts), key=lambda each: counts[each])
         holders = {group.members[number] for number, report in reports.items() if report.digest == digest}
         electorates = (outlook.roster, [group.members[number] for number in group.reachable])
-        if not all(has_quorum(holders, electorate, outlook.gone) for electorate in electorates):
+        if not _is_quorum(holders, electorates, outlook.gone):
             return self._end(group, "those who are left are no quorum")
         self.stage = Stage.OVER
         credited = [self._joined[peer].join for peer in group.members if peer in holders and not group.goes_back]
@@ -289,3 +286,20 @@ class Leader:
 
     def _to_alive(self, group: _Averaging, reply: pb.MeetReply) -> Replies:
         return [(group.members[number], reply) for number in sorted(group.alive)]
+
+
+def _are_of_one_length(reports: Collection[pb.Report]) -> bool:
+    """Return whether all members average as many chunks, and none of them has a result already."""
+    sizes = {report.num_chunks for report in reports}
+    return len(sizes) == 1 and max(sizes) <= _MAX_CHUNKS and not any(report.digest for report in reports)
+
+
+def _is_quorum(peers: Collection[str], electorates: Iterable[Collection[str]], gone: Collection[str]) -> bool:
+    """Return whether the peers are a quorum of each electorate."""
+    return all(has_quorum(peers, electorate, gone) for electorate in electorates)
+
+
+def _shares(records: Sequence[Progress]) -> list[float]:
+    """Return each member's share of the adding up; equal shares of the reachable members if nobody offers one."""
+    offered = [record.share if record.is_reachable else 0.0 for record in records]
+    return offered if sum(offered) else [float(record.is_reachable) for record in records]

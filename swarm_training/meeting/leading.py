@@ -10,6 +10,7 @@ from itertools import count
 from weakref import WeakKeyDictionary
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
@@ -33,8 +34,7 @@ class Leading:
         outlook: Callable[[], Outlook],
         note: Callable[[pb.SignedProgress], Progress],
         referral: Callable[[pb.Join], pb.Dismissal | None],
-        heartbeat_s: float,
-        silence_s: float,
+        config: TrainingConfig,
         crediting: Crediting,
     ) -> None:
         """Prepare to lead. ``note``: stores a record and returns its content, or raises ValueError. ``referral``:
@@ -44,8 +44,7 @@ class Leading:
         self._outlook = outlook
         self._note = note
         self._referral = referral
-        self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
         self._crediting = crediting
         self._numbers = count()
         self._gathering: Leader | None = None

@@ -25,6 +25,13 @@ class Moments:
     square: Tensor
     step: int
 
+    def add(self, gradient: Tensor, beta1: float, beta2: float) -> None:
+        self.step += 1
+        self.mean *= beta1
+        self.mean += gradient * (1 - beta1)
+        self.square *= beta2
+        self.square += gradient.square() * (1 - beta2)
+
 
 UpdateRule = Callable[[Tensor, Tensor, Moments, Mapping[str, Any]], None]
 
@@ -55,11 +62,7 @@ def adamw_update(parameter: Tensor, gradient: Tensor, moments: Moments, group: M
 def _adam_direction(gradient: Tensor, moments: Moments, group: Mapping[str, Any]) -> Tensor:
     """Add the gradient to the moments, and return m̂ / (√v̂ + ε) in the gradient's shape."""
     beta1, beta2 = group["betas"]
-    moments.step += 1
-    moments.mean *= beta1
-    moments.mean += gradient * (1 - beta1)
-    moments.square *= beta2
-    moments.square += gradient.square() * (1 - beta2)
+    moments.add(gradient, beta1, beta2)
     root = (moments.square / (1 - power(beta2, moments.step))).sqrt_()
     root += group["eps"]
     return (moments.mean / (1 - power(beta1, moments.step))).div_(root)

@@ -76,14 +76,9 @@ class ProgressTable:
         if signed.progress in self._known:
             return None
         record = read_signed(signed)
-        if record.run != self._run:
-            raise ValueError(f"the peer trains run {record.run!r}, and not {self._run!r}")
-        if self._model is not None and record.model != self._model:
-            raise ValueError("the peer trains another model")
+        self._check(record)
         entry = self._entries.get(record.peer_id)
-        if entry is not None and record.version <= entry.record.version:
-            return None
-        if entry is None and len(self._entries) >= MAX_PEERS:
+        if len(self._entries) >= MAX_PEERS if entry is None else record.version <= entry.record.version:
             return None
         if entry is not None:
             self._known.discard(entry.signed.progress)
@@ -97,6 +92,12 @@ class ProgressTable:
         self._entries[record.peer_id] = _Entry(record, signed, now, self.counter)
         self._forget(now)
         return record
+
+    def _check(self, record: Progress) -> None:
+        if record.run != self._run:
+            raise ValueError(f"the peer trains run {record.run!r}, and not {self._run!r}")
+        if self._model is not None and record.model != self._model:
+            raise ValueError("the peer trains another model")
 
     def _keep_digest(self, record: Progress) -> None:
         """Keep one record for each step, because a peer makes many while it accumulates samples."""

@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from swarm_training.robust import instructions as todo
 from swarm_training.robust import messages as msg
 from swarm_training.robust.attempt import Attempt
 from swarm_training.robust.instructions import Finished, Instruction
 from swarm_training.robust.jury import evidence, judge, suspects
-from swarm_training.robust.messages import Case, Event, Item, Message, Round
+from swarm_training.robust.messages import Event, Item, Message, Round
 from swarm_training.robust.phases import PhaseMachine, Spoken
 from swarm_training.robust.roster import Roster, Rules, Standing, part_sizes, projection_limit
 
@@ -75,7 +74,8 @@ class Btard(PhaseMachine):
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a snapshot. The caller must know that honest peers agree on it."""
-        self.roster.standings, self._last = dict(snapshot.standings), snapshot.last
+        self.roster.load(snapshot.standings)
+        self._last = snapshot.last
         self._audits, self.removed = dict(snapshot.audits), dict(snapshot.removed)
 
     @property
@@ -219,12 +219,8 @@ class Btard(PhaseMachine):
         if set(silent) & set(self._round.owners):
             self._repeat()
             return
-        workers = tuple(name for name in self._round.owners if name not in self._known.validators)
-        self._known.commitments = {name: message.parts for name, message in spoken.items() if message.parts}
-        self._known.seed_hashes = {name: message.seed_hash for name, message in spoken.items()}
-        tau = statistics.median(spoken[name].distance for name in workers)
-        self._known.round = replace(self._round, workers=workers, tau=tau)
-        if self.me in workers:
+        self._known.take_commitments(spoken)
+        if self.me in self._round.workers:
             self._do(todo.SendParts(self._round))
         self._enter(msg.Receipt, self._round.owners)
 
@@ -250,7 +246,7 @@ class Btard(PhaseMachine):
             ]
             for worker in self._round.workers
         }
-        self._known.demanded = {worker: tuple(items) for worker, items in lacking.items() if items}
+        self._known.demand({worker: items for worker, items in lacking.items() if items})
         if self._known.demanded:
             self._open(msg.PartsOpened)
         else:
@@ -267,14 +263,14 @@ class Btard(PhaseMachine):
         self._enter(msg.AggregateCommitted, self._round.owners)
 
     def _after_aggregates(self, spoken: Spoken) -> None:
-        self._known.committed_aggregates = {name: message.digest for name, message in spoken.items()}
+        self._known.take_aggregates(spoken)
         if self.me in self._round.owners:
             self._do(todo.SendAggregate(self._round))
         self._enter(msg.Reveal, self._round.owners)
 
     def _after_reveals(self, spoken: Spoken) -> None:
         seed = hashlib.sha256(b"".join(spoken[name].seed for name in self._round.owners)).digest()
-        self._known.round = replace(self._round, seed=seed)
+        self._known.take_seed(seed)
         lacking = {owner for message in spoken.values() for owner in message.missing}
         if lacking:
             if self.me in lacking:
@@ -289,7 +285,7 @@ class Btard(PhaseMachine):
         self._enter(msg.Projections, self._round.workers)
 
     def _after_projections(self, spoken: Spoken) -> None:
-        self._known.projections = {name: message.values for name, message in spoken.items()}
+        self._known.take_projections(spoken)
         sizes = part_sizes(self.num_elements, len(self._round.owners))
         for part, (owner, size) in enumerate(zip(self._round.owners, sizes, strict=True)):
             total = math.fsum(values[part] for values in self._known.projections.values())
@@ -304,12 +300,7 @@ class Btard(PhaseMachine):
     def _after_accusations(self, spoken: Spoken) -> None:
         for name in sorted(self._equivocators):
             self._remove(name, "equivocation", is_banned=True)
-        for name, message in spoken.items():
-            for accusation in message.items:
-                self._known.cases.setdefault(accusation.case, (name, accusation))
-        accused = {case.worker for case in self._known.cases if isinstance(case, msg.FalseGradient)}
-        audits = self._known.validators.items()
-        self._known.passed = tuple(target for name, target in audits if name in spoken and target not in accused)
+        self._known.take_accusations(spoken)
         if not self._known.cases:
             self._finish()
             return
@@ -317,14 +308,11 @@ class Btard(PhaseMachine):
         for case in self._known.cases:
             for item in evidence(case, self._round, self._last):
                 wanted.setdefault(item.worker, {})[item] = None
-        self._known.demanded = {name: tuple(items) for name, items in wanted.items() if name in self.roster.all}
+        self._known.demand({name: items for name, items in wanted.items() if name in self.roster.all})
         self._open(msg.EvidenceOpened)
 
     def _after_evidence(self, spoken: Spoken) -> None:
-        def is_shown(case: Case) -> bool:
-            return all(item.worker in spoken for item in evidence(case, self._round, self._last))
-
-        self._known.cases = {case: accuser for case, accuser in self._known.cases.items() if is_shown(case)}
+        self._known.drop_cases_without_evidence(spoken)
         if not self._known.cases:
             self._finish()
             return

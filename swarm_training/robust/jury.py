@@ -72,8 +72,7 @@ def judge(
             said = {juror: values[number][position] for juror, values in measurements.items()}
             median = statistics.median_low(said.values())
             medians.append(median)
-            limit = _NEGLIGENCE if position and isinstance(case, FalseGradient) else 1.0
-            if median > limit:
+            if median > _limit(case, position):
                 banned.setdefault(name, _REASONS[type(case)][bool(position)])
             for juror, value in said.items():
                 if _differs(value, median, rules):
@@ -82,7 +81,7 @@ def judge(
             accuser, accusation = accusations[case]
             if accusation.measured is None and medians[0] <= 1:
                 unfounded.append(accuser)
-            elif accusation.measured is not None and _differs(accusation.measured, medians[0], rules):
+            elif _is_slander(accusation, medians[0], rules):
                 banned.setdefault(accuser, "slander")
     return Verdict(banned, tuple(unfounded))
 
@@ -92,6 +91,14 @@ _REASONS: dict[type[Case], tuple[str, str]] = {  # reasons to ban the accused, a
     FalseAggregate: ("false aggregate", "false projection"),
     FalseGradient: ("false gradient", "let a false projection pass"),
 }
+
+
+def _limit(case: Case, position: int) -> float:
+    return _NEGLIGENCE if position and isinstance(case, FalseGradient) else 1.0
+
+
+def _is_slander(accusation: Accusation, median: float, rules: Rules) -> bool:
+    return accusation.measured is not None and _differs(accusation.measured, median, rules)
 
 
 def _differs(value: float, median: float, rules: Rules) -> bool:

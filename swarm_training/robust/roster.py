@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 
@@ -75,6 +75,9 @@ class Roster:
     @property
     def all(self) -> tuple[str, ...]:
         return tuple(sorted(self.standings))
+
+    def load(self, standings: Mapping[str, Standing]) -> None:
+        self.standings = dict(standings)
 
     def add(self, names: Iterable[str]) -> None:
         self.standings |= {name: Standing(0) for name in names if name not in self.standings}

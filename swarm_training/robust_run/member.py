@@ -93,6 +93,11 @@ class Member:
 
     # ------------------------------------------------------------ life
 
+    def load(self, snapshot: Snapshot, result: Tensor) -> None:
+        """Load what honest peers agree on after the last finished step, and the gradient of that step."""
+        self.machine.load(snapshot)
+        self.data.bench.load(result)
+
     def begin(self, step: int, joined: tuple[str, ...]) -> None:
         self.broadcasts.at(step, 0)
         self.data.blobs.forget(step)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from hashlib import sha256
 from typing import Any
-
-import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.node import Listening
@@ -43,16 +41,21 @@ class RobustPresence:
         member: None until the run has begun.
     """
 
-    def __init__(self, config: RobustConfig, board: DhtBoard, network: GrpcNetwork, directory: Directory) -> None:
-        self.addresses: list[str] = []
+    def __init__(
+        self,
+        config: RobustConfig,
+        network: GrpcNetwork,
+        directory: Directory,
+        addresses: list[str],
+        resources: AsyncExitStack,
+    ) -> None:
+        """Set up the presence. ``resources``: everything that ends when the peer leaves."""
+        self.addresses = addresses
         self.directory = directory
         self.member: Member | None = None
         self._config = config
-        self._board = board
-        self._grpc = network
         self._network = GrpcRobustNetwork(network, directory.record_of)
-        self._server: grpc.aio.Server | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._resources = resources
 
     @classmethod
     async def enter(
@@ -68,13 +71,15 @@ class RobustPresence:
         """Start the service and join the DHT. ``model``: the digest of what must be equal. Raises as ``RobustRun``."""
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(host, config.dht_port, config.announce_host)
-        board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
-        network = GrpcNetwork(ClientCredentials(identity, token))
-        certificate = Certificate.generate()
-        answers = _Answers()
-        server = None
-        try:
+        async with AsyncExitStack() as resources:
+            board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
+            resources.push_async_callback(board.close)
+            network = GrpcNetwork(ClientCredentials(identity, token))
+            resources.push_async_callback(network.close)
+            certificate = Certificate.generate()
+            answers = _Answers()
             server, bound = await start_robust_service(answers, certificate, host, config.port, access)
+            resources.push_async_callback(server.stop, _GRACE_S)
             own = Progress(
                 run,
                 identity.peer_id,
@@ -83,17 +88,12 @@ class RobustPresence:
                 address=host_port(config.announce_host or host, bound),
                 tls_fingerprint=certificate.fingerprint,
             )
-            presence = cls(config, board, network, Directory(own, identity, board))
-            presence._server, answers.presence = server, presence
-            presence.addresses = await board.addresses()
-            presence._looking = asyncio.ensure_future(presence.directory.run())
+            directory = Directory(own, identity, board)
+            addresses = await board.addresses()
+            resources.callback(asyncio.ensure_future(directory.run()).cancel)
+            presence = cls(config, network, directory, addresses, resources.pop_all())
+            answers.begin(presence)
             return presence
-        except BaseException:
-            if server is not None:
-                await server.stop(_GRACE_S)
-            await network.close()
-            await board.close()
-            raise
 
     async def take_part(self, founders: Sequence[str], make: MakeMember, load: Load) -> Member:
         """Start the run with all founders once they have come, or join a run that has begun.
@@ -174,20 +174,18 @@ class RobustPresence:
         return None
 
     async def leave(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
         if self.member is not None:
             self.member.close()
-        if self._server is not None:
-            await self._server.stop(_GRACE_S)
-        await self._grpc.close()
-        await self._board.close()
+        await self._resources.aclose()
 
 
 class _Answers:
     """The handlers of this peer's service, which work as soon as the peer takes part."""
 
-    presence: RobustPresence | None = None
+    _presence: RobustPresence | None = None
+
+    def begin(self, presence: RobustPresence) -> None:
+        self._presence = presence
 
     async def tell(self, peer_id: str, request: pb.TellRequest) -> None:
         await self._member().tell(peer_id, request)
@@ -199,9 +197,9 @@ class _Answers:
         return await self._member().standings(peer_id)
 
     def _member(self) -> Member:
-        if self.presence is None or self.presence.member is None:
+        if self._presence is None or self._presence.member is None:
             raise PeerUnavailable("the run has not begun here")
-        return self.presence.member
+        return self._presence.member
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

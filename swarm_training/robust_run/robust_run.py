@@ -14,6 +14,7 @@ from torch import nn
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
+from swarm_training.core.config import check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.core.robust_config import RobustConfig
 from swarm_training.core.robust_network import RobustNetwork
@@ -84,8 +85,7 @@ class RobustRun:
             ValueError: an argument is wrong, or nothing can be trained with these arguments.
             NoSwarm: no initial peer answered.
         """
-        if not name or not name.isprintable() or len(name) > 200:
-            raise ValueError(f"the name of a run is {name!r}: expected up to 200 printable characters")
+        check_run_name(name)
         if isinstance(initial_peers, str) or isinstance(founders, str):
             raise ValueError("initial_peers or founders is a text: expected a list")
         self._founders = sorted(set(founders))
@@ -170,8 +170,7 @@ class RobustRun:
     async def _load(self, member: Member, standings: Standings, state: bytes, result: bytes) -> None:
         """Fill a new member from other peers' data. Raises ValueError if the state does not fit the parameters."""
         await in_thread(lambda: self._state.load(Moment(0, standings.step), state))
-        member.machine.load(standings.snapshot)
-        member.data.bench.result = to_tensor(result)
+        member.load(standings.snapshot, to_tensor(result))
 
     def _make_bench(self) -> Workbench:
         return Workbench(self.peer_id, self._state.length, self._gradients, self._rules)

@@ -14,7 +14,7 @@ from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_training.averaging.attempt import InThread
 from swarm_training.averaging.group import Group
-from swarm_training.averaging.round import Round
+from swarm_training.averaging.round import Round, VectorCoding
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor, Encoder
@@ -29,6 +29,7 @@ from swarm_training.meeting.leader import Outlook
 from swarm_training.meeting.leading import Leading
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
+from swarm_training.progress.board import Board
 from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import View
 from swarm_training.rollback.rollbacks import Rollbacks
@@ -41,41 +42,49 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Environment:
+    """All that a peer uses and does not own, which tests simulate: other peers, the DHT, threads and chance.
+
+    Attributes:
+        in_thread: calls a function that takes long in another thread.
+    """
+
+    network: Network
+    board: Board
+    in_thread: InThread
+    rng: random.Random
+
+
+@dataclass(frozen=True)
 class Compression:
     compressor: Compressor
     encoder: Encoder | None = None
 
 
 class Meetings:
-    """The meetings that one peer attends or leads.
-
-    Attributes:
-        loss: the mean loss of this peer's share of the batch, and the number of samples behind it.
-    """
+    """The meetings that one peer attends or leads."""
 
     def __init__(
         self,
         config: TrainingConfig,
         standing: Standing,
-        network: Network,
+        environment: Environment,
         gossip: Gossip,
         compression: Compression,
         rollbacks: Rollbacks,
         book: Book,
-        rng: random.Random,
-        in_thread: InThread,
     ) -> None:
         own = standing.own
         self._config = config
         self._standing = standing
-        self._network = network
+        self._network = environment.network
         self._gossip = gossip
         self._compression = compression
         self._rollbacks = rollbacks
         self._book = book
-        self._codec = codec_of(config.codec)
-        self._rng = rng
-        self._clipping = in_thread if config.aggregation == "centered_clip" else None
+        self._coding = VectorCoding(codec_of(config.codec), config.chunk_elements, compression.encoder)
+        self._rng = environment.rng
+        self._clipping = environment.in_thread if config.aggregation == "centered_clip" else None
         self._rounds = Rounds()
         self._ballots = Ballots()
         self._leading = Leading(
@@ -84,13 +93,16 @@ class Meetings:
             self._outlook,
             standing.note,
             self._referral,
-            config.heartbeat_s,
-            config.silence_s,
+            config,
             book.crediting,
         )
         self._unreachable_s: dict[str, float] = {}  # by leader, when it failed last
         self._usual_s = 0.0  # the duration of a round
-        self.loss = NO_LOSS
+        self._loss = NO_LOSS
+
+    def set_loss(self, loss: float, samples: int) -> None:
+        """Set the mean loss of this peer's share of the batch, and the number of samples behind it."""
+        self._loss = loss, samples
 
     def is_due(self, view: View) -> bool:
         """Return whether to meet now. Without any samples, peers meet only to go back to a checkpoint."""
@@ -104,7 +116,7 @@ class Meetings:
         ``gradient``: [n] float32, the mean over this peer's own samples. If micro-batches are counted exactly, it is
         the sum over the reported ones, which must not change meanwhile; it is float64 if the codec is fp64.
         """
-        self._standing.update(state=MEETING, loss=self.loss[0], loss_samples=self.loss[1])
+        self._standing.update(state=MEETING, loss=self._loss[0], loss_samples=self._loss[1])
         self._gossip.tell(urgent=True)
         warning = asyncio.get_running_loop().call_later(2 * self._config.max_meeting_s, self._say_who_is_missed)
         try:
@@ -165,7 +177,7 @@ class Meetings:
         """Discard the promises and the loss of the last step, which do not matter at the next one."""
         self._ballots = Ballots()
         self._rounds.end_step()
-        self.loss = NO_LOSS
+        self._loss = NO_LOSS
 
     # ------------------------------------------------------------ requests of other peers
 
@@ -215,7 +227,6 @@ class Meetings:
             return not is_moot and best is not None and best.peer_id == leader.peer_id
 
         def attendance(talk: Talk[pb.MeetRequest, pb.MeetReply]) -> Attendance:
-            config = self._config
             return Attendance(
                 self._standing.own.peer_id,
                 talk,
@@ -224,8 +235,7 @@ class Meetings:
                 self._make_round,
                 self._checkpoint,
                 still_leads,
-                config.heartbeat_s,
-                config.silence_s,
+                self._config,
             )
 
         if self._compression.encoder is not None and self._ballots.gradient is None:
@@ -248,9 +258,7 @@ class Meetings:
         return self._ballots.given if self._ballots.accepted.group else self._standing.own.samples
 
     def _make_round(self, group: Group, me: int, phase: int, vector: Tensor) -> Round:
-        elements = self._config.chunk_elements
-        encoder = self._compression.encoder
-        return Round(self._network, group, me, phase, vector, self._codec, elements, encoder, self._clipping)
+        return Round(self._network, group, me, phase, vector, self._coding, self._clipping)
 
     async def _checkpoint(self, group: Group) -> bytes | None:
         standing = self._standing

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -15,16 +14,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.core.network import Network
 from swarm_training.core.record import JOINING, LEFT, TRAINING, Kept, Progress
 from swarm_training.core.signing import read_signed
-from swarm_training.ledger.archive import Archive
+from swarm_training.ledger.archive import KeptLedger
 from swarm_training.ledger.book import Book
 from swarm_training.ledger.crediting import Crediting, Member
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
@@ -32,7 +29,6 @@ from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
-from swarm_training.progress.board import Board
 from swarm_training.progress.cut_off import must_stand_aside
 from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import View
@@ -40,7 +36,7 @@ from swarm_training.progress.table import ProgressTable
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.rollbacks import Rollbacks
-from swarm_training.run.meetings import NO_LOSS, Compression, Meetings
+from swarm_training.run.meetings import NO_LOSS, Compression, Environment, Meetings
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import Standing, now, smoothed
 from swarm_training.run.state import TrainedState
@@ -68,21 +64,16 @@ class TrainingPeer:
     def __init__(
         self,
         config: TrainingConfig,
-        identity: Identity,
+        member: Member,
         own: Progress,
-        network: Network,
-        board: Board,
+        environment: Environment,
         state: TrainedState,
         compression: Compression,
-        in_thread: InThread[Any],
-        rng: random.Random,
         orders: Orders | None = None,
-        ledger: Ledger | None = None,
-        archive: Archive | None = None,
-        token: bytes = b"",
+        ledger: KeptLedger | None = None,
     ) -> None:
-        """Create a peer that has not joined yet. ``orders``: orders of the run's moderators, if it has any. ``ledger``:
-        the contributions known so far; ``archive``: the file that keeps them. ``token``: admits to a private run."""
+        """Create a peer that has not joined yet. ``member``: its key and token. ``orders``: orders of the run's
+        moderators, if it has any. ``ledger``: the contributions known so far."""
         if config.counting == "exact":
             if not 1 <= own.target_batch_size <= MAX_MICRO_BATCHES:
                 raise ValueError(
@@ -91,25 +82,24 @@ class TrainingPeer:
             own = dataclasses.replace(own, micro_batches=to_bits((), own.target_batch_size))
         table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
         self._moderation = Moderation(orders)
-        self._standing = Standing(own, identity, table, self._moderation)
+        self._standing = Standing(own, member.identity, table, self._moderation)
         self._config = config
-        self._network = network
-        self._board = board
+        self._network, self._board = network, board = environment.network, environment.board
         self._state = state
-        self._rng = rng
-        self._in_thread = in_thread
+        self._rng, self._in_thread = rng, in_thread = environment.rng, environment.in_thread
         self.rollbacks = Rollbacks(config, self._moderation, self._checkpoint_of, in_thread, rng)
         self.replicas = KeptCheckpoints(config.checkpoint_every, _REPLICAS, config.checkpoint_directory)
         self.offer = Offer()
         self._state_server = StateServer(state, (self.rollbacks.kept, self.replicas, self.offer), in_thread)
         self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
-        self.ledger = ledger or Ledger(own.run, LedgerLimits.of(own.target_batch_size))
-        crediting = Crediting(self.ledger, Member(identity, token), lambda: self._standing.own.moment)
+        kept = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size)))
+        self.ledger = kept.ledger
+        crediting = Crediting(self.ledger, member, lambda: self._standing.own.moment)
         self._book = Book(
-            self.ledger, crediting, archive, network, lambda: self.view().others, self._newest, in_thread, rng
+            self.ledger, crediting, kept.archive, network, lambda: self.view().others, self._newest, in_thread, rng
         )
         self._meetings = Meetings(
-            config, self._standing, network, self.gossip, compression, self.rollbacks, self._book, rng, in_thread
+            config, self._standing, environment, self.gossip, compression, self.rollbacks, self._book
         )
         self.average = self._meetings.average
         self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
@@ -144,7 +134,8 @@ class TrainingPeer:
         earlier = [each for each in (resumed_at, self.ledger.newest) if each is not None]
         rollbacks = 1 + max(each.rollbacks for each in earlier) if earlier else 0
         moment = Moment(rollbacks, resumed_at.step if resumed_at is not None else 0)
-        self._state.moment, self.rollbacks.went_back_to = moment, moment.step
+        self._state.go_to(moment, None)
+        self.rollbacks.took_over(self.rollbacks.history, moment.step)
         await self._in_thread(lambda: self.keep(state_digest))
         roster = (self.own.peer_id,)
         await self._arrive(Arrival(moment, roster, b"", went_back_to=moment.step), state_digest)
@@ -264,7 +255,7 @@ class TrainingPeer:
             AccessDenied: a moderator has banned this peer.
         """
         self._standing.require_admitted(self.own.peer_id)
-        self._meetings.loss = loss, loss_samples
+        self._meetings.set_loss(loss, loss_samples)
         self._standing.update(samples=samples)
         if loss == inf:
             self._standing.update(loss=loss, loss_samples=loss_samples)
@@ -502,7 +493,7 @@ class TrainingPeer:
 
     async def _arrive(self, arrival: Arrival, state_digest: bytes) -> None:
         self._meetings.forget()
-        self._standing.roster = arrival.roster
+        self._standing.set_roster(arrival.roster)
         self._state_server.remember(arrival)
         self._measured_s = now()
         if self.own.state == JOINING:

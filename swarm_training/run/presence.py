@@ -6,11 +6,10 @@ import asyncio
 import random
 import socket
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-
-import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.addresses import tcp_target
@@ -20,13 +19,14 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.archive import Archive, restored
-from swarm_training.ledger.ledger import Ledger, LedgerLimits
+from swarm_training.ledger.archive import KeptLedger
+from swarm_training.ledger.crediting import Member
+from swarm_training.ledger.ledger import LedgerLimits
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
 from swarm_training.progress.board import DhtBoard
-from swarm_training.run.meetings import Compression
+from swarm_training.run.meetings import Compression, Environment
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
@@ -45,9 +45,7 @@ class Presence:
 
     peer: TrainingPeer
     addresses: list[str]
-    _board: DhtBoard
-    _network: GrpcNetwork
-    _server: grpc.aio.Server | None
+    _resources: AsyncExitStack
 
     @classmethod
     async def enter(
@@ -63,14 +61,14 @@ class Presence:
         token: bytes,
     ) -> Presence:
         """Start the network resources and the peer. Raise the same errors as ``TrainingRun``."""
-        archive = None if config.ledger is None else await asyncio.to_thread(Archive, Path(config.ledger))
-        ledger = await asyncio.to_thread(ledger_of, run, target_batch_size, access, archive)
+        ledger = await asyncio.to_thread(ledger_of, config, run, target_batch_size, access)
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(None if config.client_mode else host, config.dht_port, config.announce_host)
-        board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
-        network = GrpcNetwork(ClientCredentials(identity, token))
-        server = None
-        try:
+        async with AsyncExitStack() as resources:
+            board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
+            resources.push_async_callback(board.close)
+            network = GrpcNetwork(ClientCredentials(identity, token))
+            resources.push_async_callback(network.close)
             own = Progress(
                 run,
                 identity.peer_id,
@@ -81,41 +79,34 @@ class Presence:
             )
             peer = TrainingPeer(
                 config,
-                identity,
+                Member(identity, token),
                 own,
-                network,
-                board,
+                Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
                 compression,
-                asyncio.to_thread,
-                random.Random(),
                 None if access is None else Orders(run, access),
                 ledger,
-                archive,
-                token,
             )
             if not config.client_mode:
                 certificate = Certificate.generate()
                 server, bound = await start_service(peer, certificate, host, config.port, access)
+                resources.push_async_callback(server.stop, _GRACE_S)
                 peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)
             if initial_peers:
                 await peer.find_others()
             peer.start()
             addresses = list(initial_peers) if config.client_mode else await board.addresses()
-            return cls(peer, addresses, board, network, server)
-        except BaseException:
-            await _end(board, network, server)
-            raise
+            return cls(peer, addresses, resources.pop_all())
 
     async def leave(self) -> None:
         await self.peer.leave()
-        await _end(self._board, self._network, self._server)
+        await self._resources.aclose()
 
 
-def ledger_of(run: str, target_batch_size: int, access: AccessControl | None, archive: Archive | None) -> Ledger:
-    """Return the ledger restored from the archive, or an empty ledger if there is no archive."""
+def ledger_of(config: TrainingConfig, run: str, target_batch_size: int, access: AccessControl | None) -> KeptLedger:
+    """Return the ledger restored from the configured file, or an empty ledger if there is none."""
     limits, organiser = LedgerLimits.of(target_batch_size), None if access is None else access.swarm_key
-    return Ledger(run, limits, organiser) if archive is None else restored(archive.path, run, limits, organiser)
+    return KeptLedger.open(None if config.ledger is None else Path(config.ledger), run, limits, organiser)
 
 
 def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
@@ -138,10 +129,3 @@ def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
     if targets:
         raise ValueError(f"no way leads to {initial_peers[0]}: expected an address that can be reached")
     return _LOOPBACK
-
-
-async def _end(board: DhtBoard, network: GrpcNetwork, server: grpc.aio.Server | None) -> None:
-    if server is not None:
-        await server.stop(_GRACE_S)
-    await network.close()
-    await board.close()

@@ -75,6 +75,9 @@ class Standing:
         view = self.view()
         return policy.is_behind(view, self.roster) or policy.is_in_minority(view)
 
+    def set_roster(self, roster: tuple[str, ...]) -> None:
+        self.roster = roster
+
     def update(self, **changes: Any) -> None:
         self.own = dataclasses.replace(self.own, **changes)
 

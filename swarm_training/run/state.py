@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -54,10 +54,7 @@ class TrainedState:
             raise ValueError("there are no parameters: expected model.parameters(); a generator can be used only once")
         if not self.parameters:
             raise ValueError("no parameter needs a gradient: expected at least one with requires_grad=True")
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        missing = [number for number, parameter in enumerate(self.parameters) if id(parameter) not in known]
-        if missing:
-            raise ValueError(f"parameter {missing[0]} is not in the optimizer: expected one that has all of them")
+        _require_all(self.parameters, optimizer)
         _require_plain_step(optimizer)
         if frozen := [parameter for parameter in given if not parameter.requires_grad]:
             self.common["frozen parameters"] = _shown_digest(frozen)
@@ -136,12 +133,7 @@ class TrainedState:
         """
         tensors, metadata = _parsed(data)
         groups, scalars = _read_settings(metadata)
-        for number, parameter in enumerate(self.parameters):
-            found = tensors.get(f"{_PARAMETER}/{number}")
-            if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
-                raise ValueError(f"the state that a peer has sent does not fit parameter {number}")
-        if len(groups) != len(self._optimizer.param_groups):
-            raise ValueError("the state that a peer has sent has other groups of parameters than the optimizer")
+        self._check_fits(tensors, groups)
         compressed = {
             name.removeprefix(_COMPRESSOR): each for name, each in tensors.items() if name.startswith(_COMPRESSOR)
         }
@@ -157,6 +149,14 @@ class TrainedState:
                     del self._optimizer.state[parameter]
             for own, theirs in zip(self._optimizer.param_groups, settings, strict=True):
                 own.update(theirs)
+
+    def _check_fits(self, tensors: Mapping[str, Tensor], groups: Sequence[Any]) -> None:
+        for number, parameter in enumerate(self.parameters):
+            found = tensors.get(f"{_PARAMETER}/{number}")
+            if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
+                raise ValueError(f"the state that a peer has sent does not fit parameter {number}")
+        if len(groups) != len(self._optimizer.param_groups):
+            raise ValueError("the state that a peer has sent has other groups of parameters than the optimizer")
 
     def go_to(self, moment: Moment, data: bytes | None) -> None:
         """Take over the state of a checkpoint; None means the present state. Raise ValueError as ``load`` does."""
@@ -203,6 +203,14 @@ class TrainedState:
                 else:
                     raise ValueError(f"the optimizer keeps a {type(value).__name__} as {key!r}: expected tensors")
         return tensors, json.dumps({"groups": _plain_groups(self._optimizer), "scalars": scalars}, sort_keys=True)
+
+
+def _require_all(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if a parameter is not in the optimizer."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [number for number, parameter in enumerate(parameters) if id(parameter) not in known]
+    if missing:
+        raise ValueError(f"parameter {missing[0]} is not in the optimizer: expected one that has all of them")
 
 
 def _require_plain_step(optimizer: torch.optim.Optimizer) -> None:

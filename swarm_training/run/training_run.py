@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
-from swarm_training.core.config import TrainingConfig
+from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.progress import policy
@@ -70,8 +71,7 @@ class TrainingRun:
             ValueError: an argument makes training impossible, or the peers of the run train another model.
             NoSwarm, PeerUnavailable: no initial peer answered, or none of them trains this run.
         """
-        if not name or not name.isprintable() or len(name) > 200:
-            raise ValueError(f"the name of a run is {name!r}: expected up to 200 printable characters")
+        check_run_name(name)
         if target_batch_size <= 0:
             raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
         if isinstance(initial_peers, str):
@@ -82,12 +82,7 @@ class TrainingRun:
         if config.client_mode and not initial_peers:
             raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
         compressor = compressor or Plain()
-        if config.delay and compressor.state_dict():
-            kind = type(compressor).__name__
-            raise ValueError(f"delay is on, and {kind} has a state: expected a compressor without one")
-        if config.aggregation != "mean" and compressor.state_dict():
-            kind = type(compressor).__name__
-            raise ValueError(f"aggregation is {config.aggregation!r}, and {kind} has a state: expected one without")
+        _check_compressor(compressor, config)
         self._state = TrainedState(parameters, optimizer, compressor, config.common)
         self._presence = network_loop.run(
             Presence.enter(
@@ -105,14 +100,13 @@ class TrainingRun:
         self._share = (DelayedShare if config.delay else Share)(self._presence.peer, self._state)
         self._using = threading.Lock()
         self._is_closed = False
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
             if initial_peers:
                 self._join(config.join_timeout_s)
             else:
                 network_loop.run(self._presence.peer.found(self._state.digest(), resumed_at))
-        except BaseException:
-            self.close()
-            raise
+            on_error.pop_all()
 
     @property
     def initial_peers(self) -> list[str]:
@@ -219,3 +213,12 @@ class TrainingRun:
 
     async def _totals(self) -> dict[str, UserTotal]:
         return self._presence.peer.ledger.totals()
+
+
+def _check_compressor(compressor: Compressor, config: TrainingConfig) -> None:
+    """Raise ValueError if the compressor has a state, and the config does not allow it."""
+    kind = type(compressor).__name__
+    if config.delay and compressor.state_dict():
+        raise ValueError(f"delay is on, and {kind} has a state: expected a compressor without one")
+    if config.aggregation != "mean" and compressor.state_dict():
+        raise ValueError(f"aggregation is {config.aggregation!r}, and {kind} has a state: expected one without")

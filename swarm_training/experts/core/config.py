@@ -107,22 +107,34 @@ class ServerConfig:
             raise ValueError(
                 f"{self.num_experts} experts: expected 1 to {num_cells(self.grid)}, the number of cells of the grid"
             )
+        self._check_training()
+        self._check_network()
+        if not (0 <= self.window_s < self.lifetime_s <= 120 and self.save_every_s > 0):
+            raise ValueError("window, lifetime (up to 120) and time between saves: expected seconds above 0")
+        self._check_cells()
+        self._check_replicas()
+
+    def _check_training(self) -> None:
         if not (0 <= self.learning_rate < float("inf") and self.max_grad_norm > 0):
             raise ValueError("learning rate and norm of gradients: expected a number of at least 0, and one above 0")
         if min(self.max_batch_rows, self.max_queued_rows) < 1:
             raise ValueError("rows of a batch and of the queue: expected at least 1")
+
+    def _check_network(self) -> None:
         if not all(0 <= port < 1 << 16 for port in (self.port, self.dht_port)):
             raise ValueError(f"ports {self.port} and {self.dht_port}: expected 0 to 65535")
         if self.announce_host is not None and not (self.port and self.dht_port):
             raise ValueError("an address is announced: expected ports that are not 0, for the service and for the DHT")
         if self.announce_host is None and self.host.strip("[]") in ("0.0.0.0", "::"):
             raise ValueError(f"nobody can call {self.host}: expected an address to be announced as well")
-        if not (0 <= self.window_s < self.lifetime_s <= 120 and self.save_every_s > 0):
-            raise ValueError("window, lifetime (up to 120) and time between saves: expected seconds above 0")
+
+    def _check_cells(self) -> None:
         if not all(is_in(cell, self.grid) for cell in self.cells) or len(set(self.cells)) != len(self.cells):
             raise ValueError(f"cells of experts: expected different ones of the grid {self.grid}")
         if self.cells and len(self.cells) != self.num_experts:
             raise ValueError(f"{len(self.cells)} cells for {self.num_experts} experts: expected as many")
+
+    def _check_replicas(self) -> None:
         if not 0 <= self.replicas <= MAX_KEEPERS or min(self.replica_bytes, self.adopt) < 0:
             raise ValueError(
                 f"replicas: expected 0 to {MAX_KEEPERS}, and at least 0 for the memory and for experts to adopt"

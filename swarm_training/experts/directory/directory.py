@@ -19,10 +19,10 @@ _logger = logging.getLogger(__name__)
 Failure = tuple[str, Cell]  # of the server with this peer id, for one cell; (): for all its cells
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Ban:
-    until: float
-    times: int
+    until: float = 0.0
+    times: int = 0
 
 
 class Directory:
@@ -72,10 +72,10 @@ class Directory:
 
     def failed(self, holder: Holder, cell: Cell = ()) -> None:
         """Ban the expert, or without ``cell`` the whole server, for a while: longer each time until it answers."""
-        ban = self._bans.setdefault((holder.peer_id, cell), _Ban(0.0, 0))
+        ban = self._bans.get((holder.peer_id, cell), _Ban())
         if self._clock() >= ban.until:  # simultaneous failures count once
-            ban.until = self._clock() + self._ban_s * 2**ban.times
-            ban.times = min(ban.times + 1, _MAX_BANS)
+            until = self._clock() + self._ban_s * 2**ban.times
+            self._bans[holder.peer_id, cell] = _Ban(until, min(ban.times + 1, _MAX_BANS))
 
     def answered(self, holder: Holder, cell: Cell) -> None:
         for what in ((), cell):

@@ -16,6 +16,21 @@ class _Waiting(Generic[T]):
     items: deque[tuple[T, int, float]] = field(default_factory=deque)  # with rows and time of arrival in seconds
     rows: int = 0
 
+    def add(self, item: T, rows: int, now: float) -> None:
+        self.items.append((item, rows, now))
+        self.rows += rows
+
+    def take(self, max_rows: int) -> list[T]:
+        """Remove and return the oldest items: at least one, and no more rows than ``max_rows`` otherwise."""
+        items: list[T] = []
+        taken = 0
+        while self.items and (not items or taken + self.items[0][1] <= max_rows):
+            item, rows, _ = self.items.popleft()
+            items.append(item)
+            taken += rows
+        self.rows -= taken
+        return items
+
 
 class BatchQueue(Generic[K, T]):
     """The waiting items, by key; items of one key are computed together.
@@ -29,9 +44,7 @@ class BatchQueue(Generic[K, T]):
         self._waiting: dict[K, _Waiting[T]] = {}
 
     def add(self, key: K, item: T, rows: int, now: float) -> None:
-        waiting = self._waiting.setdefault(key, _Waiting())
-        waiting.items.append((item, rows, now))
-        waiting.rows += rows
+        self._waiting.setdefault(key, _Waiting()).add(item, rows, now)
 
     def due_in_s(self, now: float) -> float | None:
         """Return the time until the next batch is due: 0 if it is due now, None if nothing waits."""
@@ -41,13 +54,7 @@ class BatchQueue(Generic[K, T]):
         """Remove and return the batch that is due first, which must exist: at least one item, no more rows than fit."""
         key = min(self._waiting, key=lambda each: self._due_at(self._waiting[each]))
         waiting = self._waiting[key]
-        items: list[T] = []
-        taken = 0
-        while waiting.items and (not items or taken + waiting.items[0][1] <= self._max_rows):
-            item, rows, _ = waiting.items.popleft()
-            items.append(item)
-            taken += rows
-        waiting.rows -= taken
+        items = waiting.take(self._max_rows)
         if not waiting.items:
             del self._waiting[key]
         return key, items

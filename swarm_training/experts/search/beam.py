@@ -52,21 +52,11 @@ def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozen
     start = 0
     if len(scores) > 1:  # the DHT has no record of the empty prefix: try the best first coordinates
         start = 1
-        while True:
-            prefixes, sums = _top(np.where(living[0], scores[0], -np.inf), beam)
-            wanted = {_coordinates(int(at), sizes[:1]) for at in np.unique(prefixes[sums > -np.inf])}
-            wanted -= following.keys()
-            if not wanted:
-                break
-            _note(following, (yield frozenset(wanted)), wanted, sizes[1])
-            for prefix in wanted:
-                living[0][prefix[0]] = following[prefix].any()
+        prefixes, sums = yield from _search_first(scores[0], beam, sizes, living[0], following)
     for level in range(start, len(scores)):
         used, numbers = np.unique(prefixes, return_inverse=True)
         keys = [_coordinates(int(number), sizes[:level]) for number in used]
-        wanted = {_coordinates(int(number), sizes[:level]) for number in np.unique(prefixes[sums > -np.inf])}
-        wanted -= following.keys()
-        if wanted:
+        if wanted := _wanted(prefixes, sums, sizes[:level], following):
             _note(following, (yield frozenset(wanted)), wanted, sizes[level])
         nothing = np.zeros(sizes[level], bool)
         masks = np.array([following.get(key, nothing) for key in keys], bool).reshape(len(keys), sizes[level])
@@ -82,6 +72,26 @@ def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozen
     found = np.stack(np.unravel_index(prefixes, sizes), axis=2)
     cells[:, : found.shape[1]] = np.where(sums[:, :, None] > -np.inf, found, _NO_CELL)
     return Found(cells, living)
+
+
+def _search_first(
+    scores: Floats, beam: int, sizes: Sequence[int], living: Mask, following: dict[Prefix, Mask]
+) -> Generator[frozenset[Prefix], Following, tuple[Ints, Floats]]:
+    """Yield the best first coordinates until the best of those with experts are known, and return these. Note in
+    ``living`` and ``following`` what becomes known."""
+    while True:
+        prefixes, sums = _top(np.where(living, scores, -np.inf), beam)
+        wanted = _wanted(prefixes, sums, sizes[:1], following)
+        if not wanted:
+            return prefixes, sums
+        _note(following, (yield frozenset(wanted)), wanted, sizes[1])
+        for prefix in wanted:
+            living[prefix[0]] = following[prefix].any()
+
+
+def _wanted(prefixes: Ints, sums: Floats, sizes: Sequence[int], following: Mapping[Prefix, Mask]) -> set[Prefix]:
+    """Return the possible prefixes of which it is not known yet what follows them."""
+    return {_coordinates(int(at), sizes) for at in np.unique(prefixes[sums > -np.inf])} - following.keys()
 
 
 def _coordinates(number: int, sizes: Sequence[int]) -> Prefix:

@@ -80,9 +80,7 @@ class Expert:
                 is changed.
         """
         rest = dict(tensors)
-        steps = rest.pop(_STEPS, torch.tensor(0))
-        if steps.shape != () or steps.dtype != torch.int64 or num_steps not in (None, int(steps)) or steps < 0:
-            raise ValueError(f"its number of steps is wrong: expected {'a count' if num_steps is None else num_steps}")
+        steps = _checked_steps(rest.pop(_STEPS, torch.tensor(0)), num_steps)
         if not all(bool(torch.isfinite(tensor).all()) for tensor in rest.values()):
             raise ValueError("it is not finite (it contains NaN or infinity)")
         own = {name: rest.pop(f"{_MODULE}{name}", None) for name in self.module.state_dict()}
@@ -94,7 +92,7 @@ class Expert:
         if self._optimizer is not None:
             whole = self._optimizer.state_dict()
             self._optimizer.load_state_dict({**whole, "state": states})
-        self.num_steps = int(steps)
+        self.num_steps = steps
 
     def _optimizer_state(self, tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
         """Return Adam's state by the number of the parameter. Raise ValueError if it does not fit these parameters."""
@@ -102,13 +100,23 @@ class Expert:
         for name, tensor in tensors.items():
             number, _, field = name.removeprefix(_OPTIMIZER).partition(".")
             is_known = name.startswith(_OPTIMIZER) and number.isdecimal() and int(number) < len(self._parameters)
-            shape = self._parameters[int(number)].shape if is_known and field != "step" else torch.Size()
-            if not is_known or field not in _ADAM or tensor.shape != shape or (field != "exp_avg" and tensor.min() < 0):
+            if not is_known or not _is_of_adam(field, tensor, self._parameters[int(number)]):
                 raise ValueError("the state of its optimizer is that of another kind of expert")
             states.setdefault(int(number), {})[field] = tensor
         if any(state.keys() != _ADAM for state in states.values()):
             raise ValueError("the state of its optimizer is not whole")
         return states
+
+
+def _checked_steps(steps: torch.Tensor, expected: int | None) -> int:
+    if steps.shape != () or steps.dtype != torch.int64 or expected not in (None, int(steps)) or steps < 0:
+        raise ValueError(f"its number of steps is wrong: expected {'a count' if expected is None else expected}")
+    return int(steps)
+
+
+def _is_of_adam(field: str, tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    shape = torch.Size() if field == "step" else parameter.shape
+    return field in _ADAM and tensor.shape == shape and not (field != "exp_avg" and tensor.min() < 0)
 
 
 def _finite(tensor: torch.Tensor, what: str) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -80,11 +80,10 @@ class ExpertServer:
         self._service: Any = None
         self._calls: ReplicaCalls | None = None
         self.initial_peers: list[str] = []
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self.close)
             network_loop.run(self._start())
-        except BaseException:
-            network_loop.run(self._stop())
-            raise
+            on_error.pop_all()
 
     @property
     def peer_id(self) -> str:
@@ -152,7 +151,7 @@ class ExpertServer:
         found = await self._replication.find()
         ordered = self._in_order(claimed or await self._free_cells(found))
         await self._load_replicas(ordered, found)
-        self._host.experts |= dict(zip(ordered, self._loaded, strict=True))
+        self._host.add(dict(zip(ordered, self._loaded, strict=True)))
         for cell, to in zip(self._saved, ordered, strict=False):  # others may have taken some of their cells
             self._move_file(cell, to)
         self._tasks = [asyncio.ensure_future(self._host.pool.run())]
@@ -223,7 +222,7 @@ class ExpertServer:
         """Adopt experts whose server is gone, and announce them at once."""
         adopted = await self._adopter.adopt(self._host.experts.keys(), lambda: self._expert(None))
         if adopted:
-            self._host.experts |= adopted
+            self._host.add(adopted)
             await self._announcer.publish(self._host.experts)
 
     def _move_file(self, cell: Cell, to: Cell) -> None:

@@ -32,6 +32,14 @@ class _Task:
     def rows(self) -> int:
         return len(self.tensors[0])
 
+    def succeed(self, result: torch.Tensor) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
+
+    def fail(self, error: SwarmError) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
 
 class TaskPool:
     """The task pool of one server, used on one event loop; ``compute`` runs in the only thread that uses experts."""
@@ -102,16 +110,14 @@ class TaskPool:
             if len(tasks) > 1:  # one bad request must not fail the others
                 for task in tasks:
                     await self._answer(key, [task])
-            elif not tasks[0].result.done():
-                tasks[0].result.set_exception(error)
+            else:
+                tasks[0].fail(error)
             return
-        except Exception as error:  # from a user's module
+        except Exception as error:  # from a user's module: any error
             _logger.exception("%s of expert %s failed", *key)
             failure = PeerError(f"the expert failed: {type(error).__name__}")
             for task in tasks:
-                if not task.result.done():
-                    task.result.set_exception(failure)
+                task.fail(failure)
             return
         for task, result in zip(tasks, results, strict=True):
-            if not task.result.done():
-                task.result.set_result(result)
+            task.succeed(result)

@@ -169,23 +169,12 @@ class Auditor:
         if first is None:
             return False
         witnesses = [first]
-        tolerance = Tolerance.of(
-            self._config.precision, self._config.gradients if asked.is_backward else self._config.activations
-        )
         while others := self._others(asked, seen):
-            try:
-                asker = self._asker(partial(self._only, asked, frozenset(others)))
-                reply, other = await asker.ask(asked.which.stage, asked.which.moment, kind, call)
-            except SwarmError as error:  # the fault of the peers that were asked, not of the request
-                _logger.debug("stage %d: nobody else computes %s: %s", asked.which.stage, asked.which, error)
-                seen |= others
-                continue
-            seen.add(other.peer_id)
-            witness = await self._witness(asked, answer_of(reply), other, seed, withdraws=True)
+            witness = await self._another_witness(asked, kind, call, seed, others, seen)
             if witness is None:
                 continue
             witnesses.append(witness)
-            agreed = {each.peer_id for each in majority([each.testimony for each in witnesses], tolerance)}
+            agreed = {each.peer_id for each in majority([each.testimony for each in witnesses], self._tolerance(asked))}
             if agreed:
                 self._disputed -= agreed
                 wrong = [each for each in witnesses if each.peer_id not in agreed]
@@ -195,6 +184,31 @@ class Auditor:
             return True
         self._leave_alone(asked, [each.peer_id for each in witnesses])
         return False
+
+    def _tolerance(self, asked: Asked) -> Tolerance:
+        config = self._config
+        return Tolerance.of(config.precision, config.gradients if asked.is_backward else config.activations)
+
+    async def _another_witness(
+        self,
+        asked: Asked,
+        kind: str,
+        call: Callable[[Progress, float], Awaitable[R]],
+        seed: bytes,
+        others: Collection[str],
+        seen: set[str],
+    ) -> _Witness | None:
+        """Return the answer and signature of one of ``others``; None if there is none. Add to ``seen`` those that need
+        not be asked again."""
+        try:
+            asker = self._asker(partial(self._only, asked, frozenset(others)))
+            reply, other = await asker.ask(asked.which.stage, asked.which.moment, kind, call)
+        except SwarmError as error:  # the fault of the peers that were asked, not of the request
+            _logger.debug("stage %d: nobody else computes %s: %s", asked.which.stage, asked.which, error)
+            seen.update(others)
+            return None
+        seen.add(other.peer_id)
+        return await self._witness(asked, answer_of(reply), other, seed, withdraws=True)
 
     def _others(self, asked: Asked, seen: Collection[str]) -> set[str]:
         """Return the ids of other peers at this moment. Avoided peers are included: their answers are only compared."""

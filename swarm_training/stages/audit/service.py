@@ -25,7 +25,7 @@ from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsServicer, add_A
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
 from swarm_training.stages.rpc.forms import FORMS
 from swarm_training.stages.rpc.hosting import StageHost
-from swarm_training.stages.rpc.room import Limits, Room
+from swarm_training.stages.rpc.room import Limits, Reservation, Room
 from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, require_moment
 
 if TYPE_CHECKING:
@@ -97,35 +97,42 @@ class AuditService(AuditsServicer):
         async with errors_as_status(context):
             trainer = admitted(context, self._access)
             with self._room.request(trainer) as reservation:
-                messages: list[audit_pb.AccuseRequest] = []
-                reader: RequestReader | None = None
-                statement: Statement | None = None
                 async with asyncio.timeout(self._limits.read_s):
-                    async for message in requests:
-                        if (statement is None) != message.HasField("statement"):
-                            raise RequestRejected("an accusation begins with a statement, and has it once")
-                        if statement is None:
-                            statement = await self._checked(message)
-                            reader = RequestReader(
-                                self._witness.host.stage, statement.is_backward, reservation, self._limits.max_tokens
-                            )
-                            reader.start(statement.work)
-                        assert reader is not None
-                        if message.HasField("request"):
-                            reader.take(message.request)
-                        if message.HasField("answer"):
-                            reservation.take(message.answer.ByteSize())
-                            messages.append(message)
-                if statement is None or reader is None or not messages:
-                    raise RequestRejected("an accusation came without a statement or an answer: expected both")
+                    statement, reader, replies = await self._read(requests, reservation)
                 is_upheld = statement.peer_id in self._witness.mates.banned() or await self._is_wrong(
-                    statement, await asyncio.to_thread(reader.tensors), [message.answer for message in messages]
+                    statement, await asyncio.to_thread(reader.tensors), replies
                 )
             if is_upheld and statement.peer_id not in self._witness.mates.banned():
                 self._witness.mates.exclude(statement.peer_id)
             elif not is_upheld:
                 _logger.warning("trainer %s has accused %s, whose answer is right", trainer, statement.peer_id)
         return audit_pb.AccuseReply(is_upheld=is_upheld)
+
+    async def _read(
+        self, requests: AsyncIterator[audit_pb.AccuseRequest], reservation: Reservation
+    ) -> tuple[Statement, RequestReader, list[pb.ComputeReply]]:
+        """Return the statement, the request and the answer of an accusation."""
+        replies: list[pb.ComputeReply] = []
+        reader: RequestReader | None = None
+        statement: Statement | None = None
+        async for message in requests:
+            if (statement is None) != message.HasField("statement"):
+                raise RequestRejected("an accusation begins with a statement, and has it once")
+            if statement is None:
+                statement = await self._checked(message)
+                reader = RequestReader(
+                    self._witness.host.stage, statement.is_backward, reservation, self._limits.max_tokens
+                )
+                reader.start(statement.work)
+            assert reader is not None
+            if message.HasField("request"):
+                reader.take(message.request)
+            if message.HasField("answer"):
+                reservation.take(message.answer.ByteSize())
+                replies.append(message.answer)
+        if statement is None or reader is None or not replies:
+            raise RequestRejected("an accusation came without a statement or an answer: expected both")
+        return statement, reader, replies
 
     async def _statement(self, trainer: str, request: audit_pb.AttestRequest) -> Statement:
         """Return the statement. Raises PeerMoved if the answer is unknown, or its gradient is not pending any more."""

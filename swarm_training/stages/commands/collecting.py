@@ -195,7 +195,7 @@ def save_tokenizer(file: RunFile, directory: Path) -> None:
     tokenizer = build_tokenizer(file.model)
     try:
         tokenizer.save_pretrained(directory)
-    except Exception as error:
+    except Exception as error:  # tokenizers has no error class of its own for a failed write
         if type(error) is not Exception:
             raise
-        raise OSError(str(error)) from None  # tokenizers has no error class of its own for a failed write
+        raise OSError(str(error)) from None

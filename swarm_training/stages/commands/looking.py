@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 
 from swarm_protocol.process import network_loop
+from swarm_training.commands.looking import mean_loss
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.run_like import PeerView, RunView, StagePeerView, StageView
 from swarm_training.core.bitmap import from_bits
@@ -56,25 +58,19 @@ def view_of(run: str, num_micro_batches: int, records: Sequence[Sequence[Progres
     moments = [max(peer.moment for peer in peers) for peers in found.stages if peers]
     moment = min(moments, default=Moment(0, 0))
     stages = tuple(_stage_view(index, peers, size) for index, peers in enumerate(found.stages))
-    told = [record for record in records[-1] if record.loss_samples]
-    weight = sum(record.loss_samples for record in told)
-    done = min((size if _is_past(stage, moment) else stage.micro_batches for stage in stages), default=0)
+    done = min((_samples_of(stage, moment, size) for stage in stages), default=0)
     speed = min((stage.micro_batches_per_s for stage in stages), default=0.0)
-    everybody = [record for stage in records for record in stage]
+    everybody = list(chain.from_iterable(records))
     return RunView(
         run,
         moment.step,
-        sum(record.loss * record.loss_samples for record in told) / weight if weight else None,
+        mean_loss(records[-1]),
         done,
         size,
         (size - done) / speed if speed else None,
         sum(record.bytes_sent for record in everybody),
         sum(record.bytes_received for record in everybody),
-        tuple(
-            PeerView(peer.peer_id, "", peer.micro_batches, peer.micro_batches_per_s)
-            for stage in stages
-            for peer in stage.peers
-        ),
+        tuple(map(_peer_view, chain.from_iterable(stage.peers for stage in stages))),
         rollbacks=moment.rollbacks,
         stages=stages,
     )
@@ -106,5 +102,10 @@ def _stage_view(index: int, members: Sequence[StageMember], size: int) -> StageV
     )
 
 
-def _is_past(stage: StageView, moment: Moment) -> bool:
-    return stage.holds or (bool(stage.peers) and Moment(stage.rollbacks, stage.step) > moment)
+def _peer_view(peer: StagePeerView) -> PeerView:
+    return PeerView(peer.peer_id, "", peer.micro_batches, peer.micro_batches_per_s)
+
+
+def _samples_of(stage: StageView, moment: Moment, size: int) -> int:
+    is_past = stage.holds or (bool(stage.peers) and Moment(stage.rollbacks, stage.step) > moment)
+    return size if is_past else stage.micro_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -58,11 +58,7 @@ def export(
     for number, whole in enumerate(parts):
         between |= {name: whole[name].cpu().clone() for name in whole if layers != NONE and is_of_boundary(name)}
         part = {name: each for name, each in whole.items() if name not in between}
-        for name in part:
-            if name not in expected:
-                raise ValueError(f"stage {number} has a tensor {name}: the model has none of that name")
-            if name in seen and (name not in shared or not torch.equal(shared[name], part[name])):
-                raise ValueError(f"tensor {name} differs between stages: expected states of the same step")
+        _check_part(number, part, expected, seen, shared)
         shared |= {name: part[name].clone() for name in tied & part.keys() - seen}
         fresh = {name: _as_stored(model, name, part[name], dtype) for name in part if name not in seen}
         seen |= part.keys()
@@ -77,13 +73,7 @@ def export(
         save_boundaries(between, layers, directory)
     model.config.save_pretrained(directory)
     (generation_config or model.generation_config).save_pretrained(directory)
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(stored):
-        file = f"model-{number + 1:05}-of-{len(stored):05}.safetensors"
-        _part(directory, number).replace(directory / file)
-        weight_map |= dict.fromkeys(sorted(names), file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    _write_index(directory, stored, total_bytes)
 
 
 def export_adapter(
@@ -131,6 +121,32 @@ def _expected(model: PreTrainedModel) -> set[str]:
 def _as_stored(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     narrowed = tensor.is_floating_point() and not keeps_fp32(model, name)
     return tensor.detach().to("cpu", dtype if narrowed else tensor.dtype)
+
+
+def _check_part(
+    number: int,
+    part: Mapping[str, Tensor],
+    expected: Collection[str],
+    seen: Collection[str],
+    shared: Mapping[str, Tensor],
+) -> None:
+    """Raise ValueError if the model lacks a tensor of the part, or an earlier part had another one of that name."""
+    for name, tensor in part.items():
+        if name not in expected:
+            raise ValueError(f"stage {number} has a tensor {name}: the model has none of that name")
+        if name in seen and (name not in shared or not torch.equal(shared[name], tensor)):
+            raise ValueError(f"tensor {name} differs between stages: expected states of the same step")
+
+
+def _write_index(directory: Path, stored: Sequence[Collection[str]], total_bytes: int) -> None:
+    """Give all files their names, and write the index. ``stored``: the names of the tensors in each file."""
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(stored):
+        file = f"model-{number + 1:05}-of-{len(stored):05}.safetensors"
+        _part(directory, number).replace(directory / file)
+        weight_map |= dict.fromkeys(sorted(names), file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _part(directory: Path, number: int) -> Path:

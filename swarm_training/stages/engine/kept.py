@@ -65,6 +65,9 @@ class KeptPasses:
         self._passes: list[KeptPass] = []
         self._versions: tuple[int, ...] = ()
 
+    def limit(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+
     @property
     def size_bytes(self) -> int:
         return sum(each.size_bytes for each in self._passes)

@@ -52,6 +52,10 @@ class OneOfTwo(nn.Module):
         self._acts_at = acts_at
         self.calls = 0
 
+    def begin(self, *_: object) -> None:
+        """Begin a forward pass; a hook of the module's owner."""
+        self.calls = 0
+
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls += 1
         return self.module(hidden) if self.calls == self._acts_at else hidden
@@ -221,11 +225,7 @@ def _acting(owner: nn.Module, name: str, layout: Layout) -> nn.Module:
     if name not in layout.before or name not in layout.after or (before and after):
         return module
     acting = OneOfTwo(module, acts_at=1 if before else 2)
-
-    def begin(*_: object) -> None:
-        acting.calls = 0
-
-    owner.register_forward_pre_hook(begin)
+    owner.register_forward_pre_hook(acting.begin)
     return acting
 
 

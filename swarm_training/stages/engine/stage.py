@@ -106,7 +106,7 @@ class Stage:
 
     def keep_at_most(self, size_bytes: int) -> None:
         """Set the most bytes of activations that wait for their backward, instead of what the options say."""
-        self._kept.max_bytes = 0 if self.options.checkpoint_activations else size_bytes
+        self._kept.limit(0 if self.options.checkpoint_activations else size_bytes)
 
     @property
     def untrained_bytes(self) -> int:

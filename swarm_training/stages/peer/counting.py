@@ -87,6 +87,10 @@ class Counting:
         self._sums.add(step, m, trainer, gradients.parameters)
         self._losses.add(m, trainer, gradients.loss_sum, gradients.num_tokens)
 
+    def forget(self) -> None:
+        """Count nothing as done, since the sums are those of another state."""
+        self.done = frozenset()
+
     async def commit(self, step: int, m: int, trainer: str) -> bool:
         """See ``StagePeer.commit``."""
         async with self.changing:

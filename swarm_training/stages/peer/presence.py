@@ -6,9 +6,9 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,15 +20,15 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.rpc.serving import start_server
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
-from swarm_training.core.config import TrainingConfig
+from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.archive import Archive
+from swarm_training.ledger.crediting import Member
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
 from swarm_training.progress.board import DhtBoard
-from swarm_training.run.meetings import Compression
+from swarm_training.run.meetings import Compression, Environment
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.presence import ledger_of, listening_host
@@ -38,7 +38,7 @@ from swarm_training.stages.peer.counting import Sums
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import stage_run
 from swarm_training.stages.peer.shared import SharedGradients, Spans
-from swarm_training.stages.peer.stage_peer import LOOK_S, StagePeer
+from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
 from swarm_training.stages.peer.watch import Watch
 
 AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
@@ -61,8 +61,7 @@ class StageOfRun:
     num_micro_batches: int
 
     def __post_init__(self) -> None:
-        if not self.run or not self.run.isprintable() or len(self.run) > 200:
-            raise ValueError(f"the name of a run is {self.run!r}: expected up to 200 printable characters")
+        check_run_name(self.run)
         if not 0 <= self.index < self.num_stages:
             raise ValueError(
                 f"the stage is {self.index}: expected 0 to {self.num_stages - 1}, the number of stages less 1"
@@ -101,10 +100,7 @@ class StagePresence:
     addresses: list[str]
     network: GrpcNetwork
     _tasks: list[asyncio.Task[None]]
-    _board: DhtBoard
-    _keeps_node: bool
-    _server: grpc.aio.Server
-    _thread: ThreadPoolExecutor
+    _resources: AsyncExitStack
 
     @classmethod
     async def enter(
@@ -137,19 +133,20 @@ class StagePresence:
         if config.counting != "exact" or config.client_mode:
             raise ValueError("a stage peer counts exactly and can be called: expected counting 'exact', no client_mode")
         run, size, access = where.runs[where.index], where.num_micro_batches, member.access
-        archive = None if config.ledger is None else await asyncio.to_thread(Archive, Path(config.ledger))
-        ledger = await asyncio.to_thread(ledger_of, run, size, access, archive)
+        ledger = await asyncio.to_thread(ledger_of, config, run, size, access)
         host = await asyncio.to_thread(listening_host, config.host, member.initial_peers)
         listening = Listening(host, config.dht_port, config.announce_host)
-        keeps_node = board is not None
-        if board is None:
-            board = await DhtBoard.join(run, member.initial_peers, member.identity, listening, config.join_timeout_s)
-        board = board.beside(run, where.run)
-        network = GrpcNetwork(ClientCredentials(member.identity, member.token))
-        thread = ThreadPoolExecutor(1, thread_name_prefix="swarm stage")
-        server: grpc.aio.Server | None = None
-        tasks: list[asyncio.Task[None]] = []
-        try:
+        async with AsyncExitStack() as resources:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="swarm stage")
+            resources.callback(thread.shutdown, wait=False, cancel_futures=True)
+            if board is None:
+                board = await DhtBoard.join(
+                    run, member.initial_peers, member.identity, listening, config.join_timeout_s
+                )
+                resources.push_async_callback(board.close)
+            board = board.beside(run, where.run)
+            network = GrpcNetwork(ClientCredentials(member.identity, member.token))
+            resources.push_async_callback(network.close)
             record = Progress(
                 run,
                 member.identity.peer_id,
@@ -160,18 +157,13 @@ class StagePresence:
             )
             peer = TrainingPeer(
                 config,
-                member.identity,
+                Member(member.identity, member.token),
                 record,
-                network,
-                board,
+                Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
                 Compression(compressor or Plain(), encoder),
-                asyncio.to_thread,
-                random.Random(),
                 None if access is None else Orders(where.run, access),
                 ledger,
-                archive,
-                member.token,
             )
             boards = {number: board.beside(name) for number, name in enumerate(where.runs) if number != where.index}
             own = {where.index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
@@ -180,9 +172,8 @@ class StagePresence:
             compute = partial(_call_in, thread)
             other = where.num_stages - 1 - where.index
             tied = SharedGradients(other, shared, peer, watch, network, asyncio.to_thread) if shared else None
-            stage_peer = StagePeer(
-                where.index, peer, watch, replicas, state, sums, config.codec, compute, asyncio.to_thread, tied
-            )
+            own_stage = OwnStage(where.index, state, sums)
+            stage_peer = StagePeer(own_stage, peer, watch, replicas, config.codec, compute, asyncio.to_thread, tied)
             certificate = Certificate.generate()
 
             def add_all(to: grpc.aio.Server) -> None:
@@ -190,15 +181,13 @@ class StagePresence:
                 add_services(to, stage_peer, network)
 
             server, bound = await start_server(add_all, certificate, host, config.port)
+            resources.push_async_callback(server.stop, _GRACE_S)
             peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)
-            tasks.append(asyncio.create_task(watch.run()))
+            tasks = [asyncio.create_task(watch.run())]
+            resources.push_async_callback(_cancel, tasks)
             await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
             tasks.append(asyncio.create_task(stage_peer.run()))
-            return cls(stage_peer, await board.addresses(), network, tasks, board, keeps_node, server, thread)
-        except BaseException:
-            await _end(tasks, None if keeps_node else board, network, server)
-            thread.shutdown(wait=False, cancel_futures=True)
-            raise
+            return cls(stage_peer, await board.addresses(), network, tasks, resources.pop_all())
 
     async def wait(self) -> None:
         """Wait until ``leave``. Raises AccessDenied if a moderator has banned this peer."""
@@ -209,10 +198,9 @@ class StagePresence:
 
     async def leave(self) -> None:
         """Leave the run. The sums of this peer are withdrawn: other peers compute them again."""
-        await _cancelled(self._tasks)
+        await _cancel(self._tasks)
         await self.stage_peer.peer.leave()
-        await _end([], None if self._keeps_node else self._board, self.network, self._server)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        await self._resources.aclose()
 
 
 @dataclass
@@ -246,7 +234,9 @@ class WatchPresence:
         return cls(watch, network, board, tasks)
 
     async def leave(self) -> None:
-        await _end(self._tasks, self.board, self.network, None)
+        await _cancel(self._tasks)
+        await self.network.close()
+        await self.board.close()
 
 
 async def _follow(moderation: Moderation, board: DhtBoard) -> None:
@@ -260,18 +250,7 @@ async def _call_in(thread: ThreadPoolExecutor, function: Callable[[], Any]) -> A
     return await asyncio.get_running_loop().run_in_executor(thread, function)
 
 
-async def _end(
-    tasks: Sequence[asyncio.Task[None]], board: DhtBoard | None, network: GrpcNetwork, server: grpc.aio.Server | None
-) -> None:
-    await _cancelled(tasks)
-    if server is not None:
-        await server.stop(_GRACE_S)
-    await network.close()
-    if board is not None:
-        await board.close()
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

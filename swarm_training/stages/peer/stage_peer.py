@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import TypeVar
@@ -39,6 +40,15 @@ _TICK_S = 0.25  # the longest wait without news: other peers may have become sil
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class OwnStage:
+    """The stage that a peer trains: its number, its trained state, and the sums of its gradients."""
+
+    index: int
+    state: TrainedState
+    sums: Sums
+
+
 class StagePeer:
     """A peer of a stage. Its methods are for one event loop, except ``add``.
 
@@ -55,12 +65,10 @@ class StagePeer:
 
     def __init__(
         self,
-        index: int,
+        stage: OwnStage,
         peer: TrainingPeer,
         watch: Watch,
         replicas: Replicas,
-        state: TrainedState,
-        sums: Sums,
         codec: str,
         compute: InThread,
         in_thread: InThread,
@@ -69,14 +77,14 @@ class StagePeer:
         """Set up the peer. ``codec``: the codec of the averaging. ``compute``: calls a function in the compute thread;
         no other thread computes with the weights. ``in_thread``: calls a function that takes long in any other thread.
         ``shared``: given if another stage has some of the parameters too."""
-        self.index = index
+        self.index = stage.index
         self.peer = peer
         self.watch = watch
         self._replicas = replicas
         self._shared = shared
         self._stranded_s: float | None = None  # the time since which the stage is stranded
-        self._state = state
-        self._counting = Counting(sums, in_thread, self._counts_at_mates, self._tell)
+        self._state = stage.state
+        self._counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._tell)
         self._dtype = codec_of(codec).dtype
         self._compute = compute
         self._in_thread = in_thread
@@ -462,6 +470,7 @@ class StagePeer:
 
         async with self._counting.changing:
             digest: bytes = await self._compute(changed)
-            self._counting.done = self._reported = frozenset()
+            self._counting.forget()
+            self._reported = frozenset()
             self.num_counted = 0
         return digest

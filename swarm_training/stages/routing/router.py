@@ -52,6 +52,30 @@ class _Peer:
     failures: int = 0  # consecutive ones
     not_before_s: float = 0.0
 
+    def asked(self, kind: str, free_s: float) -> None:
+        self.free_s = free_s
+        self.waiting[kind] += 1
+
+    def answered(self, kind: str, asked_s: float, now: float) -> None:
+        took_s = now - max(asked_s, self.answered_s)  # the peer was busy with the previous request until then
+        usual_s = self.runtime_s.get(kind, took_s)
+        self.runtime_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s)
+        self.answered_s, self.failures = now, 0
+
+    def busy(self, backoff: Backoff, now: float) -> None:
+        self.not_before_s = now + backoff.busy_s
+
+    def failed(self, backoff: Backoff, now: float) -> None:
+        self.failures += 1
+        self.not_before_s = now + backoff.after(self.failures)
+
+    def ended(self, kind: str, now: float) -> None:
+        """End a request. The rest is estimated from now on, so that errors of the past do not add up."""
+        self.waiting[kind] -= 1
+        assert self.waiting[kind] >= 0
+        left_s = (number * self.runtime_s.get(each, _UNKNOWN_S) for each, number in self.waiting.items())
+        self.free_s = now + sum(left_s)
+
 
 class Router:
     """A trainer's choice of peers. Requests are of kinds, such as forward; a peer answers one request at a time."""
@@ -129,37 +153,28 @@ class Router:
 
     def asked(self, peer_id: str, candidates: Collection[str], kind: str, now: float) -> None:
         """Record that a request was sent; one of ``answered``, ``busy``, ``failed`` and ``withdrawn`` must follow."""
-        peer = self._peer(peer_id)
-        peer.free_s = self.ready_s(peer_id, candidates, kind, now)
-        peer.waiting[kind] += 1
+        self._peer(peer_id).asked(kind, self.ready_s(peer_id, candidates, kind, now))
         speed, share = believed(self._announced, candidates)[peer_id], SHARES.get(kind, 1.0)
         self._weighted.asked(peer_id, speed, share)
         self._backlogs.asked(peer_id, speed, share, self._num_trainers, now)
 
     def answered(self, peer_id: str, kind: str, asked_s: float, now: float) -> None:
-        peer = self._peer(peer_id)
-        took_s = now - max(asked_s, peer.answered_s)  # the peer was busy with the previous request until then
-        usual_s = peer.runtime_s.get(kind, took_s)
-        peer.runtime_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s)
-        peer.answered_s, peer.failures = now, 0
-        self._ended(peer, kind, now)
+        self._peer(peer_id).answered(kind, asked_s, now)
+        self._peer(peer_id).ended(kind, now)
 
     def busy(self, peer_id: str, kind: str, now: float) -> None:
         """Record that a peer had no room, since other trainers send it work as well."""
-        peer = self._peer(peer_id)
-        peer.not_before_s = now + self._backoff.busy_s
-        self._ended(peer, kind, now)
+        self._peer(peer_id).busy(self._backoff, now)
+        self._peer(peer_id).ended(kind, now)
 
     def failed(self, peer_id: str, kind: str, now: float) -> None:
         """Record that a peer did not answer, or answered wrongly."""
-        peer = self._peer(peer_id)
-        peer.failures += 1
-        peer.not_before_s = now + self._backoff.after(peer.failures)
-        self._ended(peer, kind, now)
+        self._peer(peer_id).failed(self._backoff, now)
+        self._peer(peer_id).ended(kind, now)
 
     def withdrawn(self, peer_id: str, kind: str, now: float) -> None:
         """Record that an answer is no longer waited for, which says nothing about the peer."""
-        self._ended(self._peer(peer_id), kind, now)
+        self._peer(peer_id).ended(kind, now)
 
     def keep(self, peer_ids: Collection[str]) -> None:
         """Forget all other peers, unless they still have requests to answer."""
@@ -171,10 +186,3 @@ class Router:
 
     def _peer(self, peer_id: str) -> _Peer:
         return self._peers.setdefault(peer_id, _Peer())
-
-    def _ended(self, peer: _Peer, kind: str, now: float) -> None:
-        """End a request. The rest is estimated from now on, so that errors of the past do not add up."""
-        peer.waiting[kind] -= 1
-        assert peer.waiting[kind] >= 0
-        left_s = (number * peer.runtime_s.get(each, _UNKNOWN_S) for each, number in peer.waiting.items())
-        peer.free_s = now + sum(left_s)

@@ -131,7 +131,7 @@ class Asking:
         except SwarmError:
             router.failed(peer_id, kind, clock())
             raise
-        except BaseException:
+        except BaseException:  # such as cancellation: nothing is known of the peer
             router.withdrawn(peer_id, kind, clock())
             raise
         router.answered(peer_id, kind, asked_s, clock())

@@ -50,7 +50,7 @@ class Passes:
                 if reply.grad is not None:
                     trace.grads[stage - 1] = reply.grad
                 if stage == self.num_stages - 1:
-                    trace.loss.loss_sum, trace.loss.num_tokens = reply.loss_sum, reply.num_tokens
+                    trace.loss.set(reply.loss_sum, reply.num_tokens)
                 if stage in lacking:
                     commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
             await asyncio.gather(*commits)
@@ -58,7 +58,7 @@ class Passes:
             for commit in commits:
                 commit.cancel()
             raise
-        except BaseException:
+        except BaseException:  # commits that have begun must be in ``claims`` before any error goes on
             await asyncio.gather(*commits, return_exceptions=True)
             raise
 

@@ -14,7 +14,7 @@ from swarm_training.stages.peer.watch import Watch
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.roster import Roster
-from swarm_training.stages.trainer.trainer import StepReport, Trainer
+from swarm_training.stages.trainer.trainer import RunWatch, StepReport, Trainer
 
 _LOOK_S = 0.1
 _NEWS_S = 1.0  # records on the DHT are some seconds old: by then, the peers' own news is there
@@ -75,8 +75,8 @@ async def train_beside(
 ) -> None:
     """Train as ``train`` does, given a watch that runs."""
     await roster.enter(await _first_step(watch, data, join_timeout_s))
-    own_id = member.identity.peer_id
-    trainer = Trainer(run, own_id, lambda: watch.view().stages, roster.trainers, network, data, config, on_step)
+    run_watch = RunWatch(run, lambda: watch.view().stages, roster.trainers)
+    trainer = Trainer(member.identity.peer_id, run_watch, network, data, config, on_step)
     staying = asyncio.gather(roster.run(), watch.relay(trainer.look_soon))
     training = asyncio.ensure_future(trainer.train(end))
     both: list[asyncio.Future[Any]] = [training, staying]

@@ -20,6 +20,9 @@ class Loss:
     loss_sum: float = 0.0
     num_tokens: int = 0
 
+    def set(self, loss_sum: float, num_tokens: int) -> None:
+        self.loss_sum, self.num_tokens = loss_sum, num_tokens
+
 
 @dataclass
 class Trace:

@@ -63,6 +63,10 @@ class _Step:
         self.num_replays = 0
         self.not_before_s = began_s  # later if no peer is at this moment any more: a look is due, not another pass
 
+    def pause(self, seconds: float) -> None:
+        """Begin no pass for a while."""
+        self.not_before_s = asyncio.get_running_loop().time() + seconds
+
     def complete(self, number: int) -> None:
         self.num_replays += number in self.completed
         self.completed.add(number)
@@ -73,33 +77,40 @@ class _Step:
             self.num_lacking, self.progress_s = num_lacking, now
 
 
+@dataclass(frozen=True)
+class RunWatch:
+    """A trainer's watch of its run.
+
+    Attributes:
+        run: the name of the run.
+        look: returns the living peers of each stage, as they are known now.
+        trainers: returns the step from which on each trainer takes part, this one too, by peer id.
+    """
+
+    run: str
+    look: Look
+    trainers: Callable[[], Mapping[str, int]]
+
+
 class Trainer:
     """A trainer on one event loop. A micro-batch that a peer lost is replayed at the stage that lacks it alone."""
 
     def __init__(
         self,
-        run: str,
         own_id: str,
-        look: Look,
-        trainers: Callable[[], Mapping[str, int]],
+        watch: RunWatch,
         network: GrpcNetwork,
         data: MicroBatches,
         config: TrainerConfig,
         on_step: Callable[[StepReport], object] = lambda report: None,
         rng: random.Random | None = None,
     ) -> None:
-        """Set up the trainer.
-
-        Args:
-            look: returns the living peers of each stage, as they are known now.
-            trainers: returns the step from which on each trainer takes part, this one too, by peer id.
-            on_step: called when the run has gone on from a step.
-        """
-        self._run, self._own_id = run, own_id
-        self._look, self._trainers, self._data, self._config = look, trainers, data, config
+        """Set up the trainer. ``on_step``: called when the run has gone on from a step."""
+        self._own_id, self._run, self._data, self._config = own_id, watch.run, data, config
+        self._look, self._trainers = watch.look, watch.trainers
         self._on_step = on_step
         self._router = Router(config.routing, (rng or random.Random()).random, config.backoff)
-        self._client = StagesClient(network, run, config.forms)
+        self._client = StagesClient(network, watch.run, config.forms)
         self._stages: Sequence[Sequence[ReachablePeer]] = ()
         self._asking = self._asker(lambda: self._stages)
         self.auditor = self._auditor(network) if config.audit_share else None
@@ -189,12 +200,12 @@ class Trainer:
             await passes.run(number, trace, stages)
             step.complete(number)
         except StepOver:
-            step.not_before_s = asyncio.get_running_loop().time() + self._config.poll_s
+            step.pause(self._config.poll_s)
         except TrainingDiverged as error:
             if not await passes.note_not_finite(number, trace):
                 raise
             _logger.warning("step %d: %s; the last stage has been told", step.moment.step, error)
-            step.not_before_s = asyncio.get_running_loop().time() + self._config.settle_s
+            step.pause(self._config.settle_s)
         finally:
             step.traces.keep(number, trace)
 

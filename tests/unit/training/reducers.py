@@ -11,7 +11,7 @@ import torch
 
 from swarm_training.averaging.grid import needs_grid
 from swarm_training.averaging.group import Group, Member
-from swarm_training.averaging.round import Round
+from swarm_training.averaging.round import Round, VectorCoding
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Encoder
 from swarm_training.core.record import Progress
@@ -46,7 +46,7 @@ def make_round(
     chunk_elements: int = 4,
     encoder: Encoder | None = None,
 ) -> Round:
-    return Round(network, group, me, 0, vector, codec_of(codec), chunk_elements, encoder)
+    return Round(network, group, me, 0, vector, VectorCoding(codec_of(codec), chunk_elements, encoder))
 
 
 def group_of(shares: Sequence[float], weights: Sequence[int], step: int = 0) -> tuple[Group, list[int]]:

@@ -18,7 +18,7 @@ from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.averaging.group import Group, Member
-from swarm_training.averaging.round import Round
+from swarm_training.averaging.round import Round, VectorCoding
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
@@ -201,7 +201,7 @@ def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
             await peer.meet(stranger, _Silent(pb.MeetRequest(join=pb.Join(own=record))))
         members = tuple(Member(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
-        mine = Round(peer._network, group, 0, 0, torch.zeros(8), codec_of("fp32"), 4)
+        mine = Round(peer._network, group, 0, 0, torch.zeros(8), VectorCoding(codec_of("fp32"), 4))
         await peer._meetings._rounds.add(mine)
         opening = pb.ReduceRequest(open=pb.ReduceOpen(group="g"))
         with pytest.raises(RequestRejected, match="no member"):
@@ -220,7 +220,7 @@ def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
             Member(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0))
         )
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 0.0), roster=("x",))
-        mine = Round(peer._network, group, 0, 0, torch.arange(4.0), codec_of("fp32"), 4)
+        mine = Round(peer._network, group, 0, 0, torch.arange(4.0), VectorCoding(codec_of("fp32"), 4))
         averaging = asyncio.ensure_future(mine.first_attempt())
         bad = pb.ReduceRequest(chunk=pb.Chunk(index=0, data=data))
         await mine.serve_reduce(1, 0, _Silent(bad))
@@ -259,7 +259,7 @@ def test_row_means_and_large_chunks_travel_on_a_grid() -> None:
             layout = (1.0,) * count
             group = Group("g", 0, 1, members, 60.0, layout=layout, roster=("x",), grid=True)
             for me, each in enumerate(handlers):
-                each.round = Round(networks[me], group, me, 0, vectors[me], codec_of("fp32"), elements)
+                each.round = Round(networks[me], group, me, 0, vectors[me], VectorCoding(codec_of("fp32"), elements))
             for network in networks:  # before there is much to do on this loop: connecting has a deadline
                 for member in members:
                     await network.channel(member.record)

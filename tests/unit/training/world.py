@@ -18,10 +18,11 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import LocalTalk, talk_pair
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
+from swarm_training.ledger.crediting import Member
 from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.run.meetings import Compression
+from swarm_training.run.meetings import Compression, Environment
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.share import DelayedShare, Share
 from swarm_training.run.state import TrainedState
@@ -253,14 +254,13 @@ class SimulatedPeer:
         )
         peer = TrainingPeer(
             config,
-            own,
+            Member(own),
             record,
-            SimulatedNetwork(world, own.peer_id),
-            _Board(world, own.peer_id),
+            Environment(
+                SimulatedNetwork(world, own.peer_id), _Board(world, own.peer_id), at_once, random.Random(number)
+            ),
             state,
             Compression(compressor, encoder),
-            at_once,
-            random.Random(number),
             orders(number),
         )
         share = (DelayedShare if config.delay else Share)(peer, state)

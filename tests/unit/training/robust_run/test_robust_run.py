@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -191,7 +191,7 @@ def test_founders_that_train_something_else_are_said_so() -> None:
             own = Progress("toy", identity(number).peer_id, model=model, address="host:1", tls_fingerprint=b"1")
             directories.append(Directory(own, identity(number), SharedBoard()))
         tasks = [asyncio.ensure_future(each.run()) for each in directories[:2]]
-        presence = RobustPresence(RobustConfig(), cast(Any, None), cast(Any, None), directories[0])
+        presence = RobustPresence(RobustConfig(), cast(Any, None), directories[0], [], AsyncExitStack())
         founders = [identity(number).peer_id for number in range(3)]
         with pytest.raises(PeerUnavailable, match="2 of 3 founders have not come in time; 1 of them train another"):
             await presence.take_part(founders, lambda *_: pytest.fail("began"), lambda *_: pytest.fail("joined"))

@@ -23,7 +23,8 @@ from swarm_training.core.bitmap import contains
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.run.meetings import Compression
+from swarm_training.ledger.crediting import Member
+from swarm_training.run.meetings import Compression, Environment
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
@@ -31,7 +32,7 @@ from swarm_training.stages.peer.placing import Announcements, Mover, Pace, choos
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import RunStages, StageMember, stage_run
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
-from swarm_training.stages.peer.stage_peer import StagePeer
+from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import Watch
 from tests.unit.identities import identity
 from tests.unit.training.world import SimulatedNetwork, World, _Board, at_once
@@ -261,7 +262,12 @@ class StageWorld(World):
             model=state.model_digest,
         )
         peer = TrainingPeer(
-            config, own, record, network, board, state, Compression(Plain()), at_once, random.Random(number)
+            config,
+            Member(own),
+            record,
+            Environment(network, board, at_once, random.Random(number)),
+            state,
+            Compression(Plain()),
         )
         others = {stage: board for stage in range(self.num_stages) if stage != index}
         mates = {index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
@@ -270,7 +276,9 @@ class StageWorld(World):
         sums = ToySums(stage)
         other = self.num_stages - 1 - index
         shared = SharedGradients(other, stage.shared, peer, watch, network, at_once) if stage.shared else None
-        stage_peer = StagePeer(index, peer, watch, replicas, state, sums, config.codec, at_once, at_once, shared)
+        stage_peer = StagePeer(
+            OwnStage(index, state, sums), peer, watch, replicas, config.codec, at_once, at_once, shared
+        )
         made = SimulatedStagePeer(self, number, stage, stage_peer, state)
         self.peers[own.peer_id] = made  # type: ignore[assignment]
         self.everybody[own.peer_id] = made

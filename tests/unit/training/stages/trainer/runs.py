@@ -28,11 +28,12 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, PRESENT, Progress
+from swarm_training.ledger.crediting import Member
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
-from swarm_training.run.meetings import Compression
+from swarm_training.run.meetings import Compression, Environment
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.audit.answers import Answers
@@ -44,7 +45,7 @@ from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.peer.presence import Membership
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import stage_run
-from swarm_training.stages.peer.stage_peer import StagePeer
+from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import Watch
 from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.hosting import HostedStage
@@ -213,13 +214,18 @@ class WholeRun:
         model = state.model_digest
         record = Progress(runs[index], own.peer_id, state=JOINING, target_batch_size=MICRO_BATCHES, model=model)
         peer = TrainingPeer(
-            self.config, own, record, network, boards[index], state, Compression(Plain()), asyncio.to_thread, rng
+            self.config,
+            Member(own),
+            record,
+            Environment(network, boards[index], asyncio.to_thread, rng),
+            state,
+            Compression(Plain()),
         )
         others = {number: board for number, board in enumerate(boards) if number != index}
         mates = {index: lambda: [each for each in peer.view().all if each.state in PRESENT]}
         watch = Watch(runs, network, others, CONFIG.silence_s, rng, mates)
         replicas = Replicas(index, self.num_stages, peer, watch, network, asyncio.to_thread)
-        life = StagePeer(index, peer, watch, replicas, state, sums, CONFIG.codec, compute, asyncio.to_thread)
+        life = StagePeer(OwnStage(index, state, sums), peer, watch, replicas, CONFIG.codec, compute, asyncio.to_thread)
         hosted, answers, certificate = HostedStage(computes(stage), life, sums), Answers(), Certificate.generate()
         config = TrainerConfig(forms=WireForms("fp64", "fp64"))
         recomputing = Recomputing(RUN, hosted, lambda: watch.view().stages, network, config, Data.loss_scale)

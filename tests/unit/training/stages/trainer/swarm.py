@@ -28,7 +28,7 @@ from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.recomputing import Recomputing
-from swarm_training.stages.trainer.trainer import StepReport, Trainer
+from swarm_training.stages.trainer.trainer import RunWatch, StepReport, Trainer
 from tests.unit.identities import identity
 from tests.unit.training.stages.toys import RUN, ToyHost, ToyStage, bits_of, serving, tokens
 
@@ -189,10 +189,8 @@ async def training(
     own, reports = identity(number), list[StepReport]()
     network = GrpcNetwork(ClientCredentials(own))
     trainer = Trainer(
-        RUN,
         own.peer_id,
-        swarm.look,
-        lambda: {own.peer_id: 0} if trainers is None else trainers,
+        RunWatch(RUN, swarm.look, lambda: {own.peer_id: 0} if trainers is None else trainers),
         network,
         data or ToyData(),
         config,
