@@ -121,6 +121,9 @@ class ToySession:
     def used_bytes(self) -> int:
         return self.batch_size * self.layout.size_bytes(self.length)
 
+    def forget_promise(self) -> None:
+        self.reserved = self.length if self.batch_size else 0
+
 
 class ToyEngine:
     """Stands for the engine. ``spoils``: makes something else of outputs."""
