@@ -78,6 +78,11 @@ class Engine:
         self.ways = fastest_ways(stack, self.layout, self._try_rows)
         self._token_by_token = self.layout.has_states and not can_go_on(self)
 
+    def report_to(self, meter: BatchMeter, counters: Counters) -> None:
+        """Report all work to these from now on."""
+        self.meter, self.counters = meter, counters
+        self.stateless.report_to(counters)
+
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """Return the devices of the blocks, in block order."""

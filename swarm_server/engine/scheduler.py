@@ -352,12 +352,12 @@ class Scheduler:
         self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
 
     def _run(self, batch: list[Work]) -> list[Any]:
-        """Return each result, or the exception that ended its work. Callers get failures; the thread goes on."""
+        """Return each result, or the exception that ended its work."""
         try:
             if batch[0].call is not None:
                 return [batch[0].call()]
             return self._engine.run([work.session_step for work in batch])
-        except Exception as error:
+        except Exception as error:  # the caller gets whatever failed, and the thread goes on
             if len(batch) == 1:
                 return [error]
             _logger.warning("a batch of %d sessions failed; computing them one by one", len(batch))

@@ -89,7 +89,7 @@ class Need:
     waited_s: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Relief:
     """The sessions whose promises shrink to what they hold, and the sessions that are preempted."""
 
@@ -104,24 +104,22 @@ def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
     session stays within its share. Sessions of the same client give nothing: the client itself can end them.
     """
     others = [tenant for tenant in tenants if tenant.client.peer_id != need.client.peer_id]
-    found = Relief()
     if not need.missing_bytes:
-        found.preempted = _place(need, others)
-        return found
-    found.shrunk, missing = _unused_promises(need.missing_bytes, others)
+        return Relief(preempted=_place(need, others))
+    shrunk, missing = _unused_promises(need.missing_bytes, others)
     held = Held()
     for tenant in tenants:
         held.add(tenant.client, tenant.charged_bytes)
     held.add(need.client, need.size_bytes)
     if missing <= 0 or shares.exceeds(need.client, held):
-        return found
-    found.preempted, missing = _wasteful(missing, others)
+        return Relief(shrunk)
+    preempted, missing = _wasteful(missing, others)
     if missing > 0 and need.waited_s >= TURN_S:
-        left = [tenant for tenant in others if tenant not in found.preempted]
+        left = [tenant for tenant in others if tenant not in preempted]
         more = _those_with_more(missing, left, held, shares)
-        found.preempted += more
+        preempted += more
         missing -= sum(tenant.held_bytes for tenant in more)
-    return found if missing <= 0 else Relief(found.shrunk)
+    return Relief(shrunk, preempted) if missing <= 0 else Relief(shrunk)
 
 
 def _unused_promises(missing: int, others: Sequence[Tenant]) -> tuple[list[Tenant], int]:
