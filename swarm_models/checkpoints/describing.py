@@ -122,6 +122,14 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _unsupported(config, "it wraps a text model together with others, expected a text-only checkpoint")
     if type(config) not in MODEL_MAPPING:
         raise _unsupported(config, "transformers has no stock model for it")
+    _check_layers(config)
+    for name in ("num_hidden_layers", "hidden_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise _unsupported(config, f"its config does not say {name}")
+
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModel if the config names blocks of unknown types, or blocks that share something."""
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
         raise _unsupported(config, f"it has blocks of type {', '.join(sorted(others))}, which servers do not know")
@@ -129,9 +137,6 @@ def _check_config(config: PreTrainedConfig) -> None:
         raise _unsupported(config, _SHARES)
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         raise _unsupported(config, "its blocks hand one another the positions that an index has chosen")
-    for name in ("num_hidden_layers", "hidden_size"):
-        if not isinstance(getattr(config, name, None), int):
-            raise _unsupported(config, f"its config does not say {name}")
 
 
 def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
@@ -142,31 +147,12 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
         lacking.append("a Cache")
     if lacking or cache_argument is None:
         raise _unsupported(config, f"its forward does not accept {', '.join(lacking)}")
-    lists = [
-        name
-        for name, module in base.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers and not re.search(r"\d", name)
-    ]
-    if len(lists) != 1:
-        found = ", ".join(lists) or "none"
-        raise _unsupported(config, f"expected one list of {config.num_hidden_layers} blocks, found {found}")
-    owner_path, _, blocks = lists[0].rpartition(".")
+    path = _find_blocks(base, config)
+    owner_path, _, blocks = path.rpartition(".")
     owner = base.get_submodule(owner_path)
-    token_embedding = base.get_input_embeddings()
-    embedding, positions, identities = None, [], []
-    for name, child in owner.named_children():
-        if name == blocks:
-            continue
-        if child is token_embedding:
-            embedding = name
-        elif isinstance(child, nn.Embedding) or "PositionalEmbedding" in type(child).__name__:
-            positions.append(name)
-        elif isinstance(child, nn.Linear | nn.LayerNorm) or "Norm" in type(child).__name__:
-            identities.append(name)
-        elif any(True for _ in child.parameters()):
-            raise _unsupported(config, f"what its part {name!r} ({type(child).__name__}) is for is not known")
+    embedding, positions, identities = _sort_parts(owner, blocks, base.get_input_embeddings(), config)
     if embedding is None:
-        raise _unsupported(config, f"its token embedding is not beside its list of blocks {lists[0]!r}")
+        raise _unsupported(config, f"its token embedding is not beside its list of blocks {path!r}")
     return Family(
         model_type=config.model_type,
         base_class=type(base),
@@ -192,6 +178,38 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
             for block in getattr(owner, blocks)
         ),
     )
+
+
+def _find_blocks(base: PreTrainedModel, config: PreTrainedConfig) -> str:
+    """Return the path of the model's only list of blocks."""
+    lists: list[str] = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers and not re.search(r"\d", name)
+    ]
+    if len(lists) != 1:
+        found = ", ".join(lists) or "none"
+        raise _unsupported(config, f"expected one list of {config.num_hidden_layers} blocks, found {found}")
+    return lists[0]
+
+
+def _sort_parts(
+    owner: nn.Module, blocks: str, token_embedding: nn.Module, config: PreTrainedConfig
+) -> tuple[str | None, list[str], list[str]]:
+    """Return the names of the owner's token embedding, of its tables of positions, and of its layers to bypass."""
+    embedding, positions, identities = None, [], []
+    for name, child in owner.named_children():
+        if name == blocks:
+            continue
+        if child is token_embedding:
+            embedding = name
+        elif isinstance(child, nn.Embedding) or "PositionalEmbedding" in type(child).__name__:
+            positions.append(name)
+        elif isinstance(child, nn.Linear | nn.LayerNorm) or "Norm" in type(child).__name__:
+            identities.append(name)
+        elif any(True for _ in child.parameters()):
+            raise _unsupported(config, f"what its part {name!r} ({type(child).__name__}) is for is not known")
+    return embedding, positions, identities
 
 
 def _check_blocks(base: PreTrainedModel, family: Family) -> None:

@@ -96,8 +96,7 @@ def choose_gguf(names: Iterable[str], where: str) -> str | None:
     names = set(names)
     if CONFIG in names and any(name.endswith(WEIGHTS) and "/" not in name for name in names):
         return None
-    found = sorted(name for name in names if name.lower().endswith(GGUF) and not _LATER_SHARD.search(name.lower()))
-    found = [name for name in found if "mmproj" not in name.lower()]  # skips image encoders
+    found = sorted(filter(_may_be_model, names))
     for kind in _BEST_KNOWN:
         known = [name for name in found if kind in name.lower()]
         if len(known) == 1:
@@ -106,6 +105,12 @@ def choose_gguf(names: Iterable[str], where: str) -> str | None:
         some = ", ".join(found[:_SHOWN_FILES]) + (", …" if len(found) > _SHOWN_FILES else "")
         raise CheckpointError(f"{where} has {len(found)} GGUF files, {some}: say which one with --gguf-file NAME")
     return found[0] if found else None
+
+
+def _may_be_model(name: str) -> bool:
+    """Return whether the file may be a whole GGUF model or its first shard, but no image encoder (``mmproj``)."""
+    name = name.lower()
+    return name.endswith(GGUF) and not _LATER_SHARD.search(name) and "mmproj" not in name
 
 
 def is_plain(name: str) -> bool:

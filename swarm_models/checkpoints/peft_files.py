@@ -63,27 +63,11 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
     config = read_config(directory)
     _require_low_rank(config, directory)
     alphas = _matchers(config.get("alpha_pattern") or {}, directory)
-    matrices: dict[str, dict[str, torch.Tensor]] = {}
-    for key, stored in read_header(Directory(directory).path(WEIGHTS_NAME)).items():
-        match = _MATRIX.search(key)
-        if match is None:
-            raise CheckpointError(f"adapter {directory} has a tensor {key!r}: expected lora_A and lora_B of modules")
-        if family.block_index(key) is None:
-            raise CheckpointError(
-                f"adapter {directory} changes {_module(key)!r}, which is not inside the model's blocks: "
-                "servers hold nothing else"
-            )
-        if len(stored.shape) != 2 or not all(stored.shape):
-            raise CheckpointError(f"adapter {directory} has a tensor {key!r} of shape {list(stored.shape)}: no matrix")
-        matrices.setdefault(_module(key), {})[match[1]] = stored.read().float()
     parts = []
-    for module, pair in matrices.items():
+    for module, pair in _read_matrices(directory, family).items():
         block = family.block_index(module + ".")
-        assert block is not None  # the loop above has checked it
-        if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
-            raise CheckpointError(f"adapter {directory} has no lora_A and lora_B of one rank for {module!r}")
-        if not all(bool(torch.isfinite(matrix).all()) for matrix in pair.values()):
-            raise CheckpointError(f"adapter {directory} is not finite (it contains NaN or infinity) in {module!r}")
+        assert block is not None  # ``_read_matrices`` has checked it
+        _require_product(module, pair, directory)
         rank = pair["A"].shape[0]  # rank_pattern can change the rank of a module
         alpha = next((value for _, matches, value in alphas if matches(module)), config.get("lora_alpha", 8))
         parts.append(
@@ -99,6 +83,32 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
     if not parts:
         raise CheckpointError(f"adapter {directory} has no tensors")
     return Adapter(b"", tuple(sorted(parts, key=lambda part: (part.block, part.module))))
+
+
+def _read_matrices(directory: Path, family: Family) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the matrices of each module inside blocks in fp32, by "A" and "B"; refuse all other tensors."""
+    matrices: dict[str, dict[str, torch.Tensor]] = {}
+    for key, stored in read_header(Directory(directory).path(WEIGHTS_NAME)).items():
+        match = _MATRIX.search(key)
+        if match is None:
+            raise CheckpointError(f"adapter {directory} has a tensor {key!r}: expected lora_A and lora_B of modules")
+        if family.block_index(key) is None:
+            raise CheckpointError(
+                f"adapter {directory} changes {_module(key)!r}, which is not inside the model's blocks: "
+                "servers hold nothing else"
+            )
+        if len(stored.shape) != 2 or not all(stored.shape):
+            raise CheckpointError(f"adapter {directory} has a tensor {key!r} of shape {list(stored.shape)}: no matrix")
+        matrices.setdefault(_module(key), {})[match[1]] = stored.read().float()
+    return matrices
+
+
+def _require_product(module: str, pair: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Raise CheckpointError unless a module's matrices can be multiplied and are finite."""
+    if pair.keys() != {"A", "B"} or pair["A"].shape[0] != pair["B"].shape[1]:
+        raise CheckpointError(f"adapter {directory} has no lora_A and lora_B of one rank for {module!r}")
+    if not all(bool(torch.isfinite(matrix).all()) for matrix in pair.values()):
+        raise CheckpointError(f"adapter {directory} is not finite (it contains NaN or infinity) in {module!r}")
 
 
 def read_config(directory: Path) -> Mapping[str, Any]:

@@ -24,6 +24,7 @@ from swarm_models.quantization.stored import stored_int4, stored_int8
 from swarm_models.quants import METHODS
 
 Packed = KernelWeight | KernelInt4Weight  # weights that are made of bytes alone
+_TakeWeight = Callable[[], torch.Tensor]
 
 __all__ = [
     "METHODS",
@@ -162,7 +163,7 @@ class _Quantizer:
 
     def linear(
         self,
-        take_weight: Callable[[], torch.Tensor],
+        take_weight: _TakeWeight,
         bias: torch.Tensor | None,
         stored: StoredTensor | None = None,
         eight_bits: bool = False,
@@ -173,30 +174,12 @@ class _Quantizer:
         the integers that ``method`` needs, these are taken unchanged. ``eight_bits`` turns int4 into int8, computed by
         the kernel if there is one, so that decode steps can be programs.
         """
-        mixed = eight_bits and self.method == "int4"
-        if mixed or (self.method == "int8" and self.device.type == "cpu"):
-            kernel_first = mixed and KernelWeight.is_available()
-            int8 = self.int8_weight or (KernelWeight if kernel_first else int8_linear.fastest())
-            rounded = stored_int8(stored)
-            if rounded is None:
-                shape, tiles = self._tiles(take_weight, stored)
-                return self._packed(Int8Linear(int8.from_tiles(shape, map(quantize_rows, tiles)), bias))
-            return self._packed(Int8Linear(int8(*rounded), bias))
-        if self.method == "int8":
-            rounded = stored_int8(stored)
-            if rounded is None:
-                _, tiles = self._tiles(take_weight, stored)
-                rounded = joined(quantize_rows(tile.to(self.device)) for tile in tiles)
-            q, scale = (part.to(self.device) for part in rounded)
-            kernel = few_rows_kernel(self.device, self.compute_dtype)
-            return self._packed(QuantizedLinear(GpuInt8Weight(q, scale, kernel), bias))
+        if self.method == "int8" and self.device.type != "cpu":
+            return self._packed(self._int8_on_gpu(take_weight, bias, stored))
+        if self.method == "int8" or (self.method == "int4" and eight_bits):
+            return self._packed(self._int8_on_cpu(take_weight, bias, stored))
         if self.method == "int4":
-            int4 = self.int4_weight or int4_linear.fastest()
-            rounded = stored_int4(stored)
-            if rounded is None:
-                shape, tiles = self._tiles(take_weight, stored)
-                return self._packed(Int4Linear(int4.from_tiles(shape, map(quantize_groups, tiles)), bias))
-            return self._packed(Int4Linear(int4(*rounded), bias))
+            return self._packed(self._int4_on_cpu(take_weight, bias, stored))
         weight = take_weight().to(self.compute_dtype)
         if self.method == "nf4":
             layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
@@ -204,8 +187,38 @@ class _Quantizer:
             layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
         return self._counted(layer, weight.numel(), size_bytes)
 
+    def _int8_on_cpu(
+        self, take_weight: _TakeWeight, bias: torch.Tensor | None, stored: StoredTensor | None
+    ) -> Int8Linear:
+        kernel_first = self.method == "int4" and KernelWeight.is_available()
+        int8 = self.int8_weight or (KernelWeight if kernel_first else int8_linear.fastest())
+        rounded = stored_int8(stored)
+        if rounded is not None:
+            return Int8Linear(int8(*rounded), bias)
+        shape, tiles = self._tiles(take_weight, stored)
+        return Int8Linear(int8.from_tiles(shape, map(quantize_rows, tiles)), bias)
+
+    def _int4_on_cpu(
+        self, take_weight: _TakeWeight, bias: torch.Tensor | None, stored: StoredTensor | None
+    ) -> Int4Linear:
+        int4, rounded = self.int4_weight or int4_linear.fastest(), stored_int4(stored)
+        if rounded is not None:
+            return Int4Linear(int4(*rounded), bias)
+        shape, tiles = self._tiles(take_weight, stored)
+        return Int4Linear(int4.from_tiles(shape, map(quantize_groups, tiles)), bias)
+
+    def _int8_on_gpu(
+        self, take_weight: _TakeWeight, bias: torch.Tensor | None, stored: StoredTensor | None
+    ) -> QuantizedLinear:
+        rounded = stored_int8(stored)
+        if rounded is None:
+            _, tiles = self._tiles(take_weight, stored)
+            rounded = joined(quantize_rows(tile.to(self.device)) for tile in tiles)
+        q, scale = (part.to(self.device) for part in rounded)
+        return QuantizedLinear(GpuInt8Weight(q, scale, few_rows_kernel(self.device, self.compute_dtype)), bias)
+
     def _tiles(
-        self, take_weight: Callable[[], torch.Tensor], stored: StoredTensor | None
+        self, take_weight: _TakeWeight, stored: StoredTensor | None
     ) -> tuple[torch.Size, Iterable[torch.Tensor]]:
         """Return the weight's shape, and its rows in tiles of whole strips."""
         if stored is not None and stored.has_tiles:
@@ -256,18 +269,24 @@ def _left(block: torch.nn.Module, quantised: set[torch.nn.Module]) -> Iterator[L
     for name, part in block.named_modules():
         if getattr(part, "is_quantised", False) and part not in quantised:
             continue  # an earlier call has reported it
-        params = dict(part.named_parameters(recurse=False))
+        named = dict(part.named_parameters(recurse=False))
         if part in quantised:
-            params.pop("weight", None)
-            kind = "bias"
-        elif "norm" in type(part).__name__.lower():
-            kind = "norm"
-        elif any(param.ndim == 3 for param in params.values()):
-            kind = "experts"
-        elif any(param.ndim == 2 for param in params.values()):
-            kind = ("index" if ".indexer." in name else "router") if part in deciding else "linear"
-        else:
-            kind = "other"
-        if params:
-            num_params = sum(param.numel() for param in params.values())
-            yield Left(kind, name, num_params, sum(param.nbytes for param in params.values()))
+            named.pop("weight", None)
+        if named:
+            params = list(named.values())
+            kind = "bias" if part in quantised else _kind_of(name, part, params, part in deciding)
+            yield Left(kind, name, sum(param.numel() for param in params), sum(param.nbytes for param in params))
+
+
+def _kind_of(name: str, part: torch.nn.Module, params: Iterable[torch.Tensor], is_deciding: bool) -> str:
+    """Return what a layer is that is left unquantised, in the words of ``Left``."""
+    if "norm" in type(part).__name__.lower():
+        return "norm"
+    dims = {param.ndim for param in params}
+    if 3 in dims:
+        return "experts"
+    if 2 not in dims:
+        return "other"
+    if not is_deciding:
+        return "linear"
+    return "index" if ".indexer." in name else "router"

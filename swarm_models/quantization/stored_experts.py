@@ -37,16 +37,22 @@ def take_out_experts(block: torch.nn.Module, stored: Mapping[str, StoredTensor])
                 taken.append(together)
                 _replace(experts, parameter, together)
             elif together is None and len(fused) == 1 and not layout.transposed:
-                parts = _parts_of_each(stored, roles, shape)
-                taken += [part for each in parts for part in each]
-                if parts:
-                    _replace(experts, parameter, [JoinedTensor(each) if each[1:] else each[0] for each in parts])
+                taken += _replace_by_parts(experts, parameter, _parts_of_each(stored, roles, shape))
     return taken
 
 
 def _replace(experts: torch.nn.Module, parameter: str, stored: StoredTensor | Sequence[StoredTensor]) -> None:
     delattr(experts, parameter)
     setattr(experts, parameter, stored)
+
+
+def _replace_by_parts(
+    experts: torch.nn.Module, parameter: str, parts: Sequence[Sequence[StoredTensor]]
+) -> list[StoredTensor]:
+    """Put the tensors of each expert in place of the fused matrix, if there are any; return these tensors."""
+    if parts:
+        _replace(experts, parameter, [JoinedTensor(each) if each[1:] else each[0] for each in parts])
+    return [part for each in parts for part in each]
 
 
 def _parts_of_each(

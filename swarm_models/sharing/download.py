@@ -211,9 +211,7 @@ class _Transfers:
                     return
                 await asyncio.sleep(_POLL_S)
                 continue
-            self._begun_s[piece] = start_s = self._clock()
-            self._senders[piece].add(peer_id)
-            self._num_travelling += 1
+            start_s = self._begin(piece, peer_id)
             try:
                 data = await self._read(member, piece)
                 took_s = max(_LEAST_STEAL_S, self._clock() - start_s)
@@ -223,19 +221,14 @@ class _Transfers:
                     self._failures[peer_id] = 0
                 continue
             except PeerBusy as error:
-                if self._alive_s <= self._arrived_s:
-                    _logger.info("waiting for members that are busy: %s says %s", short_id(peer_id), error)
-                self._alive_s, wait_s = self._clock(), _BUSY_S
-                self._refusals[peer_id] += 1
+                self._count_refusal(peer_id, error)
                 if len(self._working) >= _MAX_MEMBERS:
                     return  # so that other members are asked
+                wait_s = _BUSY_S
             except CheckpointError:
                 raise
             except SwarmError as error:
-                _logger.info("no piece from %s: %s", short_id(peer_id), error)
-                self._failures[peer_id] += 1
-                if isinstance(error, _TooSlow):
-                    self._most = max(1, self._num_travelling - 1)
+                self._count_failure(peer_id, error)
                 if isinstance(error, _TooSlow) or self._failures[peer_id] >= _MAX_FAILURES:
                     return
                 wait_s = _BACKOFF_S * 2 ** self._failures[peer_id]
@@ -253,6 +246,25 @@ class _Transfers:
         now_s = self._clock()
         late = [piece for piece, begun_s in self._begun_s.items() if now_s - begun_s > 2 * took_s]
         return next((each for each in late if member.has(each) and member.peer_id not in self._senders[each]), None)
+
+    def _count_refusal(self, peer_id: str, error: PeerBusy) -> None:
+        if self._alive_s <= self._arrived_s:
+            _logger.info("waiting for members that are busy: %s says %s", short_id(peer_id), error)
+        self._alive_s = self._clock()
+        self._refusals[peer_id] += 1
+
+    def _count_failure(self, peer_id: str, error: SwarmError) -> None:
+        _logger.info("no piece from %s: %s", short_id(peer_id), error)
+        self._failures[peer_id] += 1
+        if isinstance(error, _TooSlow):
+            self._most = max(1, self._num_travelling - 1)
+
+    def _begin(self, piece: Piece, peer_id: str) -> float:
+        """Note that this member sends the piece from now on; return the time."""
+        self._begun_s[piece] = start_s = self._clock()
+        self._senders[piece].add(peer_id)
+        self._num_travelling += 1
+        return start_s
 
     def _leave(self, piece: Piece, peer_id: str) -> None:
         self._num_travelling -= 1

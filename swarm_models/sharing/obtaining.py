@@ -182,18 +182,23 @@ def _served(models: dict[str, int], name: str) -> tuple[str, int]:
 def _revision(servers: tuple[ServerRecord, ...], name: str, wanted: str | None, weights: bytes | None) -> str:
     """Return the majority's revision: among servers that offer the ``weights``, else any weights, else all servers."""
     known = [server for server in servers if _is_possible(server)]
+    if wanted is not None:
+        return _only_match(name, wanted, {server.revision for server in known})
     offering = [server for server in known if server.weights and server.state is ServerState.ONLINE]
     same = [server for server in offering if server.weights == weights]
     counts = Counter(server.revision for server in within_addresses(same or offering or known, most=MAX_PER_ADDRESS))
-    if wanted is not None:
-        revisions = sorted({server.revision for server in known})
-        matching = [revision for revision in revisions if revision.startswith(wanted)]
-        if len(matching) != 1:
-            raise CheckpointError(f"the swarm does not serve {name} at {wanted}: expected {' or '.join(revisions)}")
-        return matching[0]
     if not counts:
         raise CheckpointError(f"the servers of {name} cannot be read: try again")
     return min(counts, key=lambda revision: (-counts[revision], revision))
+
+
+def _only_match(name: str, wanted: str, revisions: set[str]) -> str:
+    """Return the only revision that begins with ``wanted``."""
+    matching = [revision for revision in revisions if revision.startswith(wanted)]
+    if len(matching) != 1:
+        expected = " or ".join(sorted(revisions))
+        raise CheckpointError(f"the swarm does not serve {name} at {wanted}: expected {expected}")
+    return matching[0]
 
 
 def _is_possible(server: ServerRecord) -> bool:

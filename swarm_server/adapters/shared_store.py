@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller, Shares
@@ -21,6 +22,23 @@ class Entry:
     owner: Caller
     num_users: int = 0
     dropping: asyncio.TimerHandle | None = None  # the timer of an unused entry
+
+    def resize(self, more_bytes: int) -> None:
+        self.size_bytes += more_bytes
+
+    def count_users(self, more: int) -> None:
+        self.num_users += more
+
+    def drop_later(self, unused_s: float, drop: Callable[[], object]) -> None:
+        """Start the timer again if nobody uses the entry."""
+        self.stop_dropping()
+        if not self.num_users:
+            self.dropping = asyncio.get_running_loop().call_later(unused_s, drop)
+
+    def stop_dropping(self) -> None:
+        if self.dropping is not None:
+            self.dropping.cancel()
+            self.dropping = None
 
 
 class SharedStore:
@@ -78,7 +96,7 @@ class SharedStore:
     def resize(self, key: bytes, more_bytes: int) -> None:
         """Count an entry as larger, or smaller. The caller has made sure that there is room."""
         entry = self._entries[key]
-        entry.size_bytes += more_bytes
+        entry.resize(more_bytes)
         self._shares.add(entry.owner, more_bytes)
         self._touch(key)
 
@@ -89,19 +107,18 @@ class SharedStore:
     def in_use(self, key: bytes) -> Iterator[None]:
         """Prevent the entry, which must exist, from being dropped while the context is active."""
         entry = self._entries[key]
-        entry.num_users += 1
+        entry.count_users(1)
         self._touch(key)
         try:
             yield
         finally:
-            entry.num_users -= 1
+            entry.count_users(-1)
             self._touch(key)
 
     def drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self.give_back(entry.size_bytes, entry.owner)
-        if entry.dropping is not None:
-            entry.dropping.cancel()
+        entry.stop_dropping()
 
     def close(self) -> None:
         """Drop everything."""
@@ -122,8 +139,4 @@ class SharedStore:
         if entry is None:  # the store was emptied meanwhile
             return
         self._entries.move_to_end(key)
-        if entry.dropping is not None:
-            entry.dropping.cancel()
-            entry.dropping = None
-        if not entry.num_users:
-            entry.dropping = asyncio.get_running_loop().call_later(self._unused_s, self.drop, key)
+        entry.drop_later(self._unused_s, partial(self.drop, key))

@@ -57,10 +57,8 @@ def load_block(
     def prepare(block: nn.Module) -> None:
         if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
             late.update(_take_out_linears(block, stored))
-            taken = [each for name, part in late.items() for each in _tensors_of(name, part, stored).values()]
-            if layers is not None and layers.takes_experts:
-                taken += take_out_experts(block, stored)
-            for tensor in taken:
+            experts = take_out_experts(block, stored) if layers is not None and layers.takes_experts else []
+            for tensor in (*_all_tensors_of(late, stored), *experts):
                 del tensors[tensor.name]
         if dtype == torch.float32:
             _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
@@ -78,19 +76,23 @@ def load_block(
     checkpoint.require_fit(info)
     block = getattr(family.owner_of(hollow), family.blocks)[index]
     if dtype == torch.float32:
-        for parameter in block.parameters():
-            if parameter.dtype in NARROW:
-                parameter.data = parameter.data.float()
+        _widen(block)
     for name in sorted(late, key=lambda name: _room(stored[f"{name}.weight"]), reverse=True):
-        linear, kinds = late[name], _tensors_of(name, late.pop(name), stored)
+        linear = late.pop(name)
+        kinds = _tensors_of(name, linear, stored)
         layer = None if layers is None else layers.linear(kinds)
         if layer is None:
-            for kind, tensor in kinds.items():
-                setattr(linear, kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
             assert replace is not None
-            layer = replace(linear)
+            layer = replace(_filled(linear, kinds, dtype))
         block.set_submodule(name, layer)
     return block
+
+
+def _filled(linear: nn.Linear, kinds: Mapping[str, StoredTensor], dtype: torch.dtype) -> nn.Linear:
+    """Read the layer's tensors into it, and return it."""
+    for kind, tensor in kinds.items():
+        setattr(linear, kind, nn.Parameter(tensor.read().to(dtype), requires_grad=False))
+    return linear
 
 
 def _room(stored: StoredTensor) -> tuple[bool, int]:
@@ -108,6 +110,10 @@ def _tensors_of(name: str, linear: nn.Linear, stored: Mapping[str, StoredTensor]
     """Return the stored tensors of the layer's own parameters; old quantisers also store a bias of zeros."""
     kinds = [kind for kind, _ in linear.named_parameters()]
     return {kind: stored[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in stored}
+
+
+def _all_tensors_of(linears: Mapping[str, nn.Linear], stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+    return [each for name, linear in linears.items() for each in _tensors_of(name, linear, stored).values()]
 
 
 def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, nn.Linear]:
@@ -134,6 +140,12 @@ def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None
         dtypes = {stored[name]} if name in stored else fused
         if len(dtypes) == 1 and dtypes <= NARROW and parameter.is_floating_point():
             parameter.data = parameter.data.to(next(iter(dtypes)))
+
+
+def _widen(block: nn.Module) -> None:
+    for parameter in block.parameters():
+        if parameter.dtype in NARROW:
+            parameter.data = parameter.data.float()
 
 
 def _odd_one_out(tensors: Mapping[str, StoredTensor]) -> str | None:

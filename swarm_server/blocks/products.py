@@ -21,8 +21,10 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
         return "onednn" if plain else "torch"
     if method == "int8" and device.type == "cuda":
         return "torch" if few_rows_kernel(device, dtype) is None else "triton"
-    if method not in OURS or device.type != "cpu":
-        return "bitsandbytes"
+    return _cpu_product(method) if method in OURS and device.type == "cpu" else "bitsandbytes"
+
+
+def _cpu_product(method: str) -> str:
     library, kind = kernel(), fastest()
     if method == "int4":
         return "torch" if library is None else library.name

@@ -20,6 +20,16 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO, ALWAYS, NEVER = "auto", "always", "never"  # whether files are offered
 PREFIX_CACHES = ("auto", "all", "own", "none")
 RELAYS = ("auto", "always", "never")
+_AT_LEAST_ONE = (
+    "num_blocks",
+    "memory_bytes",
+    "cache_tokens",
+    "cache_bytes",
+    "adapter_bytes",
+    "incoming_bytes",
+    "chunk_tokens",
+    "max_sessions",
+)
 
 
 @dataclass(frozen=True)
@@ -72,66 +82,17 @@ class ServerConfig:
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        if self.quant not in METHODS:
-            raise ValueError(f"quantisation {self.quant!r} is unknown: expected one of {', '.join(METHODS)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r} is unknown: expected one of {', '.join(DTYPES)}")
-        if self.prefix_cache not in PREFIX_CACHES:
-            raise ValueError(
-                f"prefix cache {self.prefix_cache!r} is unknown: expected one of {', '.join(PREFIX_CACHES)}"
-            )
-        if self.relay not in RELAYS:
-            raise ValueError(f"relay {self.relay!r} is unknown: expected one of {', '.join(RELAYS)}")
-        if self.relay_bytes_per_s < 0:
-            raise ValueError(f"relay_bytes_per_s is {self.relay_bytes_per_s}: expected at least 0")
-        if not 1 <= self.relay_keepalive_s <= 300:
-            raise ValueError(f"relay_keepalive_s is {self.relay_keepalive_s}: expected 1 to 300 seconds")
+        self._check_choices()
+        self._check_relaying()
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
         self._check_devices()
         self._check_weights()
-        if self.announce_address is not None:
-            split_address(self.announce_address, 0)
-        if self.discover:
-            require_zeroconf()
-        for name in ("port", "dht_port", "metrics_port"):
-            port = getattr(self, name)
-            if port is not None and not 0 <= port < 65536:
-                raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
-        for name in (
-            "num_blocks",
-            "memory_bytes",
-            "cache_tokens",
-            "cache_bytes",
-            "adapter_bytes",
-            "incoming_bytes",
-            "chunk_tokens",
-            "max_sessions",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: expected at least 1")
-        if self.weight_cache_bytes < 0:
-            raise ValueError(f"weight_cache_bytes is {self.weight_cache_bytes}: expected at least 0")
-        given = [
-            name
-            for name in ("blocks", "initial_blocks", "num_blocks", "memory_bytes")
-            if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]} and {given[1]} are both given: expected one of them")
-        if not 0 <= self.drain_timeout_s < inf:
-            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
-        for name in ("stall_timeout_s", "min_bytes_per_s"):
-            if not 0 < getattr(self, name) < inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
-        if not 0 < self.balance_margin < inf:
-            raise ValueError(f"balance_margin is {self.balance_margin}: expected a number above 0, such as {MARGIN}")
-        names = [path.resolve().name for path in self.adapters]
-        if len(set(names)) < len(names) or not all(name and name.isprintable() for name in names):
-            raise ValueError(f"adapters are called like their directories: {names} are no distinct, printable names")
-        if self.cache_tokens is not None and self.cache_bytes is not None:
-            raise ValueError("cache_tokens and cache_bytes are both given: expected one of them")
+        self._check_addresses()
+        self._check_sizes()
+        self._check_times_and_rates()
+        self._check_adapters()
+        self._require_at_most_one("cache_tokens", "cache_bytes")
         if self.throughput is not None and not 0 < self.throughput < inf:
             raise ValueError(f"throughput is {self.throughput}: expected a number of tokens per second above 0")
 
@@ -141,6 +102,60 @@ class ServerConfig:
         if self.share_weights in (AUTO, ALWAYS):
             return None
         return 0.0 if self.share_weights == NEVER else float(parse_size(self.share_weights))
+
+    def _check_choices(self) -> None:
+        for name, value, known in (
+            ("quantisation", self.quant, METHODS),
+            ("dtype", self.dtype, DTYPES),
+            ("prefix cache", self.prefix_cache, PREFIX_CACHES),
+            ("relay", self.relay, RELAYS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} {value!r} is unknown: expected one of {', '.join(known)}")
+
+    def _check_relaying(self) -> None:
+        if self.relay_bytes_per_s < 0:
+            raise ValueError(f"relay_bytes_per_s is {self.relay_bytes_per_s}: expected at least 0")
+        if not 1 <= self.relay_keepalive_s <= 300:
+            raise ValueError(f"relay_keepalive_s is {self.relay_keepalive_s}: expected 1 to 300 seconds")
+
+    def _check_addresses(self) -> None:
+        if self.announce_address is not None:
+            split_address(self.announce_address, 0)
+        if self.discover:
+            require_zeroconf()
+        for name in ("port", "dht_port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port < 65536:
+                raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
+
+    def _check_sizes(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: expected at least 1")
+        if self.weight_cache_bytes < 0:
+            raise ValueError(f"weight_cache_bytes is {self.weight_cache_bytes}: expected at least 0")
+        self._require_at_most_one("blocks", "initial_blocks", "num_blocks", "memory_bytes")
+
+    def _require_at_most_one(self, *names: str) -> None:
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are both given: expected one of them")
+
+    def _check_times_and_rates(self) -> None:
+        if not 0 <= self.drain_timeout_s < inf:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
+        for name in ("stall_timeout_s", "min_bytes_per_s"):
+            if not 0 < getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
+        if not 0 < self.balance_margin < inf:
+            raise ValueError(f"balance_margin is {self.balance_margin}: expected a number above 0, such as {MARGIN}")
+
+    def _check_adapters(self) -> None:
+        names = [path.resolve().name for path in self.adapters]
+        if len(set(names)) < len(names) or not all(name and name.isprintable() for name in names):
+            raise ValueError(f"adapters are called like their directories: {names} are no distinct, printable names")
 
     def _check_weights(self) -> None:
         if self.share_weights not in (AUTO, ALWAYS, NEVER):

@@ -9,7 +9,7 @@ import torch
 
 from swarm_protocol.span import Span
 from swarm_server.engine.session_state import Session, SessionStep, State
-from swarm_server.kv.kv_rows import Growth, Run, runs
+from swarm_server.kv.kv_rows import ChannelPlace, Growth, Run, runs
 from swarm_server.kv.row_states import Slot, States
 from swarm_server.kv.rows_cache import BlockRuns
 
@@ -121,27 +121,38 @@ def batch_mask(batch: list[Prepared], length: int) -> torch.Tensor | None:
 
 def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
     """Return for each block of ``blocks`` where the keys and values of all rows are."""
-    by_group: list[list[list[Run]]] = []  # by session, then by group
-    first = 0
-    for work in batch:
-        groups = range(len(work.session.layout.groups))
-        by_group.append([runs(work.state.rows, group, first) for group in groups])
-        first += work.num_rows
+    by_group = _runs_by_group(batch)
     joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks with the same runs
     result = []
     for block in blocks:
         found = [work.session.layout.blocks[block - work.session.blocks.start] for work in batch]
         places = [place for place in found if place is not None]
-        if len(places) < len(found):
-            result.append(BlockRuns((), (), ()))
-            continue
-        key = tuple(place.group for place in places)
-        if key not in joined:
-            joined[key] = tuple(run for groups, group in zip(by_group, key, strict=True) for run in groups[group])
-        channels = [place for groups, place in zip(by_group, places, strict=True) for _ in groups[place.group]]
-        index = tuple(place.index for place in channels if place.index is not None)
-        result.append(BlockRuns(joined[key], tuple(p.keys for p in channels), tuple(p.values for p in channels), index))
+        is_stored = len(places) == len(found)
+        result.append(_runs_at(places, by_group, joined) if is_stored else BlockRuns((), (), ()))
     return result
+
+
+def _runs_by_group(batch: list[Prepared]) -> list[list[list[Run]]]:
+    """Return the runs of the batch's rows, by session, then by group."""
+    by_group: list[list[list[Run]]] = []
+    first = 0
+    for work in batch:
+        groups = range(len(work.session.layout.groups))
+        by_group.append([runs(work.state.rows, group, first) for group in groups])
+        first += work.num_rows
+    return by_group
+
+
+def _runs_at(
+    places: list[ChannelPlace], by_group: list[list[list[Run]]], joined: dict[tuple[int, ...], tuple[Run, ...]]
+) -> BlockRuns:
+    """Return the runs of one block, which each session stores at one of ``places``."""
+    key = tuple(place.group for place in places)
+    if key not in joined:
+        joined[key] = tuple(run for groups, group in zip(by_group, key, strict=True) for run in groups[group])
+    channels = [place for groups, place in zip(by_group, places, strict=True) for _ in groups[place.group]]
+    index = tuple(place.index for place in channels if place.index is not None)
+    return BlockRuns(joined[key], tuple(p.keys for p in channels), tuple(p.values for p in channels), index)
 
 
 def adapter_order(work: Prepared) -> bytes:

@@ -40,7 +40,7 @@ from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
-from swarm_server.kv.rows_cache import RowsCache, attention_in_place
+from swarm_server.kv.rows_cache import BlockRuns, RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
 
 _CPU = torch.device("cpu")
@@ -77,6 +77,11 @@ class Engine:
         self.ways = Ways()
         self.ways = fastest_ways(stack, self.layout, self._try_rows)
         self._token_by_token = self.layout.has_states and not can_go_on(self)
+
+    def report_to(self, meter: BatchMeter, counters: Counters) -> None:
+        """Report all work to these from now on."""
+        self.meter, self.counters = meter, counters
+        self.stateless.report_to(counters)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -148,7 +153,8 @@ class Engine:
 
     def close(self, session: Session) -> None:
         """Give back the session's room. Pages that the prefix cache keeps shrink to their filled part."""
-        rows, session.state = session.state.rows, State(())
+        rows = session.state.rows
+        session.enter(State(()))
         session.lease.close()
         for page in {part.page for row in rows for parts in row.parts for part in parts}:
             if page.lease is session.lease and any(page.pinned):
@@ -172,23 +178,21 @@ class Engine:
 
     def _run_tokens(self, session: Session, step: SessionStep) -> torch.Tensor | Exception:
         """Compute a step one position at a time; the session is unchanged if the step fails."""
-        before, states = session.state, None
+        states = None
         outputs: list[torch.Tensor] = []
         try:
-            for token in tokens_of(step):
-                (output,) = self._run([(session, token)])
-                if isinstance(output, Exception):
-                    raise output
-                assert session.state.states is not None  # only blocks with states are computed token by token
-                states = session.state.states.before if not outputs else states
-                outputs.append(output)
-        except BaseException as error:
-            session.state = before
-            if isinstance(error, RequestRejected | PeerBusy):
-                return error.with_traceback(None)
-            raise
+            with session.unchanged_on_error():
+                for token in tokens_of(step):
+                    (output,) = self._run([(session, token)])
+                    if isinstance(output, Exception):
+                        raise output
+                    assert session.state.states is not None  # only blocks with states are computed token by token
+                    states = session.state.states.before if not outputs else states
+                    outputs.append(output)
+        except (RequestRejected, PeerBusy) as error:
+            return error.with_traceback(None)
         assert session.state.states is not None
-        session.state = replace(session.state, states=replace(session.state.states, before=states))
+        session.enter(replace(session.state, states=replace(session.state.states, before=states)))
         return torch.cat(outputs, -2)
 
     def _run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
@@ -203,7 +207,7 @@ class Engine:
                     except (RequestRejected, PeerBusy) as error:
                         results[number] = error.with_traceback(None)  # its frames would keep the batch in memory
                 outputs = self._compute([work for work in prepared.values() if work.growth])
-            except BaseException:
+            except BaseException:  # whatever fails, no session keeps room for a step that was not computed
                 for work in prepared.values():
                     if work.growth is not None:
                         work.growth.undo()
@@ -311,12 +315,7 @@ class Engine:
         num_tokens = step.inputs.hidden.shape[1]
         if not may_match or num_tokens < PAGE_TOKENS:
             return state, []
-        num_pages = num_tokens // PAGE_TOKENS
-        if step.every_block:
-            num_pages = 0
-        elif not keeps_outputs:  # outputs that are wanted must then be computed
-            num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
-            num_pages = max(0, num_tokens - num_wanted) // PAGE_TOKENS
+        num_pages = _most_matched_pages(step, keeps_outputs)
         assert self.prefix_cache is not None  # without it there are no hashes
         found = [self.prefix_cache.longest(digests[num_known:][:num_pages]) for digests in state.digests]
         num_found = min(map(len, found))
@@ -326,14 +325,7 @@ class Engine:
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step
         num_tokens = step.inputs.hidden.shape[1]
-        session.state = work.state
-        if session.layout.slots:
-            old = work.state.states
-            assert old is not None  # ``_with_states`` made them
-            after = tuple(work.states.get(block, ()) for block in session.blocks)
-            before = replace(old, before=None) if old.length else None
-            states = RowStates(work.state.length, after, old.room, before)
-            session.state = replace(work.state, states=states)
+        session.enter(_with_states_after(work) if session.layout.slots else work.state)
         if session.keeps_outputs:
             if output is not None:
                 self._store_outputs(session, output)
@@ -405,10 +397,11 @@ class Engine:
                 counts=stored.num_kept,
             )
             states = unpack(stored, growth.rows, session.layout)
-        session.state = replace(state, rows=growth.rows)
+        state = replace(state, rows=growth.rows)
         if states is not None:
             assert room is not None
-            session.state = replace(session.state, states=RowStates(session.length, states, room))
+            state = replace(state, states=RowStates(state.length, states, room))
+        session.enter(state)
 
     def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
         num_new, group = output.shape[1], session.layout.outputs_group
@@ -462,15 +455,13 @@ class Engine:
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
-        if ways.graphs is not None and not shares:
-            seen = positions_seen(batch)
-            output = None if seen is None else ways.graphs.run(blocks, hidden, positions, places, seen)
-            if output is not None:
-                return list(output.split(num_rows))
+        output = None if shares else self._run_graph(blocks, batch, hidden, positions, places)
+        if output is not None:
+            return list(output.split(num_rows))
         mask = batch_mask(batch, length)
         cache = RowsCache(places, length, num_new, ways.in_place, layers if any(slots) else (), ways.attention)
         in_place = attention_in_place(cache, view.configs) if ways.in_place else nullcontext()
-        with in_place, self._patches.applied(shares, sum(work.num_rows for work in batch), num_new):
+        with in_place, self._patches.applied(shares, sum(num_rows), num_new):
             output = view(
                 hidden[0] if len(hidden) == 1 else torch.cat(hidden),
                 None if mask is None else mask.to(device),
@@ -480,6 +471,20 @@ class Engine:
         for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
             work.states.update(zip(blocks, states, strict=True))
         return list(output.split(num_rows))
+
+    def _run_graph(
+        self,
+        blocks: Span,
+        batch: list[Prepared],
+        hidden: list[torch.Tensor],
+        positions: torch.Tensor,
+        places: list[BlockRuns],
+    ) -> torch.Tensor | None:
+        """Return the output of a graph of the blocks, or None if no graph computes these rows."""
+        if self.ways.graphs is None:
+            return None
+        seen = positions_seen(batch)
+        return None if seen is None else self.ways.graphs.run(blocks, hidden, positions, places, seen)
 
     def _state_layers(
         self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...], device: torch.device
@@ -495,3 +500,23 @@ class Engine:
             return steps_of_two_lengths(self)
         finally:
             self.ways = before
+
+
+def _most_matched_pages(step: SessionStep, keeps_outputs: bool) -> int:
+    """Return how many pages of the step's content may come from the prefix cache instead of being computed."""
+    num_tokens = step.inputs.hidden.shape[1]
+    if step.every_block:
+        return 0
+    if keeps_outputs:
+        return num_tokens // PAGE_TOKENS
+    num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
+    return max(0, num_tokens - num_wanted) // PAGE_TOKENS  # outputs that are wanted must be computed
+
+
+def _with_states_after(work: Prepared) -> State:
+    """Return the session's state after the step, with the recurrent states that the step has computed."""
+    old = work.state.states
+    assert old is not None  # ``_with_states`` made them
+    after = tuple(work.states.get(block, ()) for block in work.session.blocks)
+    before = replace(old, before=None) if old.length else None
+    return replace(work.state, states=RowStates(work.state.length, after, old.room, before))

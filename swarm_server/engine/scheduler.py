@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
@@ -162,20 +162,24 @@ class WorkQueue:
         if kind is Kind.PREFILL:
             self._prompts.has_turn(id(first.session))
         if first.step is not None and self._mixes_sessions and first.num_positions < alone_positions:
-            num_left = most_positions - first.num_positions
-
-            def fits(work: Work) -> bool:
-                if work.step is None or work.num_tokens != first.num_tokens:
-                    return False
-                return work.num_positions < alone_positions and work.num_positions <= num_left
-
-            while num_left > 0 and (work := waiting.pop(fits)) is not None:
-                batch.append(work)
-                num_left -= work.num_positions
+            batch += _companions(first, waiting, most_positions - first.num_positions, alone_positions)
         for work in batch:
             if work.step is not None and not work.step.num_following:
                 self.forget(work.session)
         return batch
+
+
+def _companions(first: Work, waiting: FairQueue[Work], num_left: int, alone_positions: int) -> Iterator[Work]:
+    """Take out and yield steps with as many new positions as ``first``, of ``num_left`` positions together."""
+
+    def fits(work: Work) -> bool:
+        if work.step is None or work.num_tokens != first.num_tokens:
+            return False
+        return work.num_positions < alone_positions and work.num_positions <= num_left
+
+    while num_left > 0 and (work := waiting.pop(fits)) is not None:
+        yield work
+        num_left -= work.num_positions
 
 
 class StepRunner(Protocol):
@@ -348,12 +352,12 @@ class Scheduler:
         self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
 
     def _run(self, batch: list[Work]) -> list[Any]:
-        """Return each result, or the exception that ended its work. Callers get failures; the thread goes on."""
+        """Return each result, or the exception that ended its work."""
         try:
             if batch[0].call is not None:
                 return [batch[0].call()]
             return self._engine.run([work.session_step for work in batch])
-        except Exception as error:
+        except Exception as error:  # the caller gets whatever failed, and the thread goes on
             if len(batch) == 1:
                 return [error]
             _logger.warning("a batch of %d sessions failed; computing them one by one", len(batch))

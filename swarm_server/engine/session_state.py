@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,6 +124,22 @@ class Session:
     @property
     def keeps_outputs(self) -> bool:
         return self.layout.outputs_group is not None
+
+    def enter(self, state: State) -> None:
+        """Replace the state, once whatever leads to it has been computed."""
+        self.state = state
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Return to the present state if the context ends with an error."""
+        with ExitStack() as undo:
+            undo.callback(self.enter, self.state)
+            yield
+            undo.pop_all()
+
+    def forget_promise(self) -> None:
+        """Make the next step reserve its room itself, because the promise was taken back."""
+        self.reserved = self.length if self.batch_size else 0
 
 
 def changed(state: State, change: HistoryChange, layout: PageLayout) -> State:

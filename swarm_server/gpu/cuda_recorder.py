@@ -45,7 +45,7 @@ class CudaRecorder:
                             compute()
                 current.wait_stream(stream)
                 graph = self._recorded(device, stream, compute)
-            except BaseException:
+            except BaseException:  # ``compute`` is a model family's code, which may raise any error; it is raised again
                 torch.cuda.set_stream(current)  # a failed recording does not do this
                 with suppress(RuntimeError):
                     stream.synchronize()  # before the memory that it works on is freed
@@ -68,7 +68,7 @@ class CudaRecorder:
         try:
             with recording:
                 compute()
-        except BaseException as error:
+        except BaseException as error:  # any failure makes later recordings fail; it is raised again
             self._failure = f"{type(error).__name__}: {error}"
             raise
         self._pools[device] = graph.pool()

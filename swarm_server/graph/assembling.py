@@ -206,6 +206,19 @@ def _folded(
 ) -> tuple[tuple[int, ...], list[Place | None]]:
     """Drop dimensions of size one, join dimensions that are contiguous for all operands, and pad to four."""
     strides = [place.strides for place in places if place is not None]
+    folded = _folded_dimensions(kind, sizes, strides)
+    if len(folded) > MAX_DIMENSIONS:
+        raise NotCapturable(f"an operation over {len(folded)} dimensions")
+    folded = [(1, [0] * len(strides))] * (MAX_DIMENSIONS - len(folded)) + folded
+    shorter = iter(zip(*[here for _, here in folded], strict=True))
+    new_places = [None if place is None else Place(place.memory, place.offset, next(shorter)) for place in places]
+    return tuple(size for size, _ in folded), new_places
+
+
+def _folded_dimensions(
+    kind: Kind, sizes: Sequence[int], strides: Sequence[Sequence[int]]
+) -> list[tuple[int, list[int]]]:
+    """Return the size of each dimension that is left, with the strides of all operands."""
     folded: list[tuple[int, list[int]]] = []
     for number, size in enumerate(sizes):
         here = [of_place[number] for of_place in strides]
@@ -222,12 +235,7 @@ def _folded(
             folded[-1] = before * size, here
         else:
             folded.append((size, here))
-    if len(folded) > MAX_DIMENSIONS:
-        raise NotCapturable(f"an operation over {len(folded)} dimensions")
-    folded = [(1, [0] * len(strides))] * (MAX_DIMENSIONS - len(folded)) + folded
-    shorter = iter(zip(*[here for _, here in folded], strict=True))
-    new_places = [None if place is None else Place(place.memory, place.offset, next(shorter)) for place in places]
-    return tuple(size for size, _ in folded), new_places
+    return folded
 
 
 def _arena(code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, int]) -> tuple[dict[int, int], int]:
@@ -235,13 +243,7 @@ def _arena(code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, i
 
     kept: the memories of the input, which is written before the code runs, and of the output, which is read after it.
     """
-    first = {kept[0]: -1}
-    last = {kept[0]: 0, kept[1]: len(code)}
-    for number, lowered in enumerate(code):
-        for place in lowered.places:
-            if place is not None and place.memory.number in sizes:
-                first.setdefault(place.memory.number, number)
-                last[place.memory.number] = max(last.get(place.memory.number, 0), number)
+    first, last = _uses(code, sizes, kept)
     room = {memory: -(-size // _ALIGNMENT) * _ALIGNMENT for memory, size in sizes.items()}
     ends: dict[int, list[int]] = {}
     for memory, end in last.items():
@@ -261,6 +263,20 @@ def _arena(code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, i
             offsets[memory] = where
             free.append((where + room[memory], size - room[memory]))
     return offsets, total
+
+
+def _uses(
+    code: Sequence[Lowered], sizes: Mapping[int, int], kept: tuple[int, int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the numbers of the first and of the last instruction that use each memory, in order of first use."""
+    first = {kept[0]: -1}
+    last = {kept[0]: 0, kept[1]: len(code)}
+    for number, lowered in enumerate(code):
+        for place in lowered.places:
+            if place is not None and place.memory.number in sizes:
+                first.setdefault(place.memory.number, number)
+                last[place.memory.number] = max(last.get(place.memory.number, 0), number)
+    return first, last
 
 
 def _joined(free: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -117,26 +117,23 @@ class Recorder(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not any(map(self.depends, inputs)):
             return result
-        name = str(func)
         if not outputs:
-            raise NotCapturable(f"{name} looks at values")
+            raise NotCapturable(f"{func} looks at values")
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         within = all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
         if within and not func._schema.is_mutable:
             return result  # only a view of an input
         if within and not all(map(self.depends, outputs)):
-            raise NotCapturable(f"{name} writes to a constant")
-
-        def described(leaf: Any) -> Any:
-            return self.view(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-        operation = Operation(
-            name, self.mark(outputs[0]), tree_map(described, tuple(args)), tree_map(described, options)
-        )
+            raise NotCapturable(f"{func} writes to a constant")
+        output, described = self.mark(outputs[0]), self._described
+        operation = Operation(str(func), output, tree_map(described, tuple(args)), tree_map(described, options))
         for other in outputs[1:]:
             self.mark(other)
         self.operations.append(operation)
         return result
+
+    def _described(self, leaf: Any) -> Any:
+        return self.view(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -87,9 +87,7 @@ class CacheBudget:
     def _settle(self) -> None:
         """Subtract memory whose owners have died. The caller holds the lock."""
         while self._released:
-            charge = self._released.popleft()
-            charge.lease._set(charge.lease._promised, charge.lease._held - charge.size_bytes)
-            charge.size_bytes = 0
+            self._released.popleft().shrink(0)
 
     def _charge(self, amount: int, client: str) -> None:
         self._charged += amount
@@ -204,10 +202,7 @@ class Lease:
             kept = self._budget._kept
             for charge in list(self._charges):
                 if charge.size_bytes:
-                    charge.lease = kept
-                    kept._charges.add(charge)
-                    kept._held += charge.size_bytes
-                    self._budget._charge(charge.size_bytes, "")
+                    charge.move_to(kept)
             self._set(0, 0)
             self._charges.clear()
 
@@ -225,6 +220,12 @@ class Lease:
                 )
             self._set(max(promised, self._promised), self._held + more)
 
+    def _receive(self, charge: Charge) -> None:
+        """Count a charge that was another lease's. The caller holds the lock."""
+        self._charges.add(charge)
+        self._held += charge.size_bytes
+        self._budget._charge(charge.size_bytes, self._client)
+
     def _set(self, promised: int, held: int) -> None:
         self._budget._promised += promised - self._promised
         self._budget._charge(max(promised, held) - self._counted, self._client)
@@ -241,6 +242,11 @@ class Charge:
     def release(self) -> None:
         """Mark the memory as freed. Idempotent. Takes no lock: garbage collection may run while a lock is held."""
         self.lease._budget._released.append(self)
+
+    def move_to(self, lease: Lease) -> None:
+        """Count the memory against another lease from now on. The caller holds the lock."""
+        self.lease = lease
+        lease._receive(self)
 
     def shrink(self, size_bytes: int) -> None:
         """Reduce the charge to ``size_bytes``."""

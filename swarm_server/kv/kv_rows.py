@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -309,7 +310,8 @@ def grow(
         PeerBusy: there is no room; nothing has changed.
     """
     growth = Growth(rows)
-    try:
+    with ExitStack() as undo:
+        undo.callback(growth.undo)
         if rows is not before:
             for page, row, filled in _given_back(before, rows, lease):
                 growth.fill(page, row, filled)
@@ -317,9 +319,7 @@ def grow(
             _grow_group(growth, group, number, counts[number] if counts else count, lease, reserved, settled)
             for number, group in enumerate(layout.groups)
         ]
-    except BaseException:
-        growth.undo()
-        raise
+        undo.pop_all()
     growth.rows = tuple(Row(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
     return growth
 
@@ -342,28 +342,38 @@ def _grow_group(
     excess = group.excess(length, kept, count, length if settled is None else settled)
     if excess or max(map(len, all_parts)) > MAX_PARTS:
         all_parts = _compacted(growth, group, all_parts, excess, count, lease)
-    grown = list(all_parts)
-    homeless: dict[bool, list[int]] = {False: [], True: []}  # rows that need a new page; True: forks
-    for i, parts in enumerate(all_parts):
-        last = parts[-1] if parts else None
-        if last is None or last.page.lease is not lease or last.page.capacity < last.end + count:
-            homeless[last is not None and last.page.lease is lease and last.end < last.page.filled[last.row]].append(i)
-        elif last.end < last.page.filled[last.row]:
-            homeless[True].append(i)
-        else:
-            grown[i] = (*parts[:-1], replace(last, end=growth.claim(last.page, last.row, count).end))
+    grown, homeless = _grow_in_place(growth, all_parts, count, lease)
     for is_fork, indices in homeless.items():
-        if not indices:
-            continue
-        kept = sum(map(len, all_parts[0]))
-        if is_fork:
-            room = FORK_TOKENS
-        else:
-            room = max(min(reserved, group.most) - kept, max(GROWTH_TOKENS, kept // 4) if kept else 0)
-        page = _page(group, len(indices), count, room, lease)
-        for row, i in enumerate(indices):
-            grown[i] = (*all_parts[i], growth.claim(page, row, count))
+        if indices:
+            room = FORK_TOKENS if is_fork else _best_room(group, sum(map(len, all_parts[0])), reserved)
+            page = _page(group, len(indices), count, room, lease)
+            for row, i in enumerate(indices):
+                grown[i] = (*all_parts[i], growth.claim(page, row, count))
     return grown
+
+
+def _grow_in_place(
+    growth: Growth, all_parts: list[Parts], count: int, lease: Lease
+) -> tuple[list[Parts], dict[bool, list[int]]]:
+    """Grow the rows that have room behind their last part; return all rows' parts, and which rows need a new page.
+
+    The rows under True are forks: other rows have filled the room behind their last part.
+    """
+    grown = list(all_parts)
+    homeless: dict[bool, list[int]] = {False: [], True: []}
+    for i, parts in enumerate(all_parts):
+        own = parts[-1] if parts and parts[-1].page.lease is lease else None
+        is_fork = own is not None and own.end < own.page.filled[own.row]
+        if own is None or is_fork or own.page.capacity < own.end + count:
+            homeless[is_fork].append(i)
+        else:
+            grown[i] = (*parts[:-1], replace(own, end=growth.claim(own.page, own.row, count).end))
+    return grown, homeless
+
+
+def _best_room(group: Group, kept: int, reserved: int) -> int:
+    """Return for how many positions a new page should have room, beside the ``kept`` ones."""
+    return max(min(reserved, group.most) - kept, max(GROWTH_TOKENS, kept // 4) if kept else 0)
 
 
 def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease) -> Page:

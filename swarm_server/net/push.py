@@ -143,9 +143,7 @@ class Pusher:
             step.settled = not parts and step.hidden.size_bytes <= _MAX_SETTLED_BYTES
         else:
             self._ask_for_settled()
-        # Wait until nothing is under way on the other stream, because this step could overtake it.
-        is_idle = not self._untaken and (self._writing is None or self._writing.done())
-        if self._is_bundled and is_idle and not parts and not self._broken and may_be_bundled(step):
+        if self._may_bundle(step, parts):
             await self._send_bundled(step)
             return
         await self._until(lambda: not self._bundled)  # this step must not overtake those on the shared stream either
@@ -161,6 +159,11 @@ class Pusher:
         # If the stream breaks, the reader notices too, and gives up the unacknowledged steps. Do not wait: the next
         # step is computed while this one travels.
         await self._write(call, _requests(step, parts), waits=False)
+
+    def _may_bundle(self, step: pb.Step, parts: Parts) -> bool:
+        """Return whether the shared stream may carry the step: nothing is under way on the other one to overtake."""
+        is_idle = not self._untaken and (self._writing is None or self._writing.done())
+        return self._is_bundled and is_idle and not parts and not self._broken and may_be_bundled(step)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         """Wait until ``holds()`` is true or the stream is broken; do not yield to the event loop if one already is."""

@@ -42,9 +42,10 @@ def listening_host(host: str | None, initial_peers: Sequence[str], registered: S
         NoSwarm: this machine has no route to the initial peers.
     """
     remote = [peer for peer in initial_peers or registered if tcp_target(peer) and not is_loopback(peer)]
+    all_are_remote = bool(initial_peers) and len(remote) == len(initial_peers)
     if host is not None:
         address = ip_address(host)
-        if ipaddress.ip_address(address).is_loopback and remote and len(remote) == len(initial_peers):
+        if all_are_remote and ipaddress.ip_address(address).is_loopback:
             raise ValueError(
                 f"host {host} is for this machine alone, and {remote[0]} is elsewhere: leave --host out, or give an "
                 "address that others can reach"
@@ -58,7 +59,7 @@ def listening_host(host: str | None, initial_peers: Sequence[str], registered: S
             return source_address(target[0])
         except OSError as error:
             reason = f"no way leads from this machine to {peer}: {error.strerror or error}"
-    if initial_peers and len(remote) == len(initial_peers):
+    if all_are_remote:
         raise NoSwarm(reason)
     return LOOPBACK
 

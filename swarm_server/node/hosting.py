@@ -167,7 +167,7 @@ class SpanLoader:
             self._speed_cache.write(speeds.per_block(len(span)))
         budget = self._cache_budget(engine, span)
         meter = Meter(speeds, len(span), None if config.throughput else self._speed_cache.write)
-        engine.meter, engine.counters, engine.stateless.counters = meter, self._counters, self._counters
+        engine.report_to(meter, self._counters)
         chunk_tokens = self._chunk_tokens(engine)
         scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows, self._counters, chunk_tokens)
         validator = RequestValidator(

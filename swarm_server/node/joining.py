@@ -191,10 +191,7 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
                 is_reachable=_reachability(config.relay, initial_peers, announce_host),
             )
 
-        if config.initial_peers:
-            dht = await join_through(given)
-        else:
-            dht = await _join_discovered(given, join_through) or await _join_registered(config, registry, join_through)
+        dht = await _join_any(config, given, registry, join_through)
         cleanup.push_async_callback(dht.shutdown)
         addresses = await dht.addresses()
         advertise = None if discovery is None else partial(discovery.advertise, dht.peer_id)
@@ -244,6 +241,15 @@ def _host(config: ServerConfig, initial_peers: Sequence[str], registered: Sequen
     """Return ``listening_host``, or a local network's address if peers must discover it. Raise NoSwarm without one."""
     host = listening_host(config.host, initial_peers, registered)
     return local_address(lan_address()) if config.discover and host == LOOPBACK else host
+
+
+async def _join_any(
+    config: ServerConfig, given: Sequence[str], registry: LocalRegistry, join_through: Callable[..., Awaitable[Dht]]
+) -> Dht:
+    """Join through the given peers; without initial peers, through discovered ones or servers of this machine."""
+    if config.initial_peers:
+        return await join_through(given)
+    return await _join_discovered(given, join_through) or await _join_registered(config, registry, join_through)
 
 
 async def _join_discovered(found: Sequence[str], join_through: Callable[..., Awaitable[Dht]]) -> Dht | None:

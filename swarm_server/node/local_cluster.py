@@ -69,7 +69,7 @@ def _serve(job: dict[str, Any]) -> None:
         main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException:  # a forked process must not go on in its parent's code
         import traceback
 
         traceback.print_exc()

@@ -203,7 +203,7 @@ class Mover:
         """Host the span; return the error message or "". An exception object would keep the loaded blocks in memory."""
         try:
             await self.host(loading)
-        except Exception as error:
+        except Exception as error:  # whichever reason there is, the server goes back to its old blocks
             return str(error) or type(error).__name__
         return ""
 

@@ -47,7 +47,7 @@ from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
 from swarm_server.reach.reach import Reach
 from swarm_server.rpc.registration import add_service
-from swarm_server.rpc.service import BlocksService
+from swarm_server.rpc.service import BlocksService, CallerChecks
 from swarm_server.verification.judge import Judge
 from swarm_server.verification.liars import Liars
 
@@ -115,10 +115,9 @@ class Server:
                 lambda: presence.record().to_proto(),
                 idle_timeout_s,
                 arrivals,
-                access=starting.access.control,
+                CallerChecks(starting.access.control, _reach(joined, monitor).origins),
                 signer=Signer(starting.access.identity, lambda: presence.record().to_proto(), time.time),
                 judge=judge,
-                origins=_reach(joined, monitor).origins,
                 offering=presence.offering,
             )
             add_service(service, joined.grpc_server, counters)
@@ -242,7 +241,7 @@ def _reach(joined: Joined, monitor: PeerMonitor) -> Reach:
         return [server.relay_address for server in (await monitor.servers()).servers]
 
     assert joined.reach is not None, "a server that has joined has one"
-    joined.reach.offered = offered
+    joined.reach.find_relays_among(offered)
     return joined.reach
 
 

@@ -56,6 +56,9 @@ class _Share(Generic[T]):
     turn: int
     waiting: _Line[T] | FairQueue[T]
 
+    def restart(self, start: float, turn: int) -> None:
+        self.start, self.turn = start, turn
+
 
 class FairQueue(Generic[T]):
     """A queue with start-time fair queueing (Goyal et al., 1996): a name's next work starts where its last one ends.
@@ -89,7 +92,7 @@ class FairQueue(Generic[T]):
             waiting: _Line[T] | FairQueue[T] = _Line() if self._num_levels == 1 else FairQueue(self._num_levels - 1)
             share = self._shares[name] = _Share(self._now, next(self._turns), waiting)
         elif not share.waiting:
-            share.start, share.turn = max(self._now, share.start), next(self._turns)
+            share.restart(max(self._now, share.start), next(self._turns))
         share.waiting.add(work, others, cost, place)
 
     def pop(self, fits: Callable[[T], bool] = lambda _work: True) -> T | None:
@@ -103,7 +106,7 @@ class FairQueue(Generic[T]):
         for share in waiting:
             if (taken := share.waiting.take(fits)) is not None:
                 self._now = waiting[0].start
-                share.start, share.turn = share.start + taken[1], next(self._turns)
+                share.restart(share.start + taken[1], next(self._turns))
                 self._forget_if_empty()
                 return taken
         return None

@@ -15,6 +15,9 @@ class _Line:
     reached: float = 0.0
     places: dict[Hashable, tuple[float, int]] = field(default_factory=dict)
 
+    def has_turn(self, prompt: Hashable) -> None:
+        self.reached = max(self.reached, self.places[prompt][0])
+
 
 class PromptOrder:
     """The places of prompts that come in chunks. Each prompt keeps its place from the first chunk to the last.
@@ -48,8 +51,7 @@ class PromptOrder:
     def has_turn(self, prompt: Hashable) -> None:
         """Note that a chunk of the prompt is computed next."""
         if prompt in self._users:
-            line = self._lines[self._users[prompt]]
-            line.reached = max(line.reached, line.places[prompt][0])
+            self._lines[self._users[prompt]].has_turn(prompt)
 
     def forget(self, prompt: Hashable) -> None:
         """Remove a prompt that is finished or dropped. Do nothing if the prompt is not under way."""

@@ -68,6 +68,10 @@ class OwnAddresses:
         self._joined_through = joined_through
         self.grpc_host = every_host() if self._follows else host
 
+    def move(self, host: str) -> None:
+        """Note the present address of this machine."""
+        self.host = host
+
     @property
     def is_local(self) -> bool:
         """Return whether only this machine can reach the server."""

@@ -67,7 +67,7 @@ class Reach:
         self._wake, self._attached = asyncio.Event(), asyncio.Event()
         self.is_reachable = config.relay != "always" and dht.serves_others
         self._wants_relays = not self.is_reachable  # some members do not reach it
-        self.offered: Callable[[], Awaitable[Iterable[str]]] = _nobody
+        self._offered: Callable[[], Awaitable[Iterable[str]]] = _nobody
         self.origins: dict[tuple[str, int], str] = {}
         limits = RelayLimits(config.relay_bytes_per_s)
         self.relay = Relay(streams, limits, access.control, lambda: self.is_reachable)
@@ -113,6 +113,10 @@ class Reach:
                 await publish()
             await self._pause()
 
+    def find_relays_among(self, offered: Callable[[], Awaitable[Iterable[str]]]) -> None:
+        """Use the relays at the addresses that ``offered`` returns, besides those of other members."""
+        self._offered = offered
+
     async def close(self) -> None:
         for held in self._reservations.values():
             held.close()
@@ -121,7 +125,7 @@ class Reach:
     async def _look(self) -> None:
         if (host := await asyncio.to_thread(self._own.moved)) is not None:  # this call looks names up
             _logger.warning("the address of this machine is %s now, it was %s", host, self._own.host)
-            self._own.host = host
+            self._own.move(host)
             self._attached.clear()
             self._dht.move(host)
             await asyncio.wait_for(self._attached.wait(), _RESTART_S)  # nothing can be published before
@@ -167,7 +171,7 @@ class Reach:
             )
 
     async def _find_relays(self) -> None:
-        offered = [address for address in await self.offered() if address]
+        offered = [address for address in await self._offered() if address]
         members = [*self._members(), *await self._dht.peers()]
         asked = candidates(offered, members, self._dht.peer_id, self._reservations, self._failed)
         found = [held for held in await asyncio.gather(*map(self._reserve, asked)) if held is not None]

@@ -44,6 +44,9 @@ class ReplyBundle:
         self.is_open = True
         self._outbox = outbox
 
+    def close(self) -> None:
+        self.is_open = False
+
     @contextmanager
     def joined(self, session_key: bytes, otherwise: Reply) -> Iterator[Reply]:
         """Yield a session's reply function: small outputs and failures go here, all else on its own stream."""
@@ -93,7 +96,7 @@ class ReplyBundles:
         try:
             yield bundle
         finally:
-            bundle.is_open = False
+            bundle.close()
             del self._open[key]
 
 

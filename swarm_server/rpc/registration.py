@@ -41,7 +41,7 @@ async def errors_as_status(context: _Context, counters: Counters) -> AsyncIterat
         end_with(context, status_of(error), printable(str(error)))
     except grpc.aio.BaseError as error:
         _logger.debug("a client went away: %s", error)
-    except Exception:
+    except Exception:  # a defect of the handler: the client gets a status, and the server goes on
         _logger.exception("a request failed")
         counters.refusals[grpc.StatusCode.INTERNAL.name] += 1
         end_with(context, grpc.StatusCode.INTERNAL, "the server failed while it computed; its log says why")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, aclosing, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,33 @@ def _client_of(context: _Context) -> str:
     return peer_of(context.auth_context())
 
 
+@dataclass(frozen=True)
+class CallerChecks:
+    """The checks by which a service knows its callers.
+
+    Attributes:
+        access: a private swarm's access control.
+        origins: see ``address_of``.
+        client_of: returns the caller's peer id; tests replace it.
+    """
+
+    access: AccessControl | None = None
+    origins: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    client_of: Callable[[_Context], str] = _client_of
+
+    def admit(self, context: _Context, role: Role = Role.CLIENT) -> Caller:
+        """Return the client. Raise AccessDenied if it may not make calls that require this role."""
+        self.membership(context, role)()
+        return Caller(self.client_of(context), address_of(context.peer(), self.origins))
+
+    def membership(self, context: _Context, role: Role = Role.CLIENT) -> Callable[[], object]:
+        """Return a check that raises AccessDenied if the client may not (or no longer) make calls of this role."""
+        if self.access is None:
+            return lambda: None
+        token = token_of(context.auth_context())
+        return partial(self.access.require, role, self.client_of(context), token)
+
+
 class BlocksService(BlocksServicer):
     """The gRPC handlers of a server. They refuse requests before they reserve memory; no request ends the server."""
 
@@ -51,29 +79,24 @@ class BlocksService(BlocksServicer):
         record: Callable[[], pb.ServerRecord],
         idle_timeout_s: float,
         arrivals: Arrivals | None = None,
-        client_of: Callable[[_Context], str] = _client_of,
-        access: AccessControl | None = None,
+        callers: CallerChecks | None = None,
         signer: Signer | None = None,
         judge: Judge | None = None,
-        origins: Mapping[tuple[str, int], str] | None = None,
         offering: Offering | None = None,
     ) -> None:
         """Create the service.
 
         ``hosted`` returns the sessions of the blocks hosted at present, or None while the server loads other blocks.
-        ``client_of`` returns the caller's peer id; tests replace it. ``access`` is a private swarm's access control.
-        Without ``signer``, the server makes no statements; without ``judge``, it judges nobody. ``origins``: see
-        ``address_of``. Without ``offering``, the server gives no weights to other servers.
+        Without ``signer``, the server makes no statements; without ``judge``, it judges nobody. Without ``offering``,
+        it gives no weights to other servers.
         """
         self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
         self._arrivals = arrivals or Arrivals()
-        self._client_of = client_of
-        self._access = access
+        self._callers = callers or CallerChecks()
         self._signer = signer
         self._judge = judge
-        self._origins = {} if origins is None else origins
         self._offering = offering
         self._bundles = bundles.ReplyBundles()
 
@@ -91,7 +114,7 @@ class BlocksService(BlocksServicer):
                 except grpc.aio.BaseError as error:  # the reader of the stream notices too
                     _logger.debug("a client went away: %s", error)
 
-        client = self._admit(context)
+        client = self._callers.admit(context)
         arrivals = self._arrivals.of(client)
         incoming = Incoming(requests, arrivals, reads_ahead=True)
         request = await incoming.next()
@@ -105,7 +128,7 @@ class BlocksService(BlocksServicer):
             hosted = await host.open(request.open, client, answer)
             try:
                 await hosted.announce()
-                await self._serve(host, hosted, incoming, arrivals, self._membership(context))
+                await self._serve(host, hosted, incoming, arrivals, self._callers.membership(context))
             finally:
                 try:
                     await incoming.aclose()
@@ -113,8 +136,8 @@ class BlocksService(BlocksServicer):
                     await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
-        self._admit(context, Role.SERVER)
-        admitted = self._membership(context, Role.SERVER)
+        self._callers.admit(context, Role.SERVER)
+        admitted = self._callers.membership(context, Role.SERVER)
         incoming = Incoming(requests, self._arrivals, reads_ahead=True)
         request = await incoming.first("push_key")
         hosted = self._sessions().find_pushed(request.push_key)
@@ -137,14 +160,16 @@ class BlocksService(BlocksServicer):
                     await context.write(pb.PushReply(number=number))
 
     async def Steps(self, requests: AsyncIterator[pb.StepBundle], context: _Context) -> None:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         arrivals = self._arrivals.of(client)
         incoming = Incoming(requests, arrivals)
         first = await incoming.next()
         if first is None:
             return
         outbox = Outbox[pb.KeyedReply](lambda replies: context.write(pb.ReplyBundle(replies=replies)))
-        take = bundles.take_for(lambda key: self._sessions().find(key, client), arrivals, self._membership(context))
+        take = bundles.take_for(
+            lambda key: self._sessions().find(key, client), arrivals, self._callers.membership(context)
+        )
         with self._bundles.opened(first.key, client, outbox) as bundle:
             await context.write(pb.ReplyBundle())
             await bundles.serve(
@@ -156,19 +181,19 @@ class BlocksService(BlocksServicer):
             )
 
     async def PushSteps(self, requests: AsyncIterator[pb.PushBundle], context: _Context) -> None:
-        self._admit(context, Role.SERVER)
+        self._callers.admit(context, Role.SERVER)
         outbox = Outbox[pb.TakenStep](lambda steps: context.write(pb.TakenBundle(steps=steps)))
-        admitted = self._membership(context, Role.SERVER)
+        admitted = self._callers.membership(context, Role.SERVER)
         take = bundles.take_pushed(lambda key: self._sessions().find_pushed(key), self._arrivals, admitted, outbox)
         incoming = Incoming(requests, self._arrivals)
         await bundles.serve(incoming, outbox, take, idle_timeout_s=self._idle_timeout_s)
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         return await self._sessions().find(request.session_key, client).progress(request.hold, request.work)
 
     async def Reroute(self, requests: AsyncIterator[pb.RerouteRequest], context: _Context) -> pb.SessionProgress:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         arrivals = self._arrivals.of(client)
         incoming = Incoming(requests, arrivals)
         first = await incoming.next()
@@ -176,14 +201,15 @@ class BlocksService(BlocksServicer):
             raise RequestRejected("a reroute has no messages: expected one with the session's key")
         hosted = self._sessions().find(first.session_key, client)
         reservation = Reservation(arrivals)  # closed when the steps have been sent
-        try:
-            return await hosted.reroute(first, await read_resent(incoming, first, reservation), reservation.close)
-        except BaseException:
-            reservation.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(reservation.close)
+            steps = await read_resent(incoming, first, reservation)
+            progress = await hosted.reroute(first, steps, reservation.close)
+            undo.pop_all()
+        return progress
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         return await self._sessions().find(request.session_key, client).copy(request.to)
 
     async def _serve(
@@ -221,19 +247,19 @@ class BlocksService(BlocksServicer):
             await asyncio.wait(waiting)  # nobody reads the stream any more
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         incoming = Incoming(requests, self._arrivals.of(client))
         return pb.PutAdapterReply(key=await passes.put_adapter(self._staying(), client, incoming))
 
     async def Forward(self, requests: AsyncIterator[pb.ForwardRequest], context: _Context) -> None:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         incoming = Incoming(requests, self._arrivals.of(client))
         with ExitStack() as request:
             for reply in await passes.forward(self._staying(), client, incoming, request, self._signer):
                 await context.write(reply)
 
     async def Backward(self, requests: AsyncIterator[pb.BackwardRequest], context: _Context) -> None:
-        client = self._admit(context, Role.TRAINER)
+        client = self._callers.admit(context, Role.TRAINER)
         incoming = Incoming(requests, self._arrivals.of(client))
         with ExitStack() as request:
             for reply in await passes.backward(self._staying(), client, incoming, request):
@@ -250,30 +276,30 @@ class BlocksService(BlocksServicer):
 
     def _judging(self, context: _Context) -> tuple[Judge, Caller]:
         """Return the judge and the calling client. Raise RequestRejected if this server judges nobody."""
-        client = self._admit(context)
+        client = self._callers.admit(context)
         self._present()
         if self._judge is None:
             raise RequestRejected("this server judges nobody")
         return self._judge, client
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
-        self._admit(context)
+        self._callers.admit(context)
         return self._record()
 
     async def Echo(self, request: pb.EchoRequest, context: _Context) -> pb.EchoReply:
-        self._admit(context)
+        self._callers.admit(context)
         if max(len(request.payload), request.reply_bytes) > MAX_ECHO_BYTES:
             raise RequestRejected(f"an echo is too long: expected at most {MAX_ECHO_BYTES} bytes each way")
         return pb.EchoReply(payload=bytes(request.reply_bytes))
 
     async def GetOffer(self, request: pb.OfferRequest, context: _Context) -> None:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         async with aclosing(self._offers().parts(client)) as parts:
             async for data in parts:
                 await _write_soon(context, pb.OfferPart(data=data))
 
     async def GetPiece(self, request: pb.PieceRequest, context: _Context) -> None:
-        client = self._admit(context)
+        client = self._callers.admit(context)
         async with aclosing(self._offers().piece(client, request.sha256)) as parts:
             async for data in parts:
                 await _write_soon(context, pb.PiecePart(data=data))
@@ -284,18 +310,6 @@ class BlocksService(BlocksServicer):
         if request is None:
             raise RequestRejected("a call came without its message")
         return request
-
-    def _admit(self, context: _Context, role: Role = Role.CLIENT) -> Caller:
-        """Return the client. Raise AccessDenied if it may not make calls that require this role."""
-        self._membership(context, role)()
-        return Caller(self._client_of(context), address_of(context.peer(), self._origins))
-
-    def _membership(self, context: _Context, role: Role = Role.CLIENT) -> Callable[[], object]:
-        """Return a check that raises AccessDenied if the client may not (or no longer) make calls of this role."""
-        if self._access is None:
-            return lambda: None
-        token = token_of(context.auth_context())
-        return partial(self._access.require, role, self._client_of(context), token)
 
     def _present(self) -> SessionManager:
         """Return the present host. Raise PeerMoved if there is none at present."""

@@ -38,6 +38,11 @@ class Applicant:
     lease: Lease | None = None
     refusal: PeerBusy | None = None
 
+    def take_lease(self) -> Lease | None:
+        """Return the lease, if there is one, and forget it."""
+        lease, self.lease = self.lease, None
+        return lease
+
 
 class RoomQueue:
     """The queue of sessions that wait for room, the oldest first, so that small requests cannot starve a large one.
@@ -133,9 +138,19 @@ class Admission:
         self._is_new = True  # something has changed since the queue was last checked
         self._num_growing = 0
         self._changed = asyncio.Event()  # wakes the waiters, which then check the queue again
-        self.relieve: Callable[[Need], None] = lambda need: None  # asks other sessions to give room back
-        self.held: Callable[[], Held] = Held  # returns the bytes that all sessions hold
-        self.tenants: Callable[[], list[Caller]] = list  # returns the clients of all sessions
+        self.connect(lambda need: None, Held, list)
+
+    def connect(
+        self, relieve: Callable[[Need], None], held: Callable[[], Held], tenants: Callable[[], list[Caller]]
+    ) -> None:
+        """Connect the admission to the admitted sessions.
+
+        Args:
+            relieve: asks these sessions to give room back.
+            held: returns the bytes that all of them hold.
+            tenants: returns the clients of all of them.
+        """
+        self._relieve, self._held, self._tenants = relieve, held, tenants
 
     def __len__(self) -> int:
         """Return the number of sessions that wait."""
@@ -178,8 +193,7 @@ class Admission:
             while True:
                 require()
                 self._admit()
-                if applicant.lease is not None:
-                    lease, applicant.lease = applicant.lease, None
+                if (lease := applicant.take_lease()) is not None:
                     return lease
                 left_s = deadline_s - clock()
                 if left_s < _MOMENT_S:
@@ -209,7 +223,7 @@ class Admission:
     @property
     def shares(self) -> FairShares:
         """Return the fair shares of the room among the clients that have some or wait for some."""
-        return FairShares(self._budget.capacity_bytes, [*self.tenants(), *self._queue.clients])
+        return FairShares(self._budget.capacity_bytes, [*self._tenants(), *self._queue.clients])
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
@@ -236,11 +250,11 @@ class Admission:
         if self._num_growing or (not self._is_new and now_s < self._looked_s + _POLL_S / 2):
             return  # whichever waiter checks first does so for all
         self._is_new, self._looked_s = False, now_s
-        first = self._queue.admit(self._let_in, self._queue.in_turn(self.shares, self.held()))
+        first = self._queue.admit(self._let_in, self._queue.in_turn(self.shares, self._held()))
         if first is not None and now_s >= self._relieved_s + _POLL_S:
             self._relieved_s = now_s
             missing = first.refusal.missing_bytes if isinstance(first.refusal, NoRoom) else 0
-            self.relieve(Need(first.client, first.size_bytes, missing, now_s - first.since_s))
+            self._relieve(Need(first.client, first.size_bytes, missing, now_s - first.since_s))
 
     def _let_in(self, applicant: Applicant) -> PeerBusy | None:
         client, sessions = applicant.client, self._sessions

@@ -77,7 +77,9 @@ class SessionManager:
                 min(_MAX_WAIT_S, _seconds(request.wait_s)),
                 require=self.require_staying,
             )
-            try:
+            with ExitStack() as undo:
+                undo.callback(self.admission.left, client)
+                undo.callback(lease.close)
                 self._require_new(request.session_key)
                 session = engine.open(
                     blocks,
@@ -89,12 +91,9 @@ class SessionManager:
                     owner=client.peer_id,
                     adapter=adapter,
                 )
-                claim = Claim(lease, (born_s, next(self._numbers)), client)
+                claim = Claim(lease, (born_s, next(self._numbers)), client, session.forget_promise)
                 hosted = HostedSession(self.services, self._preemption, claim, client, request, session, reply)
-            except BaseException:
-                lease.close()
-                self.admission.left(client)
-                raise
+                undo.pop_all()
             self._sessions[hosted.key] = self._pushed[hosted.push_key] = hosted
             self._preemption.add(claim)
             self._uses[hosted.key] = uses.pop_all()

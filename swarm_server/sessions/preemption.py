@@ -25,12 +25,18 @@ class Claim:
         on_shrunk: the callback for when an unused promise of room is taken back.
     """
 
-    def __init__(self, lease: Lease, seniority: tuple[float, int], client: Caller) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        seniority: tuple[float, int],
+        client: Caller,
+        on_shrunk: Callable[[], None] = lambda: None,
+    ) -> None:
         self.lease = lease
         self.seniority = seniority
         self.client = client
         self.closed = False
-        self.on_shrunk: Callable[[], None] = lambda: None
+        self.on_shrunk = on_shrunk
         self._preempted = asyncio.Event()
         self._is_computing = False
         self._has_begun = False
@@ -83,8 +89,7 @@ class Preemption:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._claims: list[Claim] = []
-        admission.relieve, admission.held = self._relieve, self._held
-        admission.tenants = lambda: [claim.client for claim in self._claims]
+        admission.connect(self._relieve, self._held, lambda: [claim.client for claim in self._claims])
 
     def add(self, claim: Claim) -> None:
         self._claims.append(claim)

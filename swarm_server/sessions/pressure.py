@@ -89,7 +89,7 @@ class Need:
     waited_s: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Relief:
     """The sessions whose promises shrink to what they hold, and the sessions that are preempted."""
 
@@ -104,32 +104,42 @@ def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
     session stays within its share. Sessions of the same client give nothing: the client itself can end them.
     """
     others = [tenant for tenant in tenants if tenant.client.peer_id != need.client.peer_id]
-    found = Relief()
     if not need.missing_bytes:
-        found.preempted = _place(need, others)
-        return found
-    missing = need.missing_bytes
-    for tenant in sorted(others, key=lambda tenant: tenant.has_begun):
-        if missing > 0 and tenant.idle_s >= UNUSED_S and tenant.charged_bytes > tenant.held_bytes:
-            found.shrunk.append(tenant)
-            missing -= tenant.charged_bytes - tenant.held_bytes
+        return Relief(preempted=_place(need, others))
+    shrunk, missing = _unused_promises(need.missing_bytes, others)
     held = Held()
     for tenant in tenants:
         held.add(tenant.client, tenant.charged_bytes)
     held.add(need.client, need.size_bytes)
     if missing <= 0 or shares.exceeds(need.client, held):
-        return found
-    by_waste = sorted(others, key=lambda tenant: tenant.held_bytes - tenant.used_bytes, reverse=True)
-    for tenant in by_waste:
-        if missing > 0 and tenant.keeps_unused:
-            found.preempted.append(tenant)
-            missing -= tenant.held_bytes
+        return Relief(shrunk)
+    preempted, missing = _wasteful(missing, others)
     if missing > 0 and need.waited_s >= TURN_S:
-        left = [tenant for tenant in others if tenant not in found.preempted]
+        left = [tenant for tenant in others if tenant not in preempted]
         more = _those_with_more(missing, left, held, shares)
-        found.preempted += more
+        preempted += more
         missing -= sum(tenant.held_bytes for tenant in more)
-    return found if missing <= 0 else Relief(found.shrunk)
+    return Relief(shrunk, preempted) if missing <= 0 else Relief(shrunk)
+
+
+def _unused_promises(missing: int, others: Sequence[Tenant]) -> tuple[list[Tenant], int]:
+    """Return the sessions whose unused promises are given back, and how many bytes are missing after that."""
+    chosen = []
+    for tenant in sorted(others, key=lambda tenant: tenant.has_begun):
+        if missing > 0 and tenant.idle_s >= UNUSED_S and tenant.charged_bytes > tenant.held_bytes:
+            chosen.append(tenant)
+            missing -= tenant.charged_bytes - tenant.held_bytes
+    return chosen, missing
+
+
+def _wasteful(missing: int, others: Sequence[Tenant]) -> tuple[list[Tenant], int]:
+    """Return the sessions that keep much unused memory, worst first, and how many bytes are missing without them."""
+    chosen = []
+    for tenant in sorted(others, key=lambda tenant: tenant.held_bytes - tenant.used_bytes, reverse=True):
+        if missing > 0 and tenant.keeps_unused:
+            chosen.append(tenant)
+            missing -= tenant.held_bytes
+    return chosen, missing
 
 
 def _place(need: Need, others: Sequence[Tenant]) -> list[Tenant]:

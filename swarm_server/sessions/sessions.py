@@ -66,7 +66,6 @@ class HostedSession:
         self._routed = asyncio.Event()  # if clear, nothing is computed or sent until there is another next hop
         self._routed.set()
         self._last_time = now_s()
-        claim.on_shrunk = self._promised_nothing
         self._copier: Replicator | None = None
         self._is_bundled = bool(request.bundle_key)
         self._pusher = self._pusher_to(request.next, 0) if request.HasField("next") else None
@@ -152,15 +151,18 @@ class HostedSession:
             finally:
                 self._last_time = now_s()
             await self._routed.wait()
-            if output is not None and request.every_block:
-                block_outputs, output = output, output[-1]
-            if output is not None and request.number > self._sent_number and not self.closed:
-                await self._send(request, output)
-            if output is not None and request.every_block:
-                await self._send_block_outputs(request.number, block_outputs)
+            if output is not None:
+                await self._send_on(request, output)
             if self._copier is not None:
                 await self._copier.follow(request)
             return True
+
+    async def _send_on(self, request: pb.Step, output: torch.Tensor) -> None:
+        """Send the last block's outputs on, unless they were sent before; then each block's, if they are wanted."""
+        if request.number > self._sent_number and not self.closed:
+            await self._send(request, output[-1] if request.every_block else output)
+        if request.every_block:
+            await self._send_block_outputs(request.number, output)
 
     async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
         """Return the outputs, or None if they were computed elsewhere. Younger sessions may be preempted."""
@@ -247,10 +249,6 @@ class HostedSession:
         self.session.lease.promise(
             num_different * size_bytes(start + num_new) + (len(rows) - num_different) * size_bytes(num_new)
         )
-
-    def _promised_nothing(self) -> None:
-        """Make the next step reserve its room itself, because the promise was taken back."""
-        self.session.reserved = self.session.length if self.session.batch_size else 0
 
     def _changes(self, request: pb.Step) -> Iterator[HistoryChange]:
         """Yield the changes of the step that were not made before the rows came here."""

@@ -29,6 +29,9 @@ class StatelessPasses:
         self._weight_addresses = stack.weight_addresses()
         self.counters = Counters()
 
+    def report_to(self, counters: Counters) -> None:
+        self.counters = counters
+
     def forward(
         self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None = None, dropout: Dropout | None = None
     ) -> torch.Tensor:

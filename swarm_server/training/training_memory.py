@@ -52,6 +52,21 @@ class KeptPass:
     refused: bool = False
     since_s: float = 0.0
 
+    def complete(self) -> None:
+        self.since_s = time.monotonic()
+
+    def refuse(self) -> None:
+        self.refused = True
+
+    def free(self) -> int:
+        """Release the memory of all pieces, even if something still holds the pass; return how many bytes these are."""
+        for charge, piece in zip(self.charges, self.pieces, strict=True):
+            charge.release()
+            piece.free()
+        size_bytes = sum(piece.size_bytes for piece in self.pieces)
+        self.charges, self.pieces = [], []
+        return size_bytes
+
 
 @dataclass(eq=False)
 class _Transposed:
@@ -140,7 +155,7 @@ class TrainingMemory:
             if kept.refused or self._closed:
                 return False
             self._drop(key)
-            kept.since_s = time.monotonic()
+            kept.complete()
             self._passes[key] = kept
             if self._sweeping is None:
                 self._sweeping = asyncio.get_running_loop().call_later(self._kept_s, self._sweep)
@@ -189,7 +204,7 @@ class TrainingMemory:
                     self._free(kept)
 
     def _refuse(self, kept: KeptPass) -> None:
-        kept.refused = True
+        kept.refuse()
         self._free(kept)
 
     def _drop(self, key: bytes) -> None:
@@ -197,12 +212,8 @@ class TrainingMemory:
             self._free(self._passes.pop(key))
 
     def _free(self, kept: KeptPass) -> None:
-        """Release the memory of a pass, even if something still holds the pass. The caller holds the lock."""
-        for charge, piece in zip(kept.charges, kept.pieces, strict=True):
-            charge.release()
-            piece.free()
-            self._used_bytes -= piece.size_bytes
-        kept.charges, kept.pieces = [], []
+        """Release the memory of a pass. The caller holds the lock."""
+        self._used_bytes -= kept.free()
 
     def _sweep(self) -> None:
         self._sweeping = None

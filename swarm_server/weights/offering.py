@@ -138,17 +138,24 @@ class Offering:
                 files.location,
             )
             return None
-        paths = {}
-        for name in (*SMALL_FILES, *self._checkpoint.weight_files):
-            if self._stopped:  # each file may take a request to the hub
-                return None
-            path = files.local(name) if may_be_shared(name) else None
-            if path is not None and path.stat().st_size:
-                paths[name] = path, path.stat().st_mtime_ns
+        paths = self._paths(files)
+        if self._stopped:
+            return None
         shared = [self._hashes.of(paths[name][0], name) for name in sorted(paths)]
         if not any(file.name in self._checkpoint.weight_files for file in shared):
             return None
         return _Offered(Manifest(self._checkpoint.name, self._checkpoint.revision, tuple(shared)), paths)
+
+    def _paths(self, files: Directory | HubModel) -> dict[str, tuple[Path, int]]:
+        """Return the paths of the files to share, with their times of change; stop early if the offering stops."""
+        paths = {}
+        for name in (*SMALL_FILES, *self._checkpoint.weight_files):
+            if self._stopped:  # each file may take a request to the hub
+                break
+            path = files.local(name) if may_be_shared(name) else None
+            if path is not None and path.stat().st_size:
+                paths[name] = path, path.stat().st_mtime_ns
+        return paths
 
     # ------------------------------------------------------------ for members
 

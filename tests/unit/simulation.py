@@ -30,7 +30,7 @@ from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
 from swarm_server.rpc.registration import errors_as_status
-from swarm_server.rpc.service import BlocksService
+from swarm_server.rpc.service import BlocksService, CallerChecks
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import TrainingMemory
@@ -120,6 +120,9 @@ class ToySession:
     @property
     def used_bytes(self) -> int:
         return self.batch_size * self.layout.size_bytes(self.length)
+
+    def forget_promise(self) -> None:
+        self.reserved = self.length if self.batch_size else 0
 
 
 class ToyEngine:
@@ -276,7 +279,7 @@ class ToyServer:
         services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training, counters=counters)
         self.host = SessionManager(services, 100)
         self.service = BlocksService(
-            lambda: self.host, self.record().to_proto, idle_timeout_s, client_of=Context.client
+            lambda: self.host, self.record().to_proto, idle_timeout_s, callers=CallerChecks(client_of=Context.client)
         )
 
     def record(self) -> ServerRecord:

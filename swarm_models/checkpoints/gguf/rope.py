@@ -23,15 +23,11 @@ def complete_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> N
         UnsupportedModel: the file scales rotary embeddings in another way, which the config does not have.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    prefix = f"{header.architecture}.rope"
-    kind = header.values.get(f"{prefix}.scaling.type", "linear")  # llama.cpp's default
-    factor = header.values.get(f"{prefix}.scaling.factor", header.values.get(f"{prefix}.scale_linear", 1.0))
-    is_scaled = kind != "none" and factor not in (0.0, 1.0)
-    unread = [name for name in OTHER_FACTORS if name in header.tensors]
-    if rope.get("rope_type", "default") == "default" and (is_scaled or unread):
-        raise UnsupportedModel(f"{path} scales rotary embeddings ({kind}), which transformers does not read")
+    if rope.get("rope_type", "default") != "default":
+        return
+    _require_no_other_scaling(header, path)
     stored = header.tensors.get(FACTORS)
-    if stored is None or rope.get("rope_type", "default") != "default":
+    if stored is None:
         return
     if "rope_theta" not in rope or not stored.shape or 0 in stored.shape:
         raise UnsupportedModel(f"{path} holds {FACTORS}, which does not fit a model of type {config.model_type!r}")
@@ -43,6 +39,16 @@ def complete_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> N
     if not torch.allclose(factors, expected, rtol=1e-3):
         raise UnsupportedModel(f"{path} scales rotary embeddings by factors of its own: expected those of Llama 3.1")
     config.rope_parameters = {**rope, "rope_type": "llama3", **scaling}
+
+
+def _require_no_other_scaling(header: GgufHeader, path: Path) -> None:
+    """Raise UnsupportedModel if the file scales rotary embeddings by a number, or by other factors than ``FACTORS``."""
+    prefix = f"{header.architecture}.rope"
+    kind = header.values.get(f"{prefix}.scaling.type", "linear")  # llama.cpp's default
+    factor = header.values.get(f"{prefix}.scaling.factor", header.values.get(f"{prefix}.scale_linear", 1.0))
+    is_scaled = kind != "none" and factor not in (0.0, 1.0)
+    if is_scaled or any(name in header.tensors for name in OTHER_FACTORS):
+        raise UnsupportedModel(f"{path} scales rotary embeddings ({kind}), which transformers does not read")
 
 
 def _llama3_factors(

@@ -12,7 +12,7 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.wire.constants import MAX_MESSAGE_BYTES, MIB, SERVER_OPTIONS
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.registration import add_service
-from swarm_server.rpc.service import BlocksService
+from swarm_server.rpc.service import BlocksService, CallerChecks
 from tests.unit.support import run
 
 METHODS = pb.DESCRIPTOR.services_by_name["Blocks"].methods_by_name
@@ -29,7 +29,8 @@ def asked(
         server = grpc.aio.server(options=SERVER_OPTIONS)
         arrivals = Arrivals(stall_timeout_s=60.0, min_bytes_per_s=100 * MIB)
         record = pb.ServerRecord(model="model")
-        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, client_of=lambda _context: "client")
+        callers = CallerChecks(client_of=lambda _context: "client")
+        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, callers)
         add_service(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
