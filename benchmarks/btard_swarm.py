@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm_training.robust.btard import Btard
-from swarm_training.robust.instructions import Check, Finish, Finished, Instruction, Remove
+from swarm_training.robust.instructions import CheckProjections, Finish, Instruction, Remove, StepRecord
 from swarm_training.robust.messages import (
     AggregateCommitted,
     Begin,
@@ -26,7 +26,7 @@ from swarm_training.robust.messages import (
     Late,
     Receipt,
     Reveal,
-    Round,
+    RobustRound,
 )
 from swarm_training.robust.roster import Rules
 from swarm_training.robust.workbench import Delivery, Workbench
@@ -66,14 +66,14 @@ class NotFinite(Peer):
 class OpenShift(Peer):
     """Pushes the part that it aggregates against the gradient."""
 
-    def aggregate(self, current: Round) -> Tensor:
+    def aggregate(self, current: RobustRound) -> Tensor:
         return -super().aggregate(current)
 
 
 class HiddenShift(OpenShift):
     """The same, covered up by a false projection of its own."""
 
-    def projections(self, current: Round) -> tuple[float, ...]:
+    def projections(self, current: RobustRound) -> tuple[float, ...]:
         said = list(super().projections(current))
         part = current.owners.index(self.me)
         said[part] -= sum(
@@ -82,7 +82,7 @@ class HiddenShift(OpenShift):
         )
         return tuple(said)
 
-    def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
+    def check(self, instruction: CheckProjections) -> list[tuple[Case, float | None]]:
         return [(case, value) for case, value in super().check(instruction) if not _is_of(case, self.friends)]
 
 
@@ -91,7 +91,7 @@ class SharedShift(HiddenShift):
 
     accomplices: dict[str, HiddenShift]
 
-    def projections(self, current: Round) -> tuple[float, ...]:
+    def projections(self, current: RobustRound) -> tuple[float, ...]:
         said = list(Workbench.projections(self, current))
         friends = sorted(self.friends & set(current.workers))
         if friends and friends[0] == self.me:
@@ -107,21 +107,21 @@ class SharedShift(HiddenShift):
 class FalseProjections(Peer):
     """Makes honest aggregators look like liars."""
 
-    def projections(self, current: Round) -> tuple[float, ...]:
+    def projections(self, current: RobustRound) -> tuple[float, ...]:
         return tuple(value + 10 for value in super().projections(current))
 
 
 class HugeProjections(Peer):
     """Finite, but their sum is not."""
 
-    def projections(self, current: Round) -> tuple[float, ...]:
+    def projections(self, current: RobustRound) -> tuple[float, ...]:
         return tuple(1e308 for _ in current.owners)
 
 
 class Slander(Peer):
     """Accuses whomever it can, of projections or of what it audits."""
 
-    def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
+    def check(self, instruction: CheckProjections) -> list[tuple[Case, float | None]]:
         return [
             (case, value if _is_of(case, self.friends) else 50.0)
             for case, value in super().check(instruction)
@@ -132,7 +132,7 @@ class Slander(Peer):
 class Complaint(Peer):
     """Says that it was not shown what it audits."""
 
-    def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
+    def check(self, instruction: CheckProjections) -> list[tuple[Case, float | None]]:
         return [
             (case, None if isinstance(case, FalseGradient) else value) for case, value in super().check(instruction)
         ]
@@ -191,7 +191,7 @@ class Equivocation(Peer):
 class Collusion(SignFlip):
     """Flips signs; its friends find nothing wrong with it as validators and jurors, and accuse the honest together."""
 
-    def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
+    def check(self, instruction: CheckProjections) -> list[tuple[Case, float | None]]:
         if instruction.round.step % 5:
             return [(case, 0.0) for case, _ in super().check(instruction)]
         return [
@@ -201,7 +201,7 @@ class Collusion(SignFlip):
         ]
 
     def measure(
-        self, case: Case, current: Round, said: Mapping[str, Iterable[float]], last: Finished | None
+        self, case: Case, current: RobustRound, said: Mapping[str, Iterable[float]], last: StepRecord | None
     ) -> list[float]:
         values = super().measure(case, current, said, last)  # type: ignore[arg-type]
         return [0.0 if _is_of(case, self.friends) else 30.0, *values[1:]]

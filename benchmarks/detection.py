@@ -27,8 +27,8 @@ from swarm_client.verification.checker import checker_of
 from swarm_client.verification.risk import (
     DOUBT_CHECKS,
     SECOND_OPINIONS,
-    Budget,
-    History,
+    CheckBudget,
+    CheckHistory,
     check_cost,
     share_of,
     work_of,
@@ -81,7 +81,7 @@ class Policy:
 
     def __init__(self, price: float, chance: Random) -> None:
         self.price, self.chance, self.spent = price, chance, 0.0
-        self.budget, self.num_passed, self.steps = Budget(chance.random), 0, 0
+        self.budget, self.num_passed, self.steps = CheckBudget(chance.random), 0, 0
         self.is_heard, self.num_heard = False, 0  # checks since a doubt was heard
 
     def begin(self) -> None:
@@ -90,7 +90,7 @@ class Policy:
 
     def draws(self, new: int, length: int) -> bool:
         self.steps += 1
-        history = History(self.num_passed, self.steps * STEP_S)
+        history = CheckHistory(self.num_passed, self.steps * STEP_S)
         work, cost = work_of(1, new, self.price), check_cost(length, self.price)
         is_due = self.is_owed and self.steps_left <= 0
         self.steps_left -= 1

@@ -11,7 +11,7 @@ import torch
 from common import generate
 from transformers import PreTrainedModel
 
-from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
+from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
 from swarm_client.speculation.speculation import Speculation
 
 
@@ -35,7 +35,7 @@ class _KnowingSession(DraftSession):
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self._ids += token_ids
 
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
         length = len(self._ids)
         coming = next((text[length:] for text in self._draft.texts if text[:length] == self._ids), [])[: plan.length]
         if not coming:

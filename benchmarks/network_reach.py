@@ -26,7 +26,7 @@ from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.accepting import Acceptor
 from swarm_protocol.tunnel.circuit import Circuit
 from swarm_protocol.tunnel.dialing import open_tunnel
-from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import reserve
 
@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 SIZES = {"4 KiB": (4 << 10, 200), "1 MiB": (1 << 20, 20)}
 ROUNDS = 3  # of direct, relayed, direct, relayed, …
 TARGET_S = 5.0  # until one relay is found
-NOBODY = Membership()
+NOBODY = RelayCredentials()
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from common import QUANT_NAMES
 from torch import nn
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
@@ -50,7 +50,7 @@ def pass_costs(path: Path, quant: str) -> Iterator[PassCost]:
         quantize_(block, quant, torch.device("cpu"), torch.float32)
         use_onednn_(block)
 
-    stack = load_blocks(Checkpoint.open(path), span, transform=prepare)
+    stack = load_blocks(ModelCheckpoint.open(path), span, transform=prepare)
     engine = Engine(stack)
     hidden, grad = torch.randn(2, 1, TOKENS, engine.hidden_size)
     adapter = engine.place(bytes(32), Adapter(bytes(16), tuple(low_rank(stack, span))))

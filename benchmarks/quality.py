@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarm_models.checkpoints.hollow_model import hf_loader
@@ -91,7 +91,7 @@ def measure(path: Path, quant: str, windows: torch.Tensor) -> Measured:
 
 def load(path: Path, quant: str) -> tuple[PreTrainedModel, Report, float]:
     """The stock model around a server's blocks, and the seconds that loading and quantising these took."""
-    checkpoint, report = Checkpoint.open(path), Report(quant)
+    checkpoint, report = ModelCheckpoint.open(path), Report(quant)
     family = checkpoint.family
     layers = PackedLayers(WeightCache(0), quant, CPU, torch.float32, family)
 

@@ -33,7 +33,7 @@ from training_routes import PER_PEER, Crew, reached
 from virtual_swarm import VirtualSwarm
 
 from swarm_protocol.span import Span
-from swarm_training.stages.placement.stage_choice import StagePeer, StageView, choose_stage
+from swarm_training.stages.placement.stage_choice import PlacedPeer, PlacementView, choose_stage
 from swarm_training.stages.routing.router import QUEUE_ONLY, RANDOM, READY_TIME, SHORTEST_DELAY, WEIGHTED
 
 _FLEETS = Scenario(
@@ -95,10 +95,10 @@ def peer_lives(scenario: Scenario, seed: int) -> list[PeerLife]:
 
 def first_stages(scenario: Scenario, everybody: Sequence[PeerLife]) -> dict[str, Span]:
     """Where those are that are there from the start: each took the slowest stage."""
-    view = StageView.of(scenario.num_blocks, ())
+    view = PlacementView.of(scenario.num_blocks, ())
     for life in everybody:
         if life.born_s == 0.0:
-            peer = StagePeer(life.peer_id, choose_stage(view, life.peer_id), life.speed)
+            peer = PlacedPeer(life.peer_id, choose_stage(view, life.peer_id), life.speed)
             view = replace(view, peers=(*view.peers, peer))
     return {peer.peer_id: Span(peer.stage, peer.stage + 1) for peer in view.peers}
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from swarm_client import DistributedModel
 from swarm_client.drafts.opening import open_speculation
 from swarm_client.speculation.speculation import Speculation
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 
 PROMPT = 64
@@ -83,7 +83,7 @@ def rows(
 
 def far(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The shipped model over servers that are 50 ms away from one another and from the client."""
-    checkpoint = Checkpoint.open(locate(DEFAULT_MODEL))
+    checkpoint = ModelCheckpoint.open(locate(DEFAULT_MODEL))
     swarm = f"benchmark-{os.getpid()}-far"
     spans = even_spans(checkpoint.family.num_blocks, args.servers)
     prompts = held_out(args.prompts)

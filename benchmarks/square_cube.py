@@ -30,7 +30,7 @@ from rich.table import Table
 from square_cube_link import NoNamespaces, link
 from square_cube_stage import MiddleStage, Shape
 
-from swarm_training.stages.compress.layers import Compression
+from swarm_training.stages.compress.layers import BoundaryCompression
 from swarm_training.stages.compress.link_cost import LinkCost
 
 HIDDEN = 256, 512, 1024, 2048, 4096
@@ -99,7 +99,7 @@ def measured_s(shape: Shape, rounds: int) -> float:
 
 def random_inputs(shape: Shape) -> torch.Tensor:
     """[rows, length, width], as a stage before it would send them."""
-    width = Compression.parse(shape.layers).width(shape.hidden_size)
+    width = BoundaryCompression.parse(shape.layers).width(shape.hidden_size)
     return torch.randn(ROWS, LENGTH, width, generator=torch.Generator().manual_seed(1))
 
 

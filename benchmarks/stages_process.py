@@ -22,9 +22,11 @@ from swarm_training.contract.backend import Joining
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.stages.commands import serving
 from swarm_training.stages.commands.building import BuiltStage, build, build_micro_batches, stage_source
-from swarm_training.stages.peer.placing import Pace
+from swarm_training.stages.peer.placing import PlacementTimes
 
-PACE = Pace(look_s=1.0, check_s=(4.0, 6.0), confirm_s=1.0, cooldown_s=10.0)  # of machines that live for a minute
+PACE = PlacementTimes(
+    look_s=1.0, check_s=(4.0, 6.0), confirm_s=1.0, cooldown_s=10.0
+)  # of machines that live for a minute
 say = partial(print, flush=True)
 
 

@@ -15,9 +15,9 @@ from swarm_training.stages.placement.stage_choice import (
     CONFIRM_S,
     COOLDOWN_S,
     MARGIN,
+    PlacedPeer,
+    PlacementView,
     StageMove,
-    StagePeer,
-    StageView,
     choose_stage,
     may_go,
     own_move,
@@ -44,25 +44,25 @@ class StagePolicy(Policy):
     def begin(self, swarm: VirtualSwarm) -> None:
         super().begin(swarm)
         self._seen: SwarmView | None = None
-        self._stages: StageView | None = None
+        self._stages: PlacementView | None = None
         self._since: dict[str, float] = {}  # when peers began to work at their stage
 
     def serve(self, server: Server) -> None:
         self._since[server.peer_id] = self.swarm.now
 
-    def _view(self, of: SwarmView) -> StageView:
+    def _view(self, of: SwarmView) -> PlacementView:
         """As long as nothing changes, the same object: so that a plan made of it can be shared."""
         if self._stages is None or self._seen is not of:
             peers = (self._peer(record) for record in of.servers if record.state is not ServerState.OFFLINE)
-            self._seen, self._stages = of, StageView.of(self.swarm.num_blocks, peers)
+            self._seen, self._stages = of, PlacementView.of(self.swarm.num_blocks, peers)
         return self._stages
 
-    def _peer(self, record: ServerRecord) -> StagePeer:
+    def _peer(self, record: ServerRecord) -> PlacedPeer:
         is_working = record.state is ServerState.ONLINE
         next_stage = record.next_span.start if record.next_span else None
         speed = record.tokens_per_s
         has_settled = self.swarm.now - self._since.get(record.peer_id, self.swarm.now) >= COOLDOWN_S
-        return StagePeer(record.peer_id, record.span.start, speed, is_working, next_stage, has_settled)
+        return PlacedPeer(record.peer_id, record.span.start, speed, is_working, next_stage, has_settled)
 
 
 class RandomStage(StagePolicy):
@@ -104,7 +104,7 @@ class Rebalanced(SlowestStage):
 
     def begin(self, swarm: VirtualSwarm) -> None:
         super().begin(swarm)
-        self._planned: StageView | None = None
+        self._planned: PlacementView | None = None
         self._plan: dict[str, StageMove] = {}
 
     def serve(self, server: Server) -> None:

@@ -24,16 +24,16 @@ from compression import LanguageModel, batch
 from torch import Tensor, nn
 
 from swarm_training import TrainingConfig, TrainingRun
-from swarm_training.averaging.round import Round
+from swarm_training.averaging.round import AveragingRound
 from swarm_training.meeting.attending import Attendance
 from swarm_training.run.meetings import Meetings
 from swarm_training.run.state import TrainedState
 
 MOMENTS = {
     "meeting": (Attendance, "attend"),
-    "reducing": (Round, "serve_reduce"),
-    "reducing as led": (Round, "serve_reduce"),
-    "repairing": (Round, "repair"),
+    "reducing": (AveragingRound, "serve_reduce"),
+    "reducing as led": (AveragingRound, "serve_reduce"),
+    "repairing": (AveragingRound, "repair"),
     "stepping": (TrainedState, "apply"),
 }
 BATCHES = 100_000  # at most, of one volunteer
@@ -144,7 +144,7 @@ def _struck(original: Any, moment: str, orders: Orders) -> Any:
     return method
 
 
-def _leads(reducing: Round) -> bool:
+def _leads(reducing: AveragingRound) -> bool:
     """Whether this volunteer leads the meeting: the group's name says who does."""
     group = reducing.group
     return group.id.split("/")[-2] == group.peer_ids[reducing._me]

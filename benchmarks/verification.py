@@ -23,13 +23,13 @@ import torch
 from common import json_row, write_json
 from transformers import AutoModelForCausalLM, logging
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_models.kernels import int4_linear
 from swarm_models.kernels.int8_linear import FbgemmWeight, PlainWeight
 from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
-from swarm_protocol.verification.comparison import Bounds, Comparison, Kind
+from swarm_protocol.verification.comparison import Bounds, Comparison, RoundingKind
 from swarm_protocol.verification.evidence import SEED_BYTES, probe, sketch_excess
 from swarm_protocol.verification.statements import sketch_of
 from swarm_server.blocks.blocks import BlockStack, load_blocks
@@ -46,14 +46,14 @@ AVX2 = {
 HERE = ("fp32", "bf16", "int8", "int8-plain", "llm-int8", "llm-int8-bf16", "int4", "int4-plain")
 THERE = ("fp32", "int8", "int4")
 KINDS = {
-    "fp32": Kind("none", "float32"),
-    "bf16": Kind("none", "bfloat16"),
-    "int8": Kind("int8", "float32"),
-    "int8-plain": Kind("int8", "float32"),
-    "int4": Kind("int4", "float32"),
-    "int4-plain": Kind("int4", "float32"),
-    "llm-int8": Kind("int8", "float32", "cuda"),  # what GPUs do, here by bitsandbytes on the CPU
-    "llm-int8-bf16": Kind("int8", "bfloat16", "cuda"),
+    "fp32": RoundingKind("none", "float32"),
+    "bf16": RoundingKind("none", "bfloat16"),
+    "int8": RoundingKind("int8", "float32"),
+    "int8-plain": RoundingKind("int8", "float32"),
+    "int4": RoundingKind("int4", "float32"),
+    "int4-plain": RoundingKind("int4", "float32"),
+    "llm-int8": RoundingKind("int8", "float32", "cuda"),  # what GPUs do, here by bitsandbytes on the CPU
+    "llm-int8-bf16": RoundingKind("int8", "bfloat16", "cuda"),
 }
 METHODS = {"llm-int8": "bnb-int8", "llm-int8-bf16": "bnb-int8"}
 FAMILIES = ("shipped", "llama", "bloom", "falcon-7b", "mistral-sliding", "gemma2", "phi", "mixtral", "qwen3_moe")
@@ -82,7 +82,7 @@ class Tally:
 
 
 def stack_of(path: Path, kind: str) -> BlockStack:
-    checkpoint, expected = Checkpoint.open(path), KINDS[kind]
+    checkpoint, expected = ModelCheckpoint.open(path), KINDS[kind]
     dtype = getattr(torch, expected.dtype)
     int8 = {"int8": FbgemmWeight, "int8-plain": PlainWeight}.get(kind)
     int4 = int4_linear.PlainInt4Weight if kind == "int4-plain" else None

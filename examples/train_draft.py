@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from swarm_client.drafts.distilled.file import save_draft
 from swarm_client.drafts.distilled.network import DraftNetwork, DraftShape
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
 from swarm_protocol.errors import SwarmError
 
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     try:
         check_location(locate(args.model))
-        name = Checkpoint.open(locate(args.model)).name
+        name = ModelCheckpoint.open(locate(args.model)).name
         with loaded(args) as model:
             data = collected(model, args)
             network = new_network(model, args)

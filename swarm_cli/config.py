@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarm_cli.parsers import all_parsers, config_parser
-from swarm_protocol.process.config_file import Name, Setting, config_path, default_path, flags_of, read_config_file
+from swarm_protocol.process.config_file import FlagValue, Name, config_path, default_path, flags_of, read_config_file
 from swarm_protocol.process.logs import say_error
 
 
@@ -45,7 +45,7 @@ def _show(command: Name, argv: list[str]) -> None:
         console.print(table)
 
 
-def _flags_in_force(flags: Mapping[str, Action], found: Mapping[str, Setting]) -> list[tuple[str, ...]]:
+def _flags_in_force(flags: Mapping[str, Action], found: Mapping[str, FlagValue]) -> list[tuple[str, ...]]:
     """Return the flag, value and source of each flag, set in the file or not."""
     return [
         _in_force(key, found[key]) if key in found else (f"--{key}", _shown(action.default), "default")
@@ -53,7 +53,7 @@ def _flags_in_force(flags: Mapping[str, Action], found: Mapping[str, Setting]) -
     ]
 
 
-def _in_force(key: str, setting: Setting) -> tuple[str, ...]:
+def _in_force(key: str, setting: FlagValue) -> tuple[str, ...]:
     return f"--{key}", _shown(setting.value), _where(setting.table)
 
 

@@ -242,7 +242,7 @@ def _ledger(read: ReadLedger, args: argparse.Namespace) -> Command:
 
 
 def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
-    from swarm_training.ledger.orders import Ban, Order
+    from swarm_training.ledger.orders import Ban, ModeratorOrder
 
     file = _moderated(args)
     if not 0 < args.hours <= _MAX_HOURS:
@@ -250,7 +250,7 @@ def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
     from swarm_protocol.access.tokens import Role
 
     who = joining(args, file, Role.MODERATOR)
-    order = Order.new(file.run.name, Ban(args.peer_id, args.reason), time.time(), args.hours * 3600.0)
+    order = ModeratorOrder.new(file.run.name, Ban(args.peer_id, args.reason), time.time(), args.hours * 3600.0)
 
     def run() -> None:
         send(who, order.signed(who.identity, who.token))
@@ -260,7 +260,7 @@ def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
 
 
 def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
-    from swarm_training.ledger.orders import GoBack, Order
+    from swarm_training.ledger.orders import GoBack, ModeratorOrder
 
     file = _moderated(args)
     _require_one_run(args, file)
@@ -277,7 +277,7 @@ def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
             raise ValueError(f"nobody trains run {file.run.name} at present: there is nothing to go back")
         if args.to_step >= seen.step:
             raise ValueError(f"--to-step is {args.to_step}: expected less than {seen.step}, where the run is now")
-        order = Order.new(file.run.name, GoBack(args.to_step, seen.rollbacks), time.time(), _ROLLBACK_LASTS_S)
+        order = ModeratorOrder.new(file.run.name, GoBack(args.to_step, seen.rollbacks), time.time(), _ROLLBACK_LASTS_S)
         send(who, order.signed(who.identity, who.token))
         print(f"the run, at step {seen.step}, has been told to go back to its newest checkpoint up to {args.to_step}")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from swarm_training.core.record import Progress
-    from swarm_training.ledger.contributions import Round
+    from swarm_training.ledger.contributions import RoundContributions
     from swarm_training.ledger.ledger import Ledger
 
 _JOIN_TIMEOUT_S = 60.0
@@ -74,7 +74,7 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     from swarm_training.ledger.ledger import LAST, Ledger, LedgerLimits
     from swarm_training.ledger.orders import Orders
     from swarm_training.net.channels import GrpcNetwork
-    from swarm_training.progress.board import DhtBoard
+    from swarm_training.progress.board import DhtPeerRegistry
     from swarm_training.run.moderation import Moderation
 
     ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
@@ -82,13 +82,13 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     known: list[Progress] = []
     moderation = Moderation(None if who.organiser is None else Orders(who.run, AccessControl(who.organiser)))
 
-    async def see(board: DhtBoard) -> RunView:
+    async def see(board: DhtPeerRegistry) -> RunView:
         moderation.take(await board.read_orders())
         known[:] = peers_of(who.run, await board.read(), moderation.banned())
         view = view_of(who.run, who.target_batch_size, tuple(known), shown_bans(moderation.bans()))
         return dataclasses.replace(view, users=shown_users(ledger.totals()))
 
-    async def keep(data: bytes, round_: Round) -> bool:
+    async def keep(data: bytes, round_: RoundContributions) -> bool:
         return ledger.take(data, round_)
 
     async def start() -> asyncio.Task[None]:
@@ -101,7 +101,9 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
         await network.close()
         await board.close()
 
-    board = network_loop.run(DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S))
+    board = network_loop.run(
+        DhtPeerRegistry.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
+    )
     collecting = network_loop.run(start())
     try:
         yield lambda: network_loop.run(see(board))
@@ -123,7 +125,7 @@ def read_ledger(who: Joining) -> Ledger:
     from swarm_training.ledger.collecting import pull
     from swarm_training.ledger.ledger import Ledger, LedgerLimits
     from swarm_training.net.channels import GrpcNetwork
-    from swarm_training.progress.board import DhtBoard
+    from swarm_training.progress.board import DhtPeerRegistry
 
     ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
 
@@ -140,13 +142,13 @@ def read_ledger(who: Joining) -> Ledger:
             _logger.warning("%s has given a wrong round: %s", peer.peer_id, printable(str(error)))
         return True
 
-    async def ask_some(board: DhtBoard, network: GrpcNetwork) -> bool:
+    async def ask_some(board: DhtPeerRegistry, network: GrpcNetwork) -> bool:
         peers = [peer for peer in peers_of(who.run, await board.read()) if peer.is_reachable]
         chosen = random.sample(peers, min(len(peers), _MAX_ASKED))
         return any([await ask(network, peer) for peer in chosen])
 
     async def read() -> None:
-        board = await DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
+        board = await DhtPeerRegistry.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
         network = GrpcNetwork(ClientCredentials(who.identity, who.token))
         try:
             if not await ask_some(board, network):
@@ -166,10 +168,10 @@ def send_order(who: Joining, order: bytes) -> None:
     """
     from swarm_protocol.dht.node import Listening
     from swarm_protocol.process import network_loop
-    from swarm_training.progress.board import DhtBoard
+    from swarm_training.progress.board import DhtPeerRegistry
 
     async def publish() -> None:
-        board = await DhtBoard.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
+        board = await DhtPeerRegistry.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
         try:
             await board.publish_orders([*await board.own_orders(), order])
         finally:

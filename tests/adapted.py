@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
@@ -36,13 +36,13 @@ class LocalModel:
             for name, parameter in peft.named_parameters():
                 if "lora_" in name:
                     nn.init.normal_(parameter, std=0.2)
-        return cls(peft, Checkpoint.open(directory).family)
+        return cls(peft, ModelCheckpoint.open(directory).family)
 
     @classmethod
     def saved(cls, directory: Path, adapter: Path) -> LocalModel:
         """With an adapter that PEFT has saved."""
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        return cls(PeftModel.from_pretrained(model, adapter), Checkpoint.open(directory).family)
+        return cls(PeftModel.from_pretrained(model, adapter), ModelCheckpoint.open(directory).family)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
+from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
 from swarm_client.speculation.policy import Size
 from swarm_client.speculation.speculation import Guessing, Speculation
 
@@ -37,14 +37,14 @@ class KnowingSession(DraftSession):
         self._draft, self._random = draft, random.Random(draft.seed)
         self.ids: list[int] = []
         self.hidden: list[torch.Tensor | None] = []
-        self.plans: list[Plan] = []
+        self.plans: list[DraftPlan] = []
 
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self.ids.extend(token_ids)
         self.hidden.append(hidden)
         assert hidden is None or len(hidden) == len(token_ids)
 
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
         self.plans.append(plan)
         text = next((text for text in self._draft.texts if text[: len(self.ids)] == self.ids), None)
         if text is None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.family import OWN_CACHE_CLASS, Family
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
@@ -69,7 +69,7 @@ def why_not(model_type: str) -> str | None:
                 nn.init.normal_(parameter, std=INITIALIZER_RANGE)
         model.save_pretrained(directory, max_shard_size="400KB")
         try:
-            stack = load_blocks(Checkpoint.open(directory), family.all_blocks)
+            stack = load_blocks(ModelCheckpoint.open(directory), family.all_blocks)
         except CheckpointError:
             return "its checkpoints name their tensors in another way than its modules"
         swarm = Swarm(directory, load_whole(directory), (stack,))

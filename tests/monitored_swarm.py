@@ -15,12 +15,12 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_gateway.app.app import create_app
 from swarm_gateway.app.serving import listen
-from swarm_gateway.history.recorder import Recorder, Watched
-from swarm_gateway.history.store import History
+from swarm_gateway.history.recorder import HistoryRecorder, Watched
+from swarm_gateway.history.store import HistoryStore
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
 from swarm_gateway.monitor_api.endpoints import Monitored
-from swarm_protocol.dht.records import ServerRecord, ServerState, Work
+from swarm_protocol.dht.records import ServerRecord, ServerState, WorkTotals
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.span import Span
 
@@ -97,7 +97,7 @@ def server(
     known = dict(
         addresses=("192.0.2.7:4001",), model=MODEL, revision="r1", tokens_per_s=42.0, cache_tokens=8192,
         cache_tokens_left=6000, queue_delay_s=0.004, quant="int8", software_version="0.1.0",
-        tls_fingerprint=name.encode()[:32], work=Work(40_000, 90_000, 0, 3600.0), state=ServerState.ONLINE,
+        tls_fingerprint=name.encode()[:32], work=WorkTotals(40_000, 90_000, 0, 3600.0), state=ServerState.ONLINE,
     )  # fmt: skip
     record = ServerRecord(peer_id=name, span=Span.parse(blocks), num_blocks=num_blocks, **(known | fields))
     return ServerStatus(record, rtt_s, answers)
@@ -112,12 +112,12 @@ class NoModels:
 def monitor_served(
     monitor: Watched,
     keys: tuple[str, ...] = (),
-    history: History | None = None,
+    history: HistoryStore | None = None,
     config: ClientConfig | None = None,
     own_model: str = MODEL,
 ) -> Iterator[str]:
     """The URL of a gateway that has no models to ask."""
-    recorder = Recorder(monitor, history or History(None))
+    recorder = HistoryRecorder(monitor, history or HistoryStore(None))
     monitored = Monitored(recorder, config or ClientConfig(swarm="home"), own_model)
     listener = listen("127.0.0.1", 0)
     app = create_app(NoModels(), keys=keys, monitored=monitored)

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from swarm_client.model.model import load_client
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import cache_argument_of, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
@@ -32,7 +32,7 @@ class Swarm:
 
     @classmethod
     def load(cls, directory: Path) -> Swarm:
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = ModelCheckpoint.open(directory)
         return cls(directory, load_whole(directory), tuple(load_blocks(checkpoint, span) for span in (LEFT, RIGHT)))
 
     @property
@@ -163,6 +163,6 @@ def largest_difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | No
 def require_that_a_client_loads_its_own(directory: Path) -> None:
     """What a client loads of a model is what the whole model has under these names."""
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    client = load_client(Checkpoint.open(directory), AutoModelForCausalLM, torch.float32, torch.device("cpu"))
+    client = load_client(ModelCheckpoint.open(directory), AutoModelForCausalLM, torch.float32, torch.device("cpu"))
     own = client.state_dict()
     assert own and all(torch.equal(whole.state_dict()[name], tensor) for name, tensor in own.items())

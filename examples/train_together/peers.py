@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm_training import TrainingRun
-from swarm_training.data.order import Order, Part, PartCursor
+from swarm_training.data.order import DataShard, PartCursor, SampleOrder
 
 _PROCESSES = multiprocessing.get_context("spawn")
 
@@ -131,7 +131,7 @@ def _train(plan: Plan, part: int, pace: Pace, initial_peers: list[str], connecti
     torch.set_num_threads(1)
     work = plan.build()
     parameters = list(work.model.parameters())
-    cursor = PartCursor(Order(plan.name, work.num_samples), Part(part, plan.parts))
+    cursor = PartCursor(SampleOrder(plan.name, work.num_samples), DataShard(part, plan.parts))
     target = plan.target_batch_size
     with TrainingRun(
         plan.name, parameters, work.optimizer, target_batch_size=target, initial_peers=initial_peers
@@ -159,7 +159,7 @@ def train_alone(plan: Plan, micro_batch: int, samples_of: Mapping[int, int], mea
     samples_of: how many samples each global step from 1 on has; ``micro_batch``: that are computed at once.
     """
     work = plan.build()
-    cursor = PartCursor(Order(plan.name, work.num_samples))
+    cursor = PartCursor(SampleOrder(plan.name, work.num_samples))
     losses = {}
     for step in sorted(samples_of):
         numbers = torch.from_numpy(cursor.take(samples_of[step]))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Opened:
+class ChatModel:
     """An open model that answers; ``close`` leaves its swarm."""
 
     model: RemoteModelMixin
@@ -26,17 +26,17 @@ class Opened:
     close: Callable[[], None]
 
 
-def open_model(choice: ModelChoice) -> Opened:
+def open_model(choice: ModelChoice) -> ChatModel:
     """Open the chosen model. Raise SwarmError or ValueError if this fails."""
     model = choice.connect()
     try:
-        return Opened(model, tokenizer_of(model), model.close)
+        return ChatModel(model, tokenizer_of(model), model.close)
     except BaseException:  # raised again: the caller has no model that it could close
         model.close()
         raise
 
 
-def _named(choice: ModelChoice, opened: Opened) -> ModelChoice:
+def _named(choice: ModelChoice, opened: ChatModel) -> ModelChoice:
     """Return the choice with the name of the swarm's only model, if the choice left the name open."""
     return replace(choice, model=FROM_SWARM + opened.model.blocks.swarm.model) if choice.model == FROM_SWARM else choice
 
@@ -45,7 +45,7 @@ class Chat:
     """A conversation with a model that may change. The chat is a context manager, which closes the model at its end."""
 
     def __init__(
-        self, choice: ModelChoice, options: TextOptions, open_model: Callable[[ModelChoice], Opened] = open_model
+        self, choice: ModelChoice, options: TextOptions, open_model: Callable[[ModelChoice], ChatModel] = open_model
     ) -> None:
         """Open the model by ``open_model``. Raise SwarmError or ValueError if this fails."""
         self._open = open_model

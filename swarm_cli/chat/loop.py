@@ -10,7 +10,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.process.logs import say_error
 
 
-class Reader(Protocol):
+class TurnReader(Protocol):
     """A source of turns, and an output for messages that are no answers."""
 
     def read(self) -> str:
@@ -19,7 +19,7 @@ class Reader(Protocol):
     def say(self, text: str) -> None: ...
 
 
-def run(chat: Chat, reader: Reader, *, interactive: bool) -> None:
+def run(chat: Chat, reader: TurnReader, *, interactive: bool) -> None:
     """Answer turns until the input ends.
 
     Args:

@@ -39,13 +39,13 @@ def doctor_command(args: argparse.Namespace) -> Command:
     config = swarm_config(args)
 
     def run() -> None:
-        from swarm_cli.doctor.check import Check, Finding, Grade, findings_of
+        from swarm_cli.doctor.check import DoctorCheck, Finding, Grade, findings_of
         from swarm_cli.doctor.machine import machine_checks
         from swarm_cli.doctor.software import software_checks
 
         signals.unwind_on_signals()
 
-        def checks() -> list[Check]:
+        def checks() -> list[DoctorCheck]:
             from swarm_cli.doctor.members import swarm_checks
             from swarm_cli.doctor.model_files import model_checks
 

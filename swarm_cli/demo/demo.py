@@ -20,7 +20,7 @@ from swarm_client.generation.generation import load_tokenizer, stream_text
 from swarm_client.generation.text_options import TextOptions
 from swarm_client.model.model import DistributedModel
 from swarm_gateway.monitor.status import read_status, show
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import ALIASES, DEFAULT_MODEL, SMALL_CHAT_MODEL, locate
 from swarm_models.checkpoints.hollow_model import load_whole_model
 from swarm_protocol.process.local_registry import LocalRegistry
@@ -66,7 +66,7 @@ def run_demo(model_name: str | None, prompt: str | None, options: TextOptions) -
         cleanup.callback(LocalRegistry(swarm).remove_if_ended)  # a killed server cannot clean up itself
         cleanup.callback(remove_dead)  # the same
         cluster = cleanup.enter_context(LocalCluster())
-        checkpoint = Checkpoint.open(locate(model_name))
+        checkpoint = ModelCheckpoint.open(locate(model_name))
         spans = spans_of(checkpoint.family.num_blocks)
         console.print(f"Starting three servers for blocks {', '.join(spans)} of {checkpoint.name} …")
         servers = [cluster.start("--model", model_name, "--blocks", span, "--swarm", swarm) for span in spans]

@@ -41,7 +41,7 @@ def failed(subject: str, found: str, to_do: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """A check of one subject. ``run`` may take ``timeout_s``, and may raise any exception."""
 
     subject: str
@@ -49,13 +49,13 @@ class Check:
     timeout_s: float = 15.0
 
 
-def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
+def findings_of(checks: Iterable[DoctorCheck]) -> Iterator[Finding]:
     """Run one check after the other, and yield their findings. A check that hangs or fails gives a finding too."""
     for check in checks:
         yield from _findings(check)
 
 
-def _findings(check: Check) -> list[Finding]:
+def _findings(check: DoctorCheck) -> list[Finding]:
     results: queue.Queue[list[Finding]] = queue.Queue()
 
     def run() -> None:

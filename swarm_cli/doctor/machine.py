@@ -12,20 +12,20 @@ from pathlib import Path
 
 import platformdirs
 
-from swarm_cli.doctor.check import Check, Finding, failed, ok, warning
+from swarm_cli.doctor.check import DoctorCheck, Finding, failed, ok, warning
 
 _GIB = 1 << 30
 _LITTLE_MEMORY, _LITTLE_DISK = 2 * _GIB, 10 * _GIB
 _NO_DISK = _GIB // 2
 
 
-def machine_checks(host: str | None, port: int) -> list[Check]:
+def machine_checks(host: str | None, port: int) -> list[DoctorCheck]:
     """Return the checks; ``host`` and ``port`` are where ``swarm server`` would listen, on any address if None."""
     return [
-        Check("memory", _memory),
-        Check("directories", _directories),
-        Check("disk", _disk),
-        Check("port", lambda: [listening(host, port)]),
+        DoctorCheck("memory", _memory),
+        DoctorCheck("directories", _directories),
+        DoctorCheck("disk", _disk),
+        DoctorCheck("port", lambda: [listening(host, port)]),
     ]
 
 

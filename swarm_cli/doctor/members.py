@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from statistics import median
 
-from swarm_cli.doctor.check import Check, Finding, failed, ok, warning
+from swarm_cli.doctor.check import DoctorCheck, Finding, failed, ok, warning
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
@@ -26,10 +26,10 @@ _AGE_S = REFRESH_S / 2  # of a record, on average
 _CLOCK_S = 15.0  # a smaller difference may come from the age of records
 
 
-def swarm_checks(config: ClientConfig) -> list[Check]:
+def swarm_checks(config: ClientConfig) -> list[DoctorCheck]:
     return [
-        Check("servers here", lambda: [registered(config.swarm, LocalRegistry(config.swarm).servers())]),
-        Check("swarm", lambda: _swarm(config), _LOOK_S),
+        DoctorCheck("servers here", lambda: [registered(config.swarm, LocalRegistry(config.swarm).servers())]),
+        DoctorCheck("swarm", lambda: _swarm(config), _LOOK_S),
     ]
 
 

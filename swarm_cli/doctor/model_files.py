@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from swarm_cli.doctor.check import Check, Finding, failed, ok, warning
+from swarm_cli.doctor.check import DoctorCheck, Finding, failed, ok, warning
 from swarm_models.checkpoints.default_model import locate
 from swarm_protocol.errors import SwarmError
 
@@ -14,8 +14,8 @@ _HUB_S = 60.0  # importing transformers, and asking the hub
 _OFFLINE = "HF_HUB_OFFLINE"
 
 
-def model_checks(model: str, revision: str | None) -> list[Check]:
-    return [Check("hub", _hub), Check("model", lambda: _model(model, revision), _HUB_S)]
+def model_checks(model: str, revision: str | None) -> list[DoctorCheck]:
+    return [DoctorCheck("hub", _hub), DoctorCheck("model", lambda: _model(model, revision), _HUB_S)]
 
 
 def _hub() -> Iterator[Finding]:
@@ -30,10 +30,10 @@ def _hub() -> Iterator[Finding]:
 
 def _model(model: str, revision: str | None) -> Iterator[Finding]:
     from swarm_client.generation.generation import load_tokenizer
-    from swarm_models.checkpoints.checkpoint import Checkpoint
+    from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 
     try:
-        checkpoint = Checkpoint.open(locate(model), revision)
+        checkpoint = ModelCheckpoint.open(locate(model), revision)
         family = checkpoint.family
         tokenizer = load_tokenizer(model, revision)
     except SwarmError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from swarm_cli.doctor.check import Check, Finding, ok, warning
+from swarm_cli.doctor.check import DoctorCheck, Finding, ok, warning
 from swarm_cli.doctor.check import failed as is_failed
 from swarm_protocol.imports.versions import DISTRIBUTION, installed_versions, required_packages
 
@@ -20,13 +20,13 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _UPDATE = f"pip install -U {DISTRIBUTION}"
 
 
-def software_checks() -> list[Check]:
+def software_checks() -> list[DoctorCheck]:
     return [
-        Check("Python", _python),
-        Check("packages", _packages),
-        Check("processor", lambda: [processor(_cpu_flags())]),
-        Check("kernel", lambda: [compiled_kernel()], _IMPORT_S),
-        Check("GPU", _gpu, _IMPORT_S),
+        DoctorCheck("Python", _python),
+        DoctorCheck("packages", _packages),
+        DoctorCheck("processor", lambda: [processor(_cpu_flags())]),
+        DoctorCheck("kernel", lambda: [compiled_kernel()], _IMPORT_S),
+        DoctorCheck("GPU", _gpu, _IMPORT_S),
     ]
 
 

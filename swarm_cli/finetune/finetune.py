@@ -114,11 +114,11 @@ def load_data(settings: FinetuneSettings, tokenizer: PreTrainedTokenizerBase) ->
 
 def sequence_length(settings: FinetuneSettings) -> int:
     """Return the tokens per example. Raise ValueError if the model cannot take as many tokens as were asked for."""
-    from swarm_models.checkpoints.checkpoint import Checkpoint
+    from swarm_models.checkpoints.checkpoint import ModelCheckpoint
     from swarm_models.checkpoints.default_model import locate
     from swarm_models.checkpoints.family import max_positions
 
-    limit = max_positions(Checkpoint.open(locate(settings.model), settings.revision).config)
+    limit = max_positions(ModelCheckpoint.open(locate(settings.model), settings.revision).config)
     num_virtual = 0 if settings.method == "lora" else settings.num_prompt_tokens
     room = math.inf if limit is None else limit - num_virtual
     if room < 2 or (settings.sequence_length or 0) > room:

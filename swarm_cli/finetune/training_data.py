@@ -22,7 +22,7 @@ IGNORED = -100  # the label of tokens without a loss
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """One document, or the continuation of a prompt. Only the ``completion`` is learned."""
 
     completion: str
@@ -40,7 +40,7 @@ class Tokenizing:
     tokenizer: PreTrainedTokenizerBase
     sequence_length: int
 
-    def examples(self, text: Text) -> Iterator[dict[str, list[int]]]:
+    def examples(self, text: TrainingText) -> Iterator[dict[str, list[int]]]:
         """Yield ``input_ids`` and ``labels``. A long document is split; a long prompt loses its beginning."""
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         if text.prompt is None:
@@ -85,7 +85,7 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_texts(path: Path) -> Iterator[Text]:
+def read_texts(path: Path) -> Iterator[TrainingText]:
     """Yield the text of each line that is not blank.
 
     A line of .jsonl is an object with "text", or with "prompt" and "completion".
@@ -100,7 +100,7 @@ def read_texts(path: Path) -> Iterator[Text]:
             except UnicodeDecodeError:
                 raise ValueError(f"line {number} of {path} is not UTF-8 text") from None
             if text.strip():
-                yield Text(text) if path.suffix == ".txt" else _from_json(text, f"line {number} of {path}")
+                yield TrainingText(text) if path.suffix == ".txt" else _from_json(text, f"line {number} of {path}")
 
 
 def load_examples(path: Path, tokenizing: Tokenizing, cache: Path) -> Dataset:
@@ -138,7 +138,7 @@ def load_examples(path: Path, tokenizing: Tokenizing, cache: Path) -> Dataset:
         raise
 
 
-def _from_json(line: str, where: str) -> Text:
+def _from_json(line: str, where: str) -> TrainingText:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -150,7 +150,7 @@ def _from_json(line: str, where: str) -> Text:
         raise ValueError(f'{where} is no object with a string "text", or strings "prompt" and "completion"')
     if not fields[names[-1]]:
         raise ValueError(f'{where} has an empty "{names[-1]}": expected some text to learn')
-    return Text(fields[names[-1]], fields.get("prompt") if len(names) == 2 else None)
+    return TrainingText(fields[names[-1]], fields.get("prompt") if len(names) == 2 else None)
 
 
 def _without_end(ids: list[int], end: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.integrations import peft as hf_peft
 
-from swarm_models.checkpoints.files import Directory
+from swarm_models.checkpoints.files import LocalFiles
 from swarm_models.checkpoints.hollow_model import hf_loader
 from swarm_models.checkpoints.peft_files import (
     CONFIG_NAME,
@@ -145,7 +145,7 @@ class LoraMixin(StockModel):
         from peft import set_peft_model_state_dict
 
         directory = _directory(str(peft_model_id), **hub_options)
-        stored = read_header(Directory(directory).path(WEIGHTS_NAME))
+        stored = read_header(LocalFiles(directory).path(WEIGHTS_NAME))
         config = _config(directory, adapted_modules(stored))
         tensors = {name.removeprefix("base_model.model."): tensor.read() for name, tensor in stored.items()}
         trainable = trainable or is_trainable

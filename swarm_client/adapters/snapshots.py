@@ -21,7 +21,7 @@ _REMEMBERED = 256  # keys that a server was given; the server reports what it ha
 
 
 @dataclass(frozen=True)
-class Added:
+class ActiveAdapter:
     """The current additions to remote blocks.
 
     Attributes:
@@ -34,7 +34,7 @@ class Added:
     name: str = ""
     training: bool = False
 
-    def over(self, span: Span) -> Added:
+    def over(self, span: Span) -> ActiveAdapter:
         """Return the additions to these blocks."""
         return replace(self, adapter=self.adapter.over(span))
 
@@ -42,13 +42,13 @@ class Added:
     def drops(self) -> bool:
         return self.training and any(part.dropout for part in self.adapter.low_rank)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> AdapterSnapshot:
         """Return a copy of the current values, which later steps of an optimizer do not change."""
-        return Snapshot(self)
+        return AdapterSnapshot(self)
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """The part of an adapter that lies in one server's blocks.
 
     Attributes:
@@ -62,18 +62,18 @@ class Part:
     shapes: tuple[torch.Size, ...] = ()
 
 
-class Snapshot:
+class AdapterSnapshot:
     """A snapshot of an adapter at one moment, in parts for servers."""
 
-    def __init__(self, added: Added | None = None) -> None:
+    def __init__(self, added: ActiveAdapter | None = None) -> None:
         self._name = "" if added is None else added.name
         self._adapter = Adapter(b"") if added is None else _copied(added.adapter)
-        self._parts: dict[Span, Part | None] = {}
+        self._parts: dict[Span, AdapterPart | None] = {}
 
-    def part(self, span: Span) -> Part | None:
+    def part(self, span: Span) -> AdapterPart | None:
         """Return the part in these blocks; None if nothing is added to them."""
         if self._name:
-            return Part(pb.AdapterName(name=self._name))
+            return AdapterPart(pb.AdapterName(name=self._name))
         if span not in self._parts:
             self._parts[span] = _part(self._adapter.over(span))
         return self._parts[span]
@@ -89,15 +89,15 @@ class Snapshot:
         blocks = [*(part.block for part in over.low_rank), *(prompt.block for prompt in over.prompts)]
         return min([span.end, *blocks])
 
-    def sums(self, span: Span) -> GradientSums:
+    def sums(self, span: Span) -> AdapterGradients:
         """Return sums for the gradients of the tensors over ``span``, in the order of the tensors."""
-        return GradientSums(self._adapter.over(span))
+        return AdapterGradients(self._adapter.over(span))
 
 
-NOTHING = Snapshot()
+NOTHING = AdapterSnapshot()
 
 
-class GradientSums:
+class AdapterGradients:
     """The sums of an adapter's gradients, which come from several servers and micro-batches."""
 
     def __init__(self, adapter: Adapter) -> None:
@@ -125,14 +125,16 @@ class AdapterUploader:
         self._given: OrderedDict[bytes, None] = OrderedDict()
         self._giving = asyncio.Lock()
 
-    async def give(self, part: Part | None, span: Span) -> None:
+    async def give(self, part: AdapterPart | None, span: Span) -> None:
         """Upload the part before a request needs it, unless the server has it. Raise the errors of the connection."""
 
         async def nothing(_name: pb.AdapterName | None) -> None: ...
 
         await self.use(part, span, nothing)
 
-    async def use(self, part: Part | None, span: Span, request: Callable[[pb.AdapterName | None], Awaitable[T]]) -> T:
+    async def use(
+        self, part: AdapterPart | None, span: Span, request: Callable[[pb.AdapterName | None], Awaitable[T]]
+    ) -> T:
         """Upload the part if needed, and make a request that names it; upload it again if the server has forgotten it.
 
         Raises:
@@ -167,8 +169,8 @@ def _copied(adapter: Adapter) -> Adapter:
     )
 
 
-def _part(adapter: Adapter) -> Part | None:
+def _part(adapter: Adapter) -> AdapterPart | None:
     if adapter.is_empty:
         return None
     data, key = adapter.serialize()
-    return Part(pb.AdapterName(key=key), data, tuple(tensor.shape for tensor in adapter.tensors))
+    return AdapterPart(pb.AdapterName(key=key), data, tuple(tensor.shape for tensor in adapter.tensors))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swarm_client.adapters.prompts import PEFT_KEY, PROMPTS_FILE
-from swarm_models.checkpoints.files import Directory
+from swarm_models.checkpoints.files import LocalFiles
 from swarm_models.checkpoints.peft_files import CONFIG_NAME, WEIGHTS_NAME
 from swarm_models.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError
@@ -31,7 +31,7 @@ def add_trained(model: PromptsMixin, directory: str | PathLike[str]) -> None:
         ValueError: the directory has neither, or they do not fit the model.
         CheckpointError: the files cannot be read.
     """
-    files = Directory(Path(directory))
+    files = LocalFiles(Path(directory))
     if (Path(directory) / PROMPTS_FILE).exists():
         path = files.path(PROMPTS_FILE)
         mode = "deep_prompt" if "deep" in read_header(path) else "prompt"

@@ -22,7 +22,7 @@ from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import FinishReason, Generation, Request, Servers, Token
 from swarm_client.core.events import Event
 from swarm_client.sessions.session import RemoteSession
-from swarm_client.speculation.generating import Ends, Text
+from swarm_client.speculation.generating import Ends, GeneratedText
 from swarm_client.speculation.speculation import Guessing
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ class SharedLoop:
             streamer.end()
         return torch.cat([prompt, torch.tensor([new], dtype=prompt.dtype)], 1)
 
-    def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
+    def take_over(
+        self, model: Any, text: GeneratedText, ends: Ends, session: RemoteSession, guessing: Guessing
+    ) -> torch.Tensor:
         """Finish a generation that has been alone so far; return the whole text, [1, length]. Raise SwarmError."""
         answer = _Answer()
         row = self._of(model).take_over(text, ends, session, guessing, answer)

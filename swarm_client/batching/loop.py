@@ -16,14 +16,14 @@ from transformers import LogitsProcessorList
 
 from swarm_client.batching.config import checked_config, generator_of
 from swarm_client.batching.groups import groups_of
-from swarm_client.batching.request import FinishReason, Listener, Request, Token
-from swarm_client.batching.row import Row
+from swarm_client.batching.request import FinishReason, Request, Token, TokenListener
+from swarm_client.batching.row import BatchRow
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.batching.sampler import Choice, choose, token_of
 from swarm_client.core import background
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import verify
-from swarm_client.speculation.generating import Ends, Text, has_room, ranking_of
+from swarm_client.speculation.generating import Ends, GeneratedText, has_room, ranking_of
 from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.speculation import Guessing
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
@@ -41,19 +41,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _New:
-    row: Row
+    row: BatchRow
 
 
 @dataclass(frozen=True)
 class _Cancelled:
-    row: Row
+    row: BatchRow
 
 
 @dataclass(frozen=True)
 class _Stepped:
-    """A finished step. ``hidden``: [1, wanted, hidden_size] of the last positions (``Row.num_wanted``), or an error."""
+    """A finished step. ``hidden``: [1, wanted, hidden_size], ``BatchRow.num_wanted`` positions, or an error."""
 
-    row: Row
+    row: BatchRow
     hidden: torch.Tensor | BaseException
 
 
@@ -75,13 +75,13 @@ class GenerationLoop:
         self._model: Any = model
         self._batched = BatchedModel(model)
         self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._rows: set[Row] = set()
+        self._rows: set[BatchRow] = set()
         self._is_closed = False
         self._submitting = threading.Lock()  # so that requests before the end also end
         self._thread = threading.Thread(target=self._run, name="swarm generations", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, listener: Listener) -> Row:
+    def submit(self, request: Request, listener: TokenListener) -> BatchRow:
         """Add a request to the loop; see ``Batcher``."""
         config = checked_config(self._model, request)
         prompt, processors = torch.tensor([request.prompt]), LogitsProcessorList(request.processors)
@@ -94,7 +94,7 @@ class GenerationLoop:
             request.num_logprobs,
         )
         stop_ids = config._eos_token_tensor
-        row = Row(
+        row = BatchRow(
             lambda: self._inbox.put(_Cancelled(row)),
             choice,
             self._model.blocks.open_session(
@@ -112,15 +112,17 @@ class GenerationLoop:
         )
         return self._entered(row)
 
-    def take_over(self, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing, listener: Listener) -> Row:
+    def take_over(
+        self, text: GeneratedText, ends: Ends, session: RemoteSession, guessing: Guessing, listener: TokenListener
+    ) -> BatchRow:
         """Continue a text whose session has all tokens but the last. The session stays open at the end."""
         choice = Choice(
             text.ids[0].tolist(), text.processors, torch.default_generator if text.do_sample else None, None
         )
-        row = Row(lambda: self._inbox.put(_Cancelled(row)), choice, session, listener, ends, guessing)
+        row = BatchRow(lambda: self._inbox.put(_Cancelled(row)), choice, session, listener, ends, guessing)
         return self._entered(row)
 
-    def _entered(self, row: Row) -> Row:
+    def _entered(self, row: BatchRow) -> BatchRow:
         with self._submitting:
             if self._is_closed:
                 raise RequestRejected("the generation loop was closed")
@@ -173,7 +175,7 @@ class GenerationLoop:
         rows = {event.row for event in events if isinstance(event, _Stepped)}
         return len(rows) * _num_hops(rows) >= len(self._rows) and all(row.group <= rows for row in rows)
 
-    def _joined(self, events: Iterable[_Event]) -> list[Row]:
+    def _joined(self, events: Iterable[_Event]) -> list[BatchRow]:
         """Return the new rows, after cancelled rows were removed."""
         joined = [event.row for event in events if isinstance(event, _New)]
         self._rows.update(joined)
@@ -181,10 +183,10 @@ class GenerationLoop:
         self._forget([row for row in cancelled if row in self._rows])
         return joined
 
-    def _written(self, stepped: Sequence[_Stepped]) -> list[Row]:
+    def _written(self, stepped: Sequence[_Stepped]) -> list[BatchRow]:
         """Choose the next token of each row and pass it to its listener; return the rows that continue."""
         rows, hidden = [], []
-        verified: list[Row] = []
+        verified: list[BatchRow] = []
         for event in stepped:
             if event.row not in self._rows:
                 continue
@@ -198,7 +200,7 @@ class GenerationLoop:
                 hidden.append(event.hidden[:, -1:])
         return [*verified, *self._chosen(rows, hidden)] if rows else verified
 
-    def _awaits_token(self, row: Row, hidden: torch.Tensor) -> bool:
+    def _awaits_token(self, row: BatchRow, hidden: torch.Tensor) -> bool:
         """Score the row's prompt if the listener wants that. Return whether the row gets its next token now."""
         if row.scored is not None and not self._scored(row, row.scored, hidden):
             return False
@@ -207,7 +209,7 @@ class GenerationLoop:
             return False
         return True
 
-    def _chosen(self, rows: list[Row], hidden: list[torch.Tensor]) -> list[Row]:
+    def _chosen(self, rows: list[BatchRow], hidden: list[torch.Tensor]) -> list[BatchRow]:
         """Choose the next token of these rows from their last hidden states; return the rows that continue."""
         try:
             last_ids = torch.tensor([[row.last] for row in rows])
@@ -224,7 +226,7 @@ class GenerationLoop:
                 row.confirm([row.last], state)
         return [row for row, goes_on in zip(rows, going_on, strict=True) if goes_on]
 
-    def _verified(self, row: Row, hidden: torch.Tensor) -> bool:
+    def _verified(self, row: BatchRow, hidden: torch.Tensor) -> bool:
         """Choose the next tokens of a row with guesses, as several may be right; return whether it continues."""
 
         ending: _Ending | None = None
@@ -249,7 +251,7 @@ class GenerationLoop:
         row.confirm(found.token_ids, None if state is None else state[: len(found.token_ids)])
         return True
 
-    def _scored(self, row: Row, scored: list[Token], hidden: torch.Tensor) -> bool:
+    def _scored(self, row: BatchRow, scored: list[Token], hidden: torch.Tensor) -> bool:
         """Score the next tokens of the row's prompt. After the last ones, call its listener and return True.
 
         Other generations take their turn before the remaining tokens.
@@ -279,14 +281,14 @@ class GenerationLoop:
             return False
         return True
 
-    def _told(self, row: Row, token: Token | Exception) -> bool:
+    def _told(self, row: BatchRow, token: Token | Exception) -> bool:
         """Take the token, and return whether the generation continues."""
         ending = self._taken(row, token)
         if ending is not None:
             self._finish(row, ending)
         return ending is None
 
-    def _taken(self, row: Row, token: Token | Exception) -> _Ending | None:
+    def _taken(self, row: BatchRow, token: Token | Exception) -> _Ending | None:
         """Take the next token and pass it to the listener; return why the generation ends, or None."""
         if isinstance(token, Exception):
             return token
@@ -298,13 +300,13 @@ class GenerationLoop:
             return "lost"
         return reason
 
-    def _finish(self, row: Row, ending: _Ending) -> None:
+    def _finish(self, row: BatchRow, ending: _Ending) -> None:
         if ending == "lost":
             self._forget([row])
         else:
             self._end([row], ending)
 
-    def _send(self, rows: Sequence[Row]) -> None:
+    def _send(self, rows: Sequence[BatchRow]) -> None:
         """Send the next step of each row into its session; decoding rows are sent in groups."""
         decoding = [row for row in rows if row.is_decoding]
         for row in decoding:
@@ -325,7 +327,7 @@ class GenerationLoop:
         if started:
             background.submit(self._start(started))
 
-    def _end(self, rows: Iterable[Row], reason: FinishReason | BaseException) -> None:
+    def _end(self, rows: Iterable[BatchRow], reason: FinishReason | BaseException) -> None:
         rows = list(rows)
         if isinstance(reason, BaseException) and not isinstance(reason, SwarmError | ValueError):
             _logger.error("a generation has failed", exc_info=reason)
@@ -336,7 +338,7 @@ class GenerationLoop:
             except Exception:  # the listener has gone
                 _logger.debug("a generation has lost its listener", exc_info=True)
 
-    def _forget(self, rows: Iterable[Row]) -> None:
+    def _forget(self, rows: Iterable[BatchRow]) -> None:
         for row in rows:
             self._rows.discard(row)
             row.end()
@@ -344,7 +346,7 @@ class GenerationLoop:
 
     # ------------------------------------------------------------ on the network's thread
 
-    async def _start(self, groups: Sequence[Sequence[tuple[Row, BlockInput]]]) -> None:
+    async def _start(self, groups: Sequence[Sequence[tuple[BatchRow, BlockInput]]]) -> None:
         for number, steps in enumerate(groups):
             if number and steps[0][0].is_decoding:  # prompts have their own streams
                 await asyncio.sleep(_BETWEEN_GROUPS_S)  # otherwise one message would carry both groups
@@ -353,7 +355,7 @@ class GenerationLoop:
                     continue
                 row.begin_step(asyncio.ensure_future(self._step(row, inputs)))
 
-    async def _step(self, row: Row, inputs: BlockInput) -> None:
+    async def _step(self, row: BatchRow, inputs: BlockInput) -> None:
         try:
             hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, row.num_wanted)
             row.tell_servers()
@@ -364,12 +366,12 @@ class GenerationLoop:
         self._inbox.put(_Stepped(row, hidden))
 
 
-def _num_hops(rows: Iterable[Row]) -> int:
+def _num_hops(rows: Iterable[BatchRow]) -> int:
     """Return the number of hops of the longest chain."""
     return max((len(row.session.hops) for row in rows), default=0)
 
 
-async def _stop(row: Row) -> None:
+async def _stop(row: BatchRow) -> None:
     """Cancel the row's step, and close the session if the row owns it, which frees room on servers; set ``stopped``."""
     try:
         if row.stepping is not None:

@@ -64,7 +64,7 @@ class Servers:
     hops: tuple[Hop, ...]
 
 
-class Listener(Protocol):
+class TokenListener(Protocol):
     """A receiver of tokens on the loop's thread, which it must not block. Any error from it cancels the generation."""
 
     def token(self, token: Token) -> None: ...
@@ -93,7 +93,7 @@ class Generation(Protocol):
 class Batcher(Protocol):
     """A generator of tokens for requests."""
 
-    def submit(self, request: Request, listener: Listener) -> Generation:
+    def submit(self, request: Request, listener: TokenListener) -> Generation:
         """Begin a generation. Any thread may call this method.
 
         Raises:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from swarm_client.batching.request import FinishReason, Listener, Request, Servers, Token
+from swarm_client.batching.request import FinishReason, Request, Servers, Token, TokenListener
 from swarm_client.batching.sampler import Choice
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import Verified
@@ -18,7 +18,7 @@ from swarm_client.speculation.past import Past
 from swarm_client.speculation.speculation import Guessing
 
 
-class Row:
+class BatchRow:
     """One active generation.
 
     Attributes:
@@ -36,7 +36,7 @@ class Row:
         cancel: Callable[[], None],
         choice: Choice,
         session: RemoteSession,
-        listener: Listener,
+        listener: TokenListener,
         ends: Ends,
         guessing: Guessing | None,
         request: Request | None = None,
@@ -55,7 +55,7 @@ class Row:
         self.last = choice.token_ids[-1]
         self.is_own = request is not None
         self.stepping: asyncio.Task[None] | None = None
-        self.group: frozenset[Row] = frozenset()
+        self.group: frozenset[BatchRow] = frozenset()
         self.stopped = threading.Event()
         self.scored: list[Token] | None = [Token(choice.token_ids[0])] if scores_prompt else None
         self._ends = ends
@@ -131,7 +131,7 @@ class Row:
         """Note that the listener has all scored tokens of the prompt."""
         self.scored = None
 
-    def join(self, group: frozenset[Row]) -> None:
+    def join(self, group: frozenset[BatchRow]) -> None:
         """Note the rows whose steps are sent together with this row's step."""
         self.group = group
 

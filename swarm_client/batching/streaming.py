@@ -13,7 +13,7 @@ from swarm_client.core.events import Event
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens of a prompt, see ``Listener.scored``."""
+    """The tokens of a prompt, see ``TokenListener.scored``."""
 
     prompt: tuple[Token, ...]
 

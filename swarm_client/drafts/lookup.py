@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
+from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
 
 LONGEST = 4  # the most tokens that are looked up
 SHORTEST = 2  # one token alone says too little
@@ -33,7 +33,7 @@ class LookupSession(DraftSession):
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         self._ids.extend(token_ids)
 
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
         """Return lines with different first tokens; lines after the longest match come first, then the latest."""
         self._index()
         lines: list[list[int]] = []

@@ -12,7 +12,7 @@ from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.small_model import SmallModelDraft
 from swarm_client.speculation.draft import Draft
 from swarm_client.speculation.speculation import Speculation
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import locate
 from swarm_protocol.errors import CheckpointError
 
@@ -20,7 +20,7 @@ _RECURRENT = {"linear_attention", "hybrid"}
 _logger = logging.getLogger(__name__)
 
 
-def open_speculation(name: str, model: Any, checkpoint: Checkpoint) -> Speculation:
+def open_speculation(name: str, model: Any, checkpoint: ModelCheckpoint) -> Speculation:
     """Return the speculation for a model.
 
     Args:
@@ -49,7 +49,7 @@ def why_not(model: Any) -> str:
     return ""
 
 
-def _open(name: str, model: Any, checkpoint: Checkpoint) -> Draft:
+def _open(name: str, model: Any, checkpoint: ModelCheckpoint) -> Draft:
     if name == AUTO:
         return _own_draft(model) or LookupDraft()
     if name == LOOKUP:
@@ -71,9 +71,9 @@ def _own_draft(model: Any) -> Draft | None:
         return None
 
 
-def _check_tokens(name: str, checkpoint: Checkpoint) -> None:
+def _check_tokens(name: str, checkpoint: ModelCheckpoint) -> None:
     """Raise ValueError unless the draft has the same tokens under the same ids as the model."""
-    draft = Checkpoint.open(locate(name))
+    draft = ModelCheckpoint.open(locate(name))
     ours, theirs = _vocabulary(str(checkpoint.location)), _vocabulary(str(draft.location))
     if ours is None or theirs is None:  # only the sizes of the embeddings can be compared
         ours = theirs = {}

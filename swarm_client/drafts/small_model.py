@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from swarm_client.speculation.draft import Draft, Guesses, Plan, Ranking, SteppedSession
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_client.speculation.draft import Draft, DraftPlan, Guesses, Ranking, SteppedSession
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import locate
 from swarm_models.checkpoints.family import cache_argument_of, max_positions
 from swarm_models.checkpoints.hollow_model import load_whole_model
@@ -36,7 +36,7 @@ class SmallModelDraft(Draft):
     @classmethod
     def load(cls, name_or_path: str, vocab_size: int) -> SmallModelDraft:
         """Load a model. Raise CheckpointError or UnsupportedModel if it cannot be read."""
-        return cls(load_whole_model(Checkpoint.open(locate(name_or_path))), name_or_path, vocab_size)
+        return cls(load_whole_model(ModelCheckpoint.open(locate(name_or_path))), name_or_path, vocab_size)
 
     def begin(self) -> SmallModelSession:
         return SmallModelSession(self)
@@ -57,7 +57,7 @@ class SmallModelSession(SteppedSession):
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self._waiting.extend(token_ids)
 
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
         """Return guesses, at most as many as the draft has positions for."""
         if self._draft.max_positions is not None:
             left = self._draft.max_positions - self._length - len(self._waiting)

@@ -3,10 +3,10 @@
 ``decide(state, event)`` takes an event, and returns the next state with the instructions to carry out. The chain
 carries out the instructions in order; the last one ends the failover or leads to the next event::
 
-    Failed ─► Ask ─► Asked ─► AskReplica ─► ReplicaAsked ─► UseReplica ─► Opened ─► Connect ─► Connected ─► Splice
-                              Open ─────────────────────────────────────► Opened
+  Failed ─► Ask ─► HopsAsked ─► AskReplica ─► ReplicaAsked ─► UseReplica ─► HopsOpened ─► Connect ─► Connected ─► Splice
+                              OpenHops ───────────────────────────────────► HopsOpened
 
-The part from ``Asked`` on is repeated for each run of failed hops, the last run first; ``Resume`` follows the last
+The part from ``HopsAsked`` on is repeated for each run of failed hops, the last run first; ``Resume`` follows the last
 splice. Hops are identified by their numbers, which are never used twice in a session.
 """
 
@@ -20,34 +20,34 @@ from swarm_client.failover.messages import (
     Abandon,
     AbandonNew,
     Ask,
-    Asked,
     AskReplica,
     Blame,
     Connect,
     Connected,
     Event,
     Failed,
+    FailoverHop,
     GiveUp,
+    HopsAsked,
+    HopsOpened,
     Instruction,
-    Link,
-    NoRoom,
     NotConnected,
-    Open,
-    Opened,
+    OpenHops,
     ReplicaAsked,
     ReplicaLost,
     Resume,
+    ServersFull,
     Splice,
     StartOver,
     UseReplica,
 )
-from swarm_client.failover.replay import Replay, Standing, Taken, gaps, plan_catching_up, plan_replay
+from swarm_client.failover.replay import HopProgress, Replay, Taken, gaps, plan_catching_up, plan_replay
 from swarm_protocol.errors import PeerBusy, SessionLost, SwarmError
 from swarm_protocol.span import Span
 
 
 @dataclass(frozen=True)
-class Progress:
+class CallProgress:
     """The progress of the interrupted call.
 
     Attributes:
@@ -67,7 +67,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class State:
+class FailoverState:
     """The state of a failover.
 
     Attributes:
@@ -78,51 +78,51 @@ class State:
         replay: how the new hops of that gap catch up; ``is_replica``: a standby replica takes over the gap.
     """
 
-    progress: Progress
-    links: tuple[Link, ...]
+    progress: CallProgress
+    links: tuple[FailoverHop, ...]
     failed: Mapping[int, SwarmError] = field(default_factory=dict)
-    standings: Mapping[int, Standing] = field(default_factory=dict)
+    standings: Mapping[int, HopProgress] = field(default_factory=dict)
     gaps: tuple[range, ...] = ()
     replay: Replay | None = None
     is_replica: bool = False
 
     @property
-    def before(self) -> Link | None:
+    def before(self) -> FailoverHop | None:
         """Return the hop before the gap; None stands for the client."""
         return self.links[self.gaps[0].start - 1] if self.gaps[0].start else None
 
     @property
-    def after(self) -> Link | None:
+    def after(self) -> FailoverHop | None:
         """Return the hop after the gap; None stands for the client."""
         return self.links[self.gaps[0].stop] if self.gaps[0].stop < len(self.links) else None
 
     @property
-    def replaced(self) -> tuple[Link, ...]:
+    def replaced(self) -> tuple[FailoverHop, ...]:
         return self.links[self.gaps[0].start : self.gaps[0].stop]
 
-    def standing(self, link: Link | None) -> Standing | None:
+    def standing(self, link: FailoverHop | None) -> HopProgress | None:
         return None if link is None else self.standings[link.number]
 
 
-Decision = tuple[State, list[Instruction]]
+Decision = tuple[FailoverState, list[Instruction]]
 
 
-def decide(state: State, event: Event) -> Decision:
+def decide(state: FailoverState, event: Event) -> Decision:
     """Return the state after ``event``, and the instructions to carry out."""
     match event:
         case Failed(errors, is_late):
             return _after_failure(state, errors, is_late)
-        case Asked():
+        case HopsAsked():
             return _after_asking(state, event)
         case ReplicaAsked():
             return _after_asking_replica(state, event)
         case ReplicaLost():
             return _open(replace(state, is_replica=False), [AbandonNew()])
-        case Opened():
+        case HopsOpened():
             assert state.replay is not None
             number = state.progress.steps[0].number - 1 if state.is_replica else 1
             return state, [Connect(_number(state.before), state.replay, number)]
-        case NoRoom():
+        case ServersFull():
             return state, [StartOver()]
         case Connected(links):
             return _after_connecting(state, links)
@@ -133,7 +133,7 @@ def decide(state: State, event: Event) -> Decision:
             return state, [AbandonNew(), *instructions]
 
 
-def _after_failure(state: State, errors: Mapping[int, SwarmError], is_late: bool) -> Decision:
+def _after_failure(state: FailoverState, errors: Mapping[int, SwarmError], is_late: bool) -> Decision:
     present = {link.number for link in state.links}
     failed = {number: error for number, error in state.failed.items() if number in present} | dict(errors)
     state = replace(state, failed=failed)
@@ -145,7 +145,7 @@ def _after_failure(state: State, errors: Mapping[int, SwarmError], is_late: bool
     return state, [*instructions, _ask(state)]
 
 
-def _after_asking(state: State, event: Asked) -> Decision:
+def _after_asking(state: FailoverState, event: HopsAsked) -> Decision:
     errors = dict(event.errors)
     for link in state.links:
         standing = event.standings.get(link.number)
@@ -157,7 +157,7 @@ def _after_asking(state: State, event: Asked) -> Decision:
     return _next_gap(replace(state, standings=event.standings, gaps=runs), [])
 
 
-def _next_gap(state: State, instructions: list[Instruction]) -> Decision:
+def _next_gap(state: FailoverState, instructions: list[Instruction]) -> Decision:
     if not state.gaps:
         return state, [*instructions, Resume()]
     state = replace(state, replay=None, is_replica=False)
@@ -166,7 +166,7 @@ def _next_gap(state: State, instructions: list[Instruction]) -> Decision:
     return _open(state, instructions)
 
 
-def _after_asking_replica(state: State, event: ReplicaAsked) -> Decision:
+def _after_asking_replica(state: FailoverState, event: ReplicaAsked) -> Decision:
     if event.standing is None:
         return _open(state, [])
     progress, after = state.progress, state.after
@@ -183,23 +183,23 @@ def _after_asking_replica(state: State, event: ReplicaAsked) -> Decision:
     return state, [UseReplica(_number(after), reroute, lost)]
 
 
-def _fits(replay: Replay, progress: Progress, max_step_tokens: int) -> bool:
+def _fits(replay: Replay, progress: CallProgress, max_step_tokens: int) -> bool:
     """Return whether the history fits into one step, because only one step number is free for it."""
     start, end = replay.history
     return (end - start) * progress.batch_size <= max(1, max_step_tokens)
 
 
-def _open(state: State, instructions: list[Instruction]) -> Decision:
+def _open(state: FailoverState, instructions: list[Instruction]) -> Decision:
     progress, after = state.progress, state.after
     replay = plan_replay(
         progress.steps, progress.start, state.standing(state.before), state.standing(after), progress.answered
     )
     span = Span(state.replaced[0].span.start, state.replaced[-1].span.end)
-    opening = Open(span, state.replaced[0].number, _number(after), replay)
+    opening = OpenHops(span, state.replaced[0].number, _number(after), replay)
     return replace(state, replay=replay), [*instructions, opening]
 
 
-def _after_connecting(state: State, new: tuple[Link, ...]) -> Decision:
+def _after_connecting(state: FailoverState, new: tuple[FailoverHop, ...]) -> Decision:
     assert state.replay is not None
     gap, replaced = state.gaps[0], state.replaced
     start, end = state.replay.history
@@ -208,14 +208,14 @@ def _after_connecting(state: State, new: tuple[Link, ...]) -> Decision:
     return _next_gap(replace(state, links=links, gaps=state.gaps[1:]), [splice])
 
 
-def _ask(state: State) -> Ask:
+def _ask(state: FailoverState) -> Ask:
     """Return the question for all working hops. Hops before a failed one are held until they are rerouted."""
     held = {link.number for link, following in pairwise(state.links) if following.number in state.failed}
     asked = tuple(link.number for link in state.links if link.number not in state.failed)
     return Ask(asked, frozenset(held.intersection(asked)))
 
 
-def _blame(state: State, errors: Mapping[int, SwarmError]) -> Blame:
+def _blame(state: FailoverState, errors: Mapping[int, SwarmError]) -> Blame:
     """Return the blame. Servers are not avoided if all hops fail at once: then the client's own network may be down."""
     return Blame(errors, avoid=not len(errors) == len(state.links) > 1)
 
@@ -225,9 +225,9 @@ def _are_full(failed: Mapping[int, SwarmError]) -> bool:
     return all(isinstance(error, PeerBusy) for error in failed.values())
 
 
-def _span(state: State) -> Span:
+def _span(state: FailoverState) -> Span:
     return next(link.span for link in state.links if link.number in state.failed)
 
 
-def _number(link: Link | None) -> int | None:
+def _number(link: FailoverHop | None) -> int | None:
     return None if link is None else link.number

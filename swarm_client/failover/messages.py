@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarm_client.failover.replay import Replay, Standing
+from swarm_client.failover.replay import HopProgress, Replay
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 
 
 @dataclass(frozen=True)
-class Link:
+class FailoverHop:
     """A hop as failover sees it.
 
     Attributes:
@@ -40,10 +40,10 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Asked:
+class HopsAsked:
     """The event that the other hops have reported their progress, or have failed as well."""
 
-    standings: Mapping[int, Standing]
+    standings: Mapping[int, HopProgress]
     errors: Mapping[int, SwarmError]
     is_late: bool = False
 
@@ -55,7 +55,7 @@ class ReplicaAsked:
     ``next_number``: the hop that gets its outputs. ``max_step_tokens``: rows x positions that it takes in one step.
     """
 
-    standing: Standing | None
+    standing: HopProgress | None
     next_number: int | None = None
     max_step_tokens: int = 1
 
@@ -66,12 +66,12 @@ class ReplicaLost:
 
 
 @dataclass(frozen=True)
-class Opened:
+class HopsOpened:
     """The event that there are hops for the gap: the standby replica, or new ones."""
 
 
 @dataclass(frozen=True)
-class NoRoom:
+class ServersFull:
     """The event that all servers are full: the session must give up its hops, and wait."""
 
 
@@ -79,7 +79,7 @@ class NoRoom:
 class Connected:
     """The event that the new hops are receiving what they need; ``links`` describes these hops."""
 
-    links: tuple[Link, ...]
+    links: tuple[FailoverHop, ...]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class NotConnected:
     is_late: bool = False
 
 
-Event = Failed | Asked | ReplicaAsked | ReplicaLost | Opened | NoRoom | Connected | NotConnected
+Event = Failed | HopsAsked | ReplicaAsked | ReplicaLost | HopsOpened | ServersFull | Connected | NotConnected
 
 
 # ---------------------------------------------------------------- instructions
@@ -132,7 +132,7 @@ class UseReplica:
 
 
 @dataclass(frozen=True)
-class Open:
+class OpenHops:
     """An instruction to open hops over ``span`` that send to ``after``."""
 
     span: Span
@@ -190,5 +190,16 @@ class GiveUp:
 
 
 Instruction = (
-    Blame | Ask | AskReplica | UseReplica | Open | Connect | Splice | Abandon | AbandonNew | Resume | StartOver | GiveUp
+    Blame
+    | Ask
+    | AskReplica
+    | UseReplica
+    | OpenHops
+    | Connect
+    | Splice
+    | Abandon
+    | AbandonNew
+    | Resume
+    | StartOver
+    | GiveUp
 )

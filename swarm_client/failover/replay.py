@@ -17,7 +17,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Standing:
+class HopProgress:
     """The progress of one hop.
 
     Attributes:
@@ -51,7 +51,7 @@ class Replay:
 
 
 def plan_replay(
-    steps: Sequence[Taken], start: int, before: Standing | None, after: Standing | None, answered: int
+    steps: Sequence[Taken], start: int, before: HopProgress | None, after: HopProgress | None, answered: int
 ) -> Replay:
     """Return the plan for new, empty hops between the hops ``before`` and ``after``.
 
@@ -63,7 +63,7 @@ def plan_replay(
     """
     last = steps[-1]
     if before is None:
-        before = Standing(last.number, last.end, last.number)
+        before = HopProgress(last.number, last.end, last.number)
     changed = max(before.changed_number, before.number)
     sent = answered if after is None else after.number
     return Replay(
@@ -76,7 +76,7 @@ def plan_replay(
 
 
 def plan_catching_up(
-    copy: Standing, steps: Sequence[Taken], start: int, past: Sequence[Taken], before: Standing | None
+    copy: HopProgress, steps: Sequence[Taken], start: int, past: Sequence[Taken], before: HopProgress | None
 ) -> Replay | None:
     """Return the plan for a standby replica that takes over from a failed hop, and may lag behind it.
 
@@ -90,7 +90,7 @@ def plan_catching_up(
     """
     first, last = steps[0], steps[-1]
     if before is None:
-        before = Standing(last.number, last.end, last.number)
+        before = HopProgress(last.number, last.end, last.number)
     resend = tuple(step for step in steps if copy.number < step.number <= before.number)
     history_start = _missed_from(copy, first, start, past)
     if history_start is None:
@@ -98,7 +98,7 @@ def plan_catching_up(
     return Replay(False, (history_start, start), resend, sent_number=0, changed_number=0)
 
 
-def _missed_from(copy: Standing, first: Taken, start: int, past: Sequence[Taken]) -> int | None:
+def _missed_from(copy: HopProgress, first: Taken, start: int, past: Sequence[Taken]) -> int | None:
     """Return the first position from before ``start`` that the replica lacks, or ``start``; None: it is too old."""
     if not past:
         return None if copy.length < start else start

@@ -36,15 +36,15 @@ _METADATA = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ModuleLocation:
     """A module's place: its block, and its path in the block, which is empty for the block itself."""
 
     blocks: HollowBlocks
     block: int
     path: str
 
-    def of(self, child: str) -> Place:
-        return Place(self.blocks, self.block, f"{self.path}.{child}" if self.path else child)
+    def of(self, child: str) -> ModuleLocation:
+        return ModuleLocation(self.blocks, self.block, f"{self.path}.{child}" if self.path else child)
 
     def __str__(self) -> str:
         return f"{self.path} of block {self.block}" if self.path else f"block {self.block}"
@@ -72,13 +72,13 @@ class HollowBlocks:
         ):
             for path, module in list(block.named_modules())[1:]:
                 self._originals[index, path] = module
-                _hollow_out(module, Place(self, index, path))
-            vars(stands_for_it)["place"] = Place(self, index, "")
+                _hollow_out(module, ModuleLocation(self, index, path))
+            vars(stands_for_it)["place"] = ModuleLocation(self, index, "")
             stands_for_it._modules.update(block.named_children())
 
     # ---------------------------------------------------------------- PEFT's layers
 
-    def put(self, place: Place, module: nn.Module) -> None:
+    def put(self, place: ModuleLocation, module: nn.Module) -> None:
         """Check and record ``module`` before it is set at ``place``.
 
         Raises:
@@ -151,7 +151,7 @@ class HollowBlocks:
                 dropout = getattr(layer.lora_dropout[name], "p", 0.0)
                 yield LowRank(block, path, layer.scaling[name], a.weight, b.weight, dropout)
 
-    def _require_lora(self, place: Place, module: nn.Module) -> None:
+    def _require_lora(self, place: ModuleLocation, module: nn.Module) -> None:
         from peft.tuners.lora import Linear, LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -170,13 +170,13 @@ class HollowBlocks:
 
     def _require_low_rank(self, layer: Any, name: str, block: int, path: str) -> None:
         if layer.lora_variant.get(name) or layer.lora_B[name].bias is not None:
-            place = Place(self, block, path)
+            place = ModuleLocation(self, block, path)
             self.refuse(f"adapter {name!r} in {place} is more than a low-rank product, which is all that servers add")
 
     def _require_no_hooks(self, module: nn.Module, block: int, path: str) -> None:
         hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
         if any(hooks):
-            place = Place(self, block, path)
+            place = ModuleLocation(self, block, path)
             self.refuse(f"a hook on a layer in {place} would never run: it is computed on servers; {INSTEAD}")
 
 
@@ -196,7 +196,7 @@ class Inside(nn.Module):
         place: the module's place; None until the modules of all blocks exist.
     """
 
-    place: Place | None = None
+    place: ModuleLocation | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.place is not None and isinstance(value, nn.Module):
@@ -213,7 +213,7 @@ class _NoParameters(RequestRejected, StopIteration):
     """The error at the end of a module without parameters. It ends loops, as any ``StopIteration`` does."""
 
 
-def _end_of_parameters(place: Place) -> NoReturn:
+def _end_of_parameters(place: ModuleLocation) -> NoReturn:
     raise _NoParameters(
         f"{place} has no parameters here, because its weights are on servers. Of PEFT's adapters, remote blocks take "
         "those of a peft.LoraConfig"
@@ -223,7 +223,7 @@ def _end_of_parameters(place: Place) -> NoReturn:
 class Hollow(Inside):
     """A module inside a block, without weights. ``_hollow_class`` combines this class with the module's own class."""
 
-    place: Place
+    place: ModuleLocation
 
     def forward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise RequestRejected(f"{self.place} is computed on servers, and not by its module here: {INSTEAD}")
@@ -259,7 +259,7 @@ class Hollow(Inside):
 class WeightOnServers(torch.Tensor):
     """A block's parameter without values. It has a shape, and the device and dtype for PEFT's own parameters."""
 
-    place: Place
+    place: ModuleLocation
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -288,7 +288,7 @@ def _hollow_class(own: type[nn.Module]) -> type[Hollow]:
     return type(own.__name__, (Hollow, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
-def _hollow_out(module: nn.Module, place: Place) -> None:
+def _hollow_out(module: nn.Module, place: ModuleLocation) -> None:
     """Remove the tensors of ``module``, so that nothing counts, moves or saves them."""
     for name, parameter in list(module._parameters.items()):
         del module._parameters[name]

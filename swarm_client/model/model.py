@@ -22,7 +22,7 @@ from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
 from swarm_client.model.progress import reading_shown
 from swarm_client.weights.opening import ModelOpening
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_models.checkpoints.family import max_positions, slice_config
 from swarm_models.checkpoints.hollow_model import hf_loader
@@ -211,7 +211,7 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
 
 
 def load_client(
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     auto_class: Any,
     dtype: torch.dtype | str,
     device: torch.device,

@@ -14,7 +14,7 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 
 if TYPE_CHECKING:
-    from swarm_client.adapters.snapshots import Snapshot
+    from swarm_client.adapters.snapshots import AdapterSnapshot
     from swarm_client.model.remote_blocks import RemoteSpan
     from swarm_client.sessions.session import RemoteSession
 
@@ -39,7 +39,7 @@ class ModelPass:
     starts: Sequence[int]
     num_wanted: int | None
 
-    _snapshot: Snapshot | None = None  # of the adapter and prompts, in a pass without a session
+    _snapshot: AdapterSnapshot | None = None  # of the adapter and prompts, in a pass without a session
     _first: torch.Tensor | None = None  # input of the first block
     _outputs: dict[int, torch.Tensor] | None = None  # a session's outputs, by the start that they enter next
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from swarm_client.adapters.prompts import Prompts
-from swarm_client.adapters.snapshots import Added, Snapshot
+from swarm_client.adapters.snapshots import ActiveAdapter, AdapterSnapshot
 from swarm_client.core import background
 from swarm_client.core.events import OnEvent
 from swarm_client.model.hollow_blocks import INSTEAD, HollowBlocks, Inside
@@ -33,7 +33,9 @@ class RemoteSpan:
     ``span(hidden)`` runs the blocks. ``span[a:b]`` is a part of the span, counted from the model's first block.
     """
 
-    def __init__(self, swarm: Swarm, span: Span, max_positions: int | None, added: Callable[[], Added] = Added) -> None:
+    def __init__(
+        self, swarm: Swarm, span: Span, max_positions: int | None, added: Callable[[], ActiveAdapter] = ActiveAdapter
+    ) -> None:
         """Set up a span; ``added`` returns what the client adds to the model's blocks at present."""
         self.swarm = swarm
         self.span = span
@@ -55,7 +57,7 @@ class RemoteSpan:
         return RemoteSpan(self.swarm, span, self.max_positions, self._added)
 
     @property
-    def added(self) -> Added:
+    def added(self) -> ActiveAdapter:
         """Return what the client adds to these blocks at present."""
         return self._added().over(self.span)
 
@@ -65,7 +67,7 @@ class RemoteSpan:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         *,
-        snapshot: Snapshot | None = None,
+        snapshot: AdapterSnapshot | None = None,
         packed: bool = True,
     ) -> torch.Tensor:
         """Return the hidden states after the last block, [batch, tokens, hidden_size], computed without a cache.
@@ -139,7 +141,7 @@ class _RemoteForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, inputs: BlockInput, blocks: RemoteSpan, drops: bool, adapter: Snapshot, need_grad, *tensors
+        ctx, hidden, inputs: BlockInput, blocks: RemoteSpan, drops: bool, adapter: AdapterSnapshot, need_grad, *tensors
     ):
         seed = int(torch.randint(1, 2**63 - 1, ())) if drops else 0
         span, first_grad = blocks.span, None
@@ -236,11 +238,11 @@ class RemoteBlocks(BlockModule):
         self.hollow: HollowBlocks | None = None
         self.adapter_name = ""
 
-    def added(self) -> Added:
+    def added(self) -> ActiveAdapter:
         """Return what is added to the blocks at present."""
         low_rank = () if self.hollow is None else tuple(self.hollow.low_rank())
         prompts = () if self.prompts is None else tuple(self.prompts.of_blocks())
-        return Added(Adapter(self._salt, low_rank, prompts), self.adapter_name, self.training)
+        return ActiveAdapter(Adapter(self._salt, low_rank, prompts), self.adapter_name, self.training)
 
     @property
     def num_virtual(self) -> int:

@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING, Snapshot
+from swarm_client.adapters.snapshots import NOTHING, AdapterSnapshot
 from swarm_client.passes.divergence import require_finite
-from swarm_client.passes.remote_sums import Added, RemoteSum, RemoteSums, Summand
+from swarm_client.passes.remote_sums import RemoteSum, RemoteSums, Summand, SummedPass
 from swarm_client.passes.retry_budget import RetryBudget
 from swarm_client.passes.ways import Visited, Way
 from swarm_client.routing.compression import known_to
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.pass_watchdog import BACKWARD
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.transport.transport import Watch
+from swarm_client.transport.transport import PassWatch
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.codecs.sizes import CODEC_NAMES, CODECS
 from swarm_protocol.errors import BadReply, CacheMiss, PeerError, SwarmError
@@ -43,7 +43,7 @@ async def forward(
     swarm: Swarm,
     span: Span,
     inputs: BlockInput,
-    adapter: Snapshot = NOTHING,
+    adapter: AdapterSnapshot = NOTHING,
     dropout_seed: int = 0,
     first_grad: int | None = None,
 ) -> tuple[list[torch.Tensor], list[Way]]:
@@ -84,7 +84,7 @@ async def forward(
     return [output for output, _ in results], [] if first_grad is None else [way for _, way in results]
 
 
-async def _give_adapter(swarm: Swarm, chains: list[Route], adapter: Snapshot) -> None:
+async def _give_adapter(swarm: Swarm, chains: list[Route], adapter: AdapterSnapshot) -> None:
     """Send the adapter to servers in the order in which rows reach them, so that later ones get it during computing."""
     hops = {(hop.server.peer_id, hop.span): hop for chain in chains for hop in chain}
     for hop in sorted(hops.values(), key=lambda hop: hop.span.start):
@@ -171,7 +171,7 @@ def _decoded(grads: list[WireTensor]) -> list[torch.Tensor]:
     return [grad.decode(grad.header.shape, torch.float32) for grad in grads]
 
 
-def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes: int, alarms: int) -> Watch:
+def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes: int, alarms: int) -> PassWatch:
     """Return a watch for a pass that takes ``times`` as long as the forward pass.
 
     ``more_bytes``: the bytes on top of two tensors like ``hidden``, or of three in the backward pass.
@@ -202,7 +202,12 @@ def _blamed_on(hop: Hop) -> Iterator[None]:
 
 
 async def backward(
-    swarm: Swarm, span: Span, ways: list[Way], grad: torch.Tensor, adapter: Snapshot = NOTHING, need_input: bool = True
+    swarm: Swarm,
+    span: Span,
+    ways: list[Way],
+    grad: torch.Tensor,
+    adapter: AdapterSnapshot = NOTHING,
+    need_input: bool = True,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the gradients of micro-batches' inputs, each [rows, tokens, hidden_size], and of the adapter's tensors.
 
@@ -251,7 +256,7 @@ async def _backward_way(
         wire, of_adapter = await _backward_rows(swarm, part, of_outputs, way.context, summand)
         found += of_adapter or []
         if summand is not None:
-            summand.ended(Added(part, of_outputs, way.context) if of_adapter is None else None)
+            summand.ended(SummedPass(part, of_outputs, way.context) if of_adapter is None else None)
     return wire, found
 
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_client.adapters.snapshots import Part, Snapshot
+from swarm_client.adapters.snapshots import AdapterPart, AdapterSnapshot
 from swarm_client.passes.ways import Visited, Way
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.wire_tensor import Context, WireTensor
@@ -24,7 +24,7 @@ _KEY_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Added:
+class SummedPass:
     """A backward pass whose gradients are in the sum, with all that is needed to repeat it.
 
     Attributes:
@@ -39,11 +39,11 @@ class Added:
 class RemoteSum:
     """The sum on one server, over all micro-batches that go back through the same blocks there."""
 
-    def __init__(self, hop: Hop, adapter: Part, num_passes: int) -> None:
+    def __init__(self, hop: Hop, adapter: AdapterPart, num_passes: int) -> None:
         self.hop = hop
         self.adapter = adapter
         self._key = secrets.token_bytes(_KEY_BYTES)
-        self._added: dict[int, Added] = {}
+        self._added: dict[int, SummedPass] = {}
         self._num_missing = num_passes
         self._complete = asyncio.Event()
 
@@ -54,7 +54,7 @@ class RemoteSum:
         """Return the request for the sum, still without a contract."""
         return pb.TakeSum(key=self._key, numbers=sorted(self._added))
 
-    def ended(self, number: int, added: Added | None) -> None:
+    def ended(self, number: int, added: SummedPass | None) -> None:
         """Record the end of one pass, with ``added`` if its gradients are in the sum."""
         if added is not None:
             self._added[number] = added
@@ -62,7 +62,7 @@ class RemoteSum:
         if not self._num_missing:
             self._complete.set()
 
-    async def complete(self) -> list[Added]:
+    async def complete(self) -> list[SummedPass]:
         """Wait until all passes have ended; return those in the sum, in the order of rows."""
         await self._complete.wait()
         return [self._added[number] for number in sorted(self._added)]
@@ -76,7 +76,7 @@ class Summand:
     number: int
     name: pb.Summand
 
-    def ended(self, added: Added | None) -> None:
+    def ended(self, added: SummedPass | None) -> None:
         self.sum.ended(self.number, added)
 
 
@@ -87,7 +87,7 @@ class RemoteSums:
         sums: the sums on servers that more than one micro-batch goes back through.
     """
 
-    def __init__(self, ways: Sequence[Way], adapter: Snapshot, first_block: int) -> None:
+    def __init__(self, ways: Sequence[Way], adapter: AdapterSnapshot, first_block: int) -> None:
         """Plan the sums. ``first_block``: the block at which the backward pass ends."""
         together: dict[tuple[str, Span], list[Visited]] = defaultdict(list)
         for part in (part for way in ways for part in way.path if part.hop.span.end > first_block):

@@ -13,7 +13,7 @@ _CHUNK = 64  # prompt positions that are computed at a time
 
 
 @dataclass(frozen=True)
-class Load:
+class SessionLoad:
     """The load of one session.
 
     Attributes:
@@ -25,7 +25,7 @@ class Load:
     num_waiting: int
 
 
-def with_own_load(costs: Costs, view: SwarmView, loads: Iterable[Load]) -> Costs:
+def with_own_load(costs: Costs, view: SwarmView, loads: Iterable[SessionLoad]) -> Costs:
     """Return the costs of one more session beside these loads.
 
     Sessions that decode together share the reading of weights, so each one raises the price of computing only by

@@ -25,7 +25,7 @@ _MANY = 64  # the batch size at which servers measure the time per position
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A server or a link that takes ``fixed_s`` for a step, and ``row_s`` more for each of its rows."""
 
     fixed_s: float
@@ -35,7 +35,7 @@ class Stage:
         return self.fixed_s + num_rows * self.row_s
 
 
-Stages = Mapping[str, Stage]  # the stages of one lane, by the names of servers and links
+Stages = Mapping[str, PipelineStage]  # the stages of one lane, by the names of servers and links
 StagesOf = Callable[[Route], Stages]
 
 
@@ -100,7 +100,7 @@ def _servers(chain: Route, costs: Costs) -> Stages:
     return {hop.server.peer_id: _server(hop, costs) for hop in chain}
 
 
-def _server(hop: Hop, costs: Costs) -> Stage:
+def _server(hop: Hop, costs: Costs) -> PipelineStage:
     alone_s = replace(costs, num_tokens=1).block_s(hop.server)
     row_s = replace(costs, num_tokens=_MANY).block_s(hop.server) / _MANY
-    return Stage(_MESSAGE_S + len(hop.span) * max(0.0, alone_s - row_s), len(hop.span) * row_s)
+    return PipelineStage(_MESSAGE_S + len(hop.span) * max(0.0, alone_s - row_s), len(hop.span) * row_s)

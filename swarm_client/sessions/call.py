@@ -15,7 +15,7 @@ from swarm_protocol.wire.block_input import BlockInput
 
 
 @dataclass
-class Call:
+class SessionCall:
     """One call of ``RemoteSession.step``.
 
     Attributes:

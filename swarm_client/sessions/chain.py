@@ -7,16 +7,16 @@ from collections import deque
 
 import torch
 
-from swarm_client.adapters.snapshots import Snapshot
+from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Move, Reporter
 from swarm_client.failover.failover import decide
 from swarm_client.failover.messages import Event, Resume, Splice, StartOver
 from swarm_client.failover.replay import Taken
-from swarm_client.routing.own_load import Load
+from swarm_client.routing.own_load import SessionLoad
 from swarm_client.routing.routing import Route
-from swarm_client.sessions.call import Call
-from swarm_client.sessions.listener import Failures, Listener
+from swarm_client.sessions.call import SessionCall
+from swarm_client.sessions.listener import ChainListener, Failures
 from swarm_client.sessions.opening import Opener, Terms, close
 from swarm_client.sessions.replacement import HopReplacer
 from swarm_client.sessions.standby import StandbyReplicas
@@ -63,8 +63,8 @@ class Chain:
         self._terms = terms = Terms(max_positions, reserve_tokens)
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)
-        self._listener = Listener(self.hops, swarm, inbox, self._replacer.answered, self._standby.handle)
-        self._call: Call | None = None  # the call under way
+        self._listener = ChainListener(self.hops, swarm, inbox, self._replacer.answered, self._standby.handle)
+        self._call: SessionCall | None = None  # the call under way
         self._past: deque[Taken] = deque(maxlen=_PAST_STEPS)  # the steps before the call under way
         self._moving: asyncio.Task[None] | None = None
         # Settled: all steps sent to the first hop are computed. After a splice, outputs may arrive before that is true.
@@ -73,11 +73,11 @@ class Chain:
         swarm.sessions.add(self)
 
     @property
-    def adapter(self) -> Snapshot:
+    def adapter(self) -> AdapterSnapshot:
         """Return the adapter that is added to the blocks of hops that are opened from now on."""
         return self._opener.adapter
 
-    def use_adapter(self, adapter: Snapshot) -> None:
+    def use_adapter(self, adapter: AdapterSnapshot) -> None:
         """Add this adapter to the blocks of hops that are opened from now on."""
         self._opener.use_adapter(adapter)
 
@@ -87,10 +87,10 @@ class Chain:
         return tuple(session.hop for session in self.hops)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> SessionLoad:
         """Return the load that the session puts on servers; it is empty while the session still chooses a chain."""
         if self._opener.is_choosing:
-            return Load((), 0)
+            return SessionLoad((), 0)
         call, opening = self._call, self._opener.opening
         if call is None:
             num_waiting = 0
@@ -98,7 +98,7 @@ class Chain:
             num_waiting = call.after.length * call.inputs.hidden.shape[0]
         else:
             num_waiting = sum(step.num_positions for step in call.steps if step.number not in call.outputs)
-        return Load(self.route + opening, num_waiting)
+        return SessionLoad(self.route + opening, num_waiting)
 
     @property
     def codecs(self) -> tuple[pb.Codec, ...]:
@@ -128,7 +128,7 @@ class Chain:
         """Begin a session without positions. The caller must have released the servers."""
         self.is_new = False
 
-    def begin_with(self, adapter: Snapshot) -> None:
+    def begin_with(self, adapter: AdapterSnapshot) -> None:
         """Begin a session with positions that no server has; they were computed with this adapter."""
         self.is_new = True
         self.use_adapter(adapter)
@@ -149,7 +149,7 @@ class Chain:
 
     # ------------------------------------------------------------ one call
 
-    async def step(self, call: Call, may_wait: bool = True) -> torch.Tensor:
+    async def step(self, call: SessionCall, may_wait: bool = True) -> torch.Tensor:
         """Return the outputs of the last positions of the call, [batch, num_wanted, hidden_size].
 
         ``may_wait``: wait for KV room; if it is False, the step fails at once where there is no room.
@@ -209,7 +209,7 @@ class Chain:
         self._past.clear()
         await close([*hops, *self._standby.forget()])
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: SessionCall) -> None:
         if self.hops:
             await self._move()
         while True:
@@ -227,7 +227,7 @@ class Chain:
             self.number = call.steps[-1].number
             await self._forget()
 
-    async def _open(self, call: Call) -> None:
+    async def _open(self, call: SessionCall) -> None:
         """Open hops for all blocks, and replay all positions from before the call."""
         if call.before.length and not self.is_new:
             self._replacer.begin_recovery(self._listener.progress_s)
@@ -237,7 +237,7 @@ class Chain:
         self._cut(call)
         self._post(self._replacer.replay_all(call, self.hops))
 
-    async def _complete(self, call: Call) -> bool:
+    async def _complete(self, call: SessionCall) -> bool:
         """Wait for all outputs. Return False if the call must begin again with other hops."""
         while not call.complete:
             errors = self._listener.handle(await self._listener.next_event(call), call)
@@ -245,7 +245,7 @@ class Chain:
                 return False
         return True
 
-    async def _recover(self, call: Call, errors: Failures) -> bool:
+    async def _recover(self, call: SessionCall, errors: Failures) -> bool:
         """Replace failed hops, and hops that fail during the replacement. Return False if the call must begin again."""
         first_error = next(iter(errors.values()))
         if call.is_optional and isinstance(first_error, PeerBusy):
@@ -271,7 +271,7 @@ class Chain:
         finally:  # after an error or an interruption there may be new hops
             self._replacer.abandon_new()
 
-    def _cut(self, call: Call) -> None:
+    def _cut(self, call: SessionCall) -> None:
         """Cut the call's inputs into steps that are short enough for every hop."""
         batch_size, num_tokens, _ = call.inputs.hidden.shape
         num_slow = self._swarm.links.num_slow([hop.hop for hop in self.hops], num_tokens * batch_size)

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_client.adapters.snapshots import Snapshot
+from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core import background
 from swarm_client.core.events import PartReporter, Reporter
 from swarm_client.failover.journal import Journal
-from swarm_client.sessions.call import Call
+from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.chain import Chain
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.changes import merged
@@ -21,7 +21,7 @@ from swarm_protocol.wire.block_input import BlockInput
 
 
 @dataclass(frozen=True)
-class Setting:
+class LaneSettings:
     """The settings that all lanes of a session share."""
 
     swarm: Swarm
@@ -43,7 +43,9 @@ class Lane:
         chain: the lane's chain of servers.
     """
 
-    def __init__(self, setting: Setting, journal: Journal | None = None, changes: Sequence[pb.Change] = ()) -> None:
+    def __init__(
+        self, setting: LaneSettings, journal: Journal | None = None, changes: Sequence[pb.Change] = ()
+    ) -> None:
         """Create the lane without servers. ``journal`` has its positions, to which ``changes`` are still to be made."""
         self._setting = setting
         self._reporter = PartReporter(setting.reporter)
@@ -74,11 +76,11 @@ class Lane:
 
     async def step(
         self, inputs: BlockInput, num_wanted: int, watched: range, may_wait: bool, is_optional: bool = False
-    ) -> Call:
+    ) -> SessionCall:
         """Return the call with its outputs. The positions count only after ``commit``.
 
         ``may_wait``: wait for KV room; otherwise PeerBusy comes at once where there is none. ``is_optional``: see
-        ``Call``. The other arguments and the errors are those of ``RemoteSession.step``.
+        ``SessionCall``. The other arguments and the errors are those of ``RemoteSession.step``.
         """
         batch_size, num_tokens, _ = inputs.hidden.shape
         before = self._journal or Journal.empty(batch_size)
@@ -87,7 +89,7 @@ class Lane:
             await self._leave_servers()
         num_asked = self._checks.num_asked(num_wanted, num_tokens)
         while True:
-            call = Call(inputs, num_asked, before, after, changes, watched=watched, is_optional=is_optional)
+            call = SessionCall(inputs, num_asked, before, after, changes, watched=watched, is_optional=is_optional)
             await self.chain.step(call, may_wait)
             if not self._checks.are_made or await self._checks.accept(
                 self.chain.route,
@@ -107,7 +109,7 @@ class Lane:
         await self.chain.let_go()
         self._checks.begin_again()
 
-    def commit(self, call: Call) -> None:
+    def commit(self, call: SessionCall) -> None:
         """Accept the call's positions as part of the lane."""
         self._journal = call.after
         self._changes.clear()
@@ -117,12 +119,12 @@ class Lane:
         if self._journal is not None:
             self._changes = merged(self._changes, change)
 
-    def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
+    def begin_with(self, inputs: BlockInput, adapter: AdapterSnapshot) -> None:
         """Give these positions to the empty lane; servers receive them with the next step."""
         self.chain.begin_with(adapter)
         self._journal = Journal.empty(len(inputs.hidden)).appended(inputs)
 
-    def copy(self, setting: Setting, rows: Sequence[int] | None = None) -> Lane:
+    def copy(self, setting: LaneSettings, rows: Sequence[int] | None = None) -> Lane:
         """Return an independent lane with some or all rows; its servers receive all positions by replay."""
         if self._journal is None:
             other = Lane(setting)
@@ -141,7 +143,7 @@ class Lane:
         self._changes.clear()
 
 
-def joined(lanes: Sequence[Lane], setting: Setting) -> Lane:
+def joined(lanes: Sequence[Lane], setting: LaneSettings) -> Lane:
     """Return one lane with the rows of all lanes, which have equal lengths and whose place in queues it keeps."""
     lane = Lane(setting)
     lane.chain.continues(lanes[0].chain)

@@ -8,10 +8,10 @@ from contextlib import suppress
 from itertools import chain
 
 from swarm_client.core.background import now_s
-from swarm_client.sessions.call import Call
+from swarm_client.sessions.call import SessionCall
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.swarm.watchdog import Stalled, Watchdog
-from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
+from swarm_client.transport.hops import BlockAnswer, HopEvent, HopOutput, HopSession, Inbox, Trouble
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_UNTAKEN
@@ -24,7 +24,7 @@ _MAX_REFUSALS = 3  # the limit on one call's steps that are refused by servers b
 Failures = Mapping[HopSession, SwarmError]
 
 
-class Listener:
+class ChainListener:
     """The receiver of answers from one chain's hops, which also finds hops that must be replaced.
 
     Attributes:
@@ -71,7 +71,7 @@ class Listener:
         if self._probing is not None:
             self._probing.cancel()
 
-    async def next_event(self, call: Call) -> HopEvent:
+    async def next_event(self, call: SessionCall) -> HopEvent:
         """Wait for and return the next event. If the call makes no progress for a while, ask all hops for theirs."""
         after_s = self._swarm.config.timeouts.probe_after_s
         while True:
@@ -86,7 +86,7 @@ class Listener:
             if event is not None:
                 return event
 
-    async def _probe(self, call: Call, hops: list[HopSession]) -> None:
+    async def _probe(self, call: SessionCall, hops: list[HopSession]) -> None:
         """Put trouble into the inbox for hops that do not answer, or that have their input and make no progress.
 
         A hop's claimed progress counts only up to steps that it was sent, so that claims cannot go on without end.
@@ -110,7 +110,7 @@ class Listener:
             late, number = (hops[-1], call.answered) if index is None else (hops[index], numbers[index])
             self._check_time(call, late, number, said)
 
-    def _take_progress(self, hop: HopSession, said: pb.SessionProgress, call: Call, asked_s: float) -> int:
+    def _take_progress(self, hop: HopSession, said: pb.SessionProgress, call: SessionCall, asked_s: float) -> int:
         """Record the progress that the hop claimed when it was asked. Return it as the number of a sent step."""
         self._swarm.progress.probed(hop.hop.server.peer_id, said, now_s())
         number = max((n for n in _numbers(hop, call) if n <= said.number), default=0)
@@ -146,7 +146,7 @@ class Listener:
             raise
 
     def _check_time(
-        self, call: Call, hop: HopSession, number: int, said: Mapping[HopSession, pb.SessionProgress]
+        self, call: SessionCall, hop: HopSession, number: int, said: Mapping[HopSession, pb.SessionProgress]
     ) -> None:
         """Put trouble into the inbox if the hop has had its input for too long and another server can take over."""
         index = self._hops.index(hop) if hop in self._hops else 0
@@ -164,7 +164,7 @@ class Listener:
         error = Stalled(reason, who.peer_id, late.span, self.progress_s)
         self._inbox.put_nowait(Trouble(late.number, None, error))
 
-    def _allowed_s(self, call: Call, hop: HopSession, number: int, before: HopSession | None) -> float:
+    def _allowed_s(self, call: SessionCall, hop: HopSession, number: int, before: HopSession | None) -> float:
         """Return how long the hop may go without progress after the step ``number``."""
         server = hop.hop.server
         num_alarms = self._swarm.alarms.num_others(server.peer_id, now_s())
@@ -175,7 +175,7 @@ class Listener:
         allowed_s = max(self._watchdog.allowed_s(hop, number, call.steps, rtt_s, num_alarms, line) for line in lines)
         return allowed_s if self._swarm.can_replace(hop.span, server.peer_id) else self._swarm.config.step_timeout_s
 
-    def _to_blame(self, call: Call, hop: HopSession, before: HopSession) -> HopSession:
+    def _to_blame(self, call: SessionCall, hop: HopSession, before: HopSession) -> HopSession:
         """Return which of two hops to replace: ``before`` claims to have sent the input, and ``hop`` does nothing."""
         is_less_known = self._has_worked(hop) and not self._has_worked(before)
         late = before if is_less_known or before.doubted == call.first_number else hop
@@ -205,7 +205,7 @@ class Listener:
     def _has_worked(self, hop: HopSession) -> bool:
         return self._swarm.has_worked(hop.hop.server.peer_id)
 
-    def handle(self, event: HopEvent, call: Call) -> Failures:
+    def handle(self, event: HopEvent, call: SessionCall) -> Failures:
         """Take an event. Return the hops that must be replaced, each with the reason.
 
         Raises:
@@ -218,14 +218,14 @@ class Listener:
             return self._handle_trouble(event, index, call)
         elif isinstance(event, BlockAnswer):
             return self._take_block_output(event, self._hops[index], call)
-        elif isinstance(event, Answer) and event.relay:
+        elif isinstance(event, HopOutput) and event.relay:
             if index + 1 < len(self._hops) and event.route == self._hops[index].route:
                 return self._relay(event, self._hops[index], self._hops[index + 1], call)
-        elif isinstance(event, Answer) and index == len(self._hops) - 1:
+        elif isinstance(event, HopOutput) and index == len(self._hops) - 1:
             return self._take_output(event, self._hops[index], call)
         return {}
 
-    def _handle_trouble(self, event: Trouble, index: int, call: Call) -> Failures:
+    def _handle_trouble(self, event: Trouble, index: int, call: SessionCall) -> Failures:
         hop, error = self._hops[index], event.error
         if isinstance(error, Stalled) and self.progress_s > error.since_s:
             return {}  # the hop has made progress at the last moment
@@ -246,7 +246,7 @@ class Listener:
         return self._choose_wrong(hop, self._hops[index - 1], error, call)
 
     @staticmethod
-    def _choose_wrong(hop: HopSession, before: HopSession, error: SwarmError, call: Call) -> Failures:
+    def _choose_wrong(hop: HopSession, before: HopSession, error: SwarmError, call: SessionCall) -> Failures:
         """Return the hops to replace when ``hop`` refuses what ``before`` sent on: either of the two is wrong."""
         if call.count_refusal() > _MAX_REFUSALS:
             raise error
@@ -257,7 +257,7 @@ class Listener:
             errors[hop] = PeerError(str(error), hop.hop.server.peer_id, hop.span)
         return errors
 
-    def _relay(self, answer: Answer, sender: HopSession, to: HopSession, call: Call) -> Failures:
+    def _relay(self, answer: HopOutput, sender: HopSession, to: HopSession, call: SessionCall) -> Failures:
         step = to.replayed.get(answer.step) or call.step(answer.step)
         if step is None:
             return {}
@@ -272,7 +272,7 @@ class Listener:
         to.post(onward.message, onward.parts)
         return {}
 
-    def _take_block_output(self, answer: BlockAnswer, hop: HopSession, call: Call) -> Failures:
+    def _take_block_output(self, answer: BlockAnswer, hop: HopSession, call: SessionCall) -> Failures:
         step = call.step(answer.step)
         if step is None or answer.block not in call.watched:
             return {}
@@ -288,7 +288,7 @@ class Listener:
             return _bad_reply(hop, str(error))
         return {}
 
-    def _take_output(self, answer: Answer, last: HopSession, call: Call) -> Failures:
+    def _take_output(self, answer: HopOutput, last: HopSession, call: SessionCall) -> Failures:
         step = call.step(answer.step)
         if step is None or step.number in call.outputs:
             return {}
@@ -328,7 +328,7 @@ def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
     return late
 
 
-def _numbers(hop: HopSession, call: Call) -> Iterable[int]:
+def _numbers(hop: HopSession, call: SessionCall) -> Iterable[int]:
     """Return the numbers of all steps that the hop knows of."""
     return chain(hop.replayed, (step.number for step in call.steps))
 

@@ -10,11 +10,11 @@ from itertools import count
 
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING, Snapshot
+from swarm_client.adapters.snapshots import NOTHING, AdapterSnapshot
 from swarm_client.core.background import now_s
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble, next_hop
+from swarm_client.transport.hops import HopOutput, HopSession, Inbox, Trouble, next_hop
 from swarm_client.transport.steps import split
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable
@@ -130,7 +130,7 @@ class Opener:
         self.is_choosing = False
         self._numbers = count()
 
-    def use_adapter(self, adapter: Snapshot) -> None:
+    def use_adapter(self, adapter: AdapterSnapshot) -> None:
         """Add this adapter to the blocks of hops that are opened from now on."""
         self.adapter = adapter
 
@@ -250,7 +250,7 @@ class Opener:
             (step,) = split(inputs, start=0, number=FIRST_STEP, size=1, codec=request.codec, num_wanted=1)
             hop.post(step.message, step.parts)
             event = await inbox.get()
-            while not isinstance(event, Answer | Trouble):
+            while not isinstance(event, HopOutput | Trouble):
                 event = await inbox.get()
             if isinstance(event, Trouble):
                 raise event.error

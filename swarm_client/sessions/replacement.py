@@ -8,15 +8,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Recovery, Reporter, Waiting
 from swarm_client.failover import messages
-from swarm_client.failover.failover import Progress, State
+from swarm_client.failover.failover import CallProgress, FailoverState
 from swarm_client.failover.journal import Journal
-from swarm_client.failover.replay import Standing, Taken
+from swarm_client.failover.replay import HopProgress, Taken
 from swarm_client.routing.compression import known_to
 from swarm_client.sessions.admission import AdmissionWait
-from swarm_client.sessions.call import Call
+from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
 from swarm_client.sessions.standby import StandbyReplicas
-from swarm_client.swarm.stall import Repair, Stall
+from swarm_client.swarm.stall import HopReplacement, Stall
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.swarm.watchdog import Stalled
 from swarm_client.transport.hops import HopSession
@@ -96,7 +96,7 @@ class HopReplacer:
         assert hops is not None  # there were no hops that would have to be given up
         return hops
 
-    def replay_all(self, call: Call, hops: list[HopSession]) -> list[OutgoingStep]:
+    def replay_all(self, call: SessionCall, hops: list[HopSession]) -> list[OutgoingStep]:
         """Return the steps that bring new hops up to date: the history, then the call's own steps."""
         steps = [*self._history(call.after, (0, call.start), hops), *call.steps]
         _remember(hops, steps)
@@ -104,7 +104,7 @@ class HopReplacer:
             blocks = Span(hops[0].span.start, hops[-1].span.end)
             replacements = tuple(hop.hop.server.peer_id for hop in hops)
             reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
-            self._stall.repairs[:] = [Repair(blocks, (), reason, replacements, call.start, False)]
+            self._stall.repairs[:] = [HopReplacement(blocks, (), reason, replacements, call.start, False)]
         return steps
 
     async def _opened(
@@ -217,17 +217,17 @@ class HopReplacer:
 
     # ------------------------------------------------------------ hops that fail
 
-    def begin_failover(self, call: Call, past: Iterable[Taken]) -> State:
+    def begin_failover(self, call: SessionCall, past: Iterable[Taken]) -> FailoverState:
         """Return the first state of a failover. A stall must have begun."""
         self._hidden_size = call.inputs.hidden.shape[-1]
         batch_size, is_watched = call.before.batch_size, bool(call.watched)
-        progress = Progress(tuple(call.taken), call.start, call.answered, tuple(past), batch_size, is_watched)
-        return State(progress, tuple(_link(hop, call.first_number) for hop in self._hops))
+        progress = CallProgress(tuple(call.taken), call.start, call.answered, tuple(past), batch_size, is_watched)
+        return FailoverState(progress, tuple(_link(hop, call.first_number) for hop in self._hops))
 
     def failure(self, errors: Mapping[HopSession, SwarmError]) -> messages.Failed:
         return messages.Failed({hop.number: error for hop, error in errors.items()}, self._is_late)
 
-    async def carry_out(self, instruction: messages.Instruction, call: Call) -> messages.Event | None:
+    async def carry_out(self, instruction: messages.Instruction, call: SessionCall) -> messages.Event | None:
         """Carry out the instruction, and return the event that it leads to, if there is one.
 
         Raises:
@@ -248,7 +248,7 @@ class HopReplacer:
                 return await self._ask_replica(self._hop(of))
             case messages.UseReplica(after, reroute, resend):
                 return await self._use_replica(None if after is None else self._hop(after), reroute, resend, call)
-            case messages.Open():
+            case messages.OpenHops():
                 return await self._open(instruction, call)
             case messages.Connect():
                 return await self._connect(instruction, call)
@@ -262,7 +262,7 @@ class HopReplacer:
         abandon(replaced)
         self._standby.drop(replaced)
         self._current_stall.repairs.append(
-            Repair(
+            HopReplacement(
                 Span(replaced[0].span.start, replaced[-1].span.end),
                 tuple(hop.hop.server.peer_id for hop in replaced),
                 str(instruction.error),
@@ -303,7 +303,7 @@ class HopReplacer:
             elif isinstance(error, PeerError) and not isinstance(error, SessionLost) and avoid:
                 self._swarm.failed(error)
 
-    async def _ask(self, hops: list[HopSession], hold: Iterable[int]) -> messages.Asked:
+    async def _ask(self, hops: list[HopSession], hold: Iterable[int]) -> messages.HopsAsked:
         asking = (hop.progress(hop.number in hold, self._swarm.config.timeouts.probe_s) for hop in hops)
         results = await asyncio.gather(*asking, return_exceptions=True)
         standings, errors = {}, {}
@@ -314,7 +314,7 @@ class HopReplacer:
                 raise result
             else:
                 standings[hop.number] = _standing(hop, result)
-        return messages.Asked(standings, errors, self._is_late)
+        return messages.HopsAsked(standings, errors, self._is_late)
 
     async def _ask_replica(self, of: HopSession) -> messages.ReplicaAsked:
         replica = self._standby.take(of)
@@ -329,8 +329,8 @@ class HopReplacer:
         return messages.ReplicaAsked(standing, replica.next_number, replica.max_step_tokens)
 
     async def _use_replica(
-        self, after: HopSession | None, reroute: bool, resend: Iterable[int], call: Call
-    ) -> messages.Opened | messages.ReplicaLost:
+        self, after: HopSession | None, reroute: bool, resend: Iterable[int], call: SessionCall
+    ) -> messages.HopsOpened | messages.ReplicaLost:
         (replica,) = self._new
         try:
             if reroute and after is not None:
@@ -338,9 +338,11 @@ class HopReplacer:
                 await replica.reroute(after, [step.without_data() for step in _steps(call, resend)], codec)
         except SwarmError:
             return messages.ReplicaLost()
-        return messages.Opened()
+        return messages.HopsOpened()
 
-    async def _open(self, instruction: messages.Open, call: Call) -> messages.Opened | messages.NoRoom:
+    async def _open(
+        self, instruction: messages.OpenHops, call: SessionCall
+    ) -> messages.HopsOpened | messages.ServersFull:
         replay = instruction.replay
         rows = call.after if replay.after_changes else call.before
         num_tokens = max(rows.length, call.after.length)
@@ -348,11 +350,13 @@ class HopReplacer:
         after = None if instruction.after is None else self._hop(instruction.after)
         hops = await self._opened(instruction.span, opening, after, self._hop(instruction.instead))
         if hops is None:
-            return messages.NoRoom()
+            return messages.ServersFull()
         self._new = hops
-        return messages.Opened()
+        return messages.HopsOpened()
 
-    async def _connect(self, instruction: messages.Connect, call: Call) -> messages.Connected | messages.NotConnected:
+    async def _connect(
+        self, instruction: messages.Connect, call: SessionCall
+    ) -> messages.Connected | messages.NotConnected:
         """Let the hop before the new ones, or the client, send the new hops all that they must replay."""
         new, replay = self._new, instruction.replay
         if _are_too_large(call.steps, new):
@@ -391,7 +395,7 @@ class HopReplacer:
         return split(rows.read(start, end), start=start, number=number, size=size, codec=codec)
 
 
-def _steps(call: Call, numbers: Iterable[int]) -> list[OutgoingStep]:
+def _steps(call: SessionCall, numbers: Iterable[int]) -> list[OutgoingStep]:
     return [step for step in map(call.step, numbers) if step is not None]
 
 
@@ -417,12 +421,12 @@ def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:
         hop.remember(replayed)
 
 
-def _link(hop: HopSession, first_number: int) -> messages.Link:
+def _link(hop: HopSession, first_number: int) -> messages.FailoverHop:
     """Return the hop as a link. ``first_number``: the number of the call's first step."""
     server = hop.hop.server
     replayed = max((number for number in hop.replayed if number < first_number), default=0)
-    return messages.Link(hop.number, hop.span, server.peer_id, server.short_id, replayed)
+    return messages.FailoverHop(hop.number, hop.span, server.peer_id, server.short_id, replayed)
 
 
-def _standing(hop: HopSession, progress: pb.SessionProgress) -> Standing:
-    return Standing(progress.number, progress.length, hop.changed_number)
+def _standing(hop: HopSession, progress: pb.SessionProgress) -> HopProgress:
+    return HopProgress(progress.number, progress.length, hop.changed_number)

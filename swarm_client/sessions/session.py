@@ -12,13 +12,13 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from swarm_client.adapters.snapshots import Snapshot
+from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core import background
 from swarm_client.core.events import OnEvent, Reporter, SessionStats
 from swarm_client.routing.pipelining import divided, most_lanes
 from swarm_client.routing.routing import Hop, Route
-from swarm_client.sessions.call import Call
-from swarm_client.sessions.lane import Lane, Setting, joined
+from swarm_client.sessions.call import SessionCall
+from swarm_client.sessions.lane import Lane, LaneSettings, joined
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -52,7 +52,7 @@ class RemoteSession:
         *,
         standby: bool | None = None,
         on_event: OnEvent | None = None,
-        adapter: Callable[[], Snapshot] = Snapshot,
+        adapter: Callable[[], AdapterSnapshot] = AdapterSnapshot,
         is_bundled: bool = False,
         row_unit: int = 1,
         user: str = "",
@@ -70,7 +70,7 @@ class RemoteSession:
         standby = swarm.config.standby if standby is None else standby
         self._on_event = on_event
         reporter = Reporter(on_event or swarm.config.on_event)
-        self._setting = Setting(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter, user)
+        self._setting = LaneSettings(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter, user)
         self._adapter = adapter
         self._row_unit = row_unit
         self._lanes = [Lane(self._setting)]
@@ -181,7 +181,9 @@ class RemoteSession:
             outputs = [output[:, -num_wanted:] for output in outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    async def _advance(self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)) -> list[Call]:
+    async def _advance(
+        self, inputs: BlockInput, num_wanted: int | None, watched: range = range(0)
+    ) -> list[SessionCall]:
         """Run one step of all lanes, and return each lane's call."""
         async with self._turn:
             if self._left:
@@ -189,7 +191,7 @@ class RemoteSession:
                 await _close(left)
             return await self._advance_in_turn(inputs, num_wanted, watched)
 
-    async def _advance_in_turn(self, inputs: BlockInput, num_wanted: int | None, watched: range) -> list[Call]:
+    async def _advance_in_turn(self, inputs: BlockInput, num_wanted: int | None, watched: range) -> list[SessionCall]:
         batch_size, num_tokens, _ = inputs.hidden.shape
         check_length(self.length + num_tokens, self._setting.max_positions)
         check_batch_size(batch_size)
@@ -232,7 +234,7 @@ class RemoteSession:
         except SwarmError:
             return [()]  # the lane then finds servers itself: it waits for them, or raises the reason
 
-    async def _computed(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
+    async def _computed(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[SessionCall]:
         """Compute the step on all lanes; if one lane finds no room, join them into one lane and compute there."""
         if len(self._lanes) > 1:
             try:
@@ -242,7 +244,7 @@ class RemoteSession:
                 self._become_one()
         return [await self._lanes[0].step(inputs, num_wanted, watched, True, self._is_optional)]
 
-    async def _by_lanes(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[Call]:
+    async def _by_lanes(self, inputs: BlockInput, num_wanted: int, watched: range) -> list[SessionCall]:
         lanes, jobs = list(self._lanes), []
         for lane, size, end in zip(lanes, self._sizes, accumulate(self._sizes), strict=True):
             part = inputs.rows(slice(end - size, end))
@@ -262,7 +264,7 @@ class RemoteSession:
         self._lanes, self._sizes = [joined(lanes, self._setting)], [sum(self._sizes)]
         self._left += lanes
 
-    def begin_with(self, inputs: BlockInput, adapter: Snapshot) -> None:
+    def begin_with(self, inputs: BlockInput, adapter: AdapterSnapshot) -> None:
         """Replace all of the session's positions by these; servers receive them with the next step.
 
         ``adapter`` is the adapter that was added to the blocks when these inputs were computed.
@@ -346,7 +348,7 @@ async def _close(lanes: Sequence[Lane]) -> None:
     await asyncio.gather(*(lane.chain.close() for lane in lanes))
 
 
-async def _go_back(jobs: Sequence[asyncio.Future[Call]], lanes: Sequence[Lane]) -> None:
+async def _go_back(jobs: Sequence[asyncio.Future[SessionCall]], lanes: Sequence[Lane]) -> None:
     """Release the servers of all lanes: some may have done the step, so all go back to before it."""
     for job in jobs:
         job.cancel()

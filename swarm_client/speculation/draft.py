@@ -26,7 +26,7 @@ class Ranking(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """The number of guesses to make.
 
     Attributes:
@@ -99,7 +99,7 @@ class DraftSession(ABC):
         """
 
     @abstractmethod
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
         """Return guesses that follow the confirmed text. A second call drops the guesses of the first."""
 
 
@@ -117,7 +117,7 @@ class SteppedSession(DraftSession):
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Add one token to each line, [rows] int64; return the logits of the next, [rows, vocabulary] float32."""
 
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
         logits = self.start(plan.num_rows) if plan.length > 0 else None
         if logits is None:
             return Guesses.none()

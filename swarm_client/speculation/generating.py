@@ -78,7 +78,7 @@ class Ends:
 
 
 @dataclass
-class Text:
+class GeneratedText:
     """The text so far. It chooses the next token as ``_sample`` of transformers does."""
 
     ids: torch.Tensor  # [1, length]
@@ -120,14 +120,16 @@ class Company(Protocol):
     def computes_for(self, model: Any, config: GenerationConfig) -> bool:
         """Return whether the others are computed in the same way as a generation of the calling thread."""
 
-    def take_over(self, model: Any, text: Text, ends: Ends, session: RemoteSession, guessing: Guessing) -> torch.Tensor:
+    def take_over(
+        self, model: Any, text: GeneratedText, ends: Ends, session: RemoteSession, guessing: Guessing
+    ) -> torch.Tensor:
         """Compute the rest of the text together with the others; return the whole text, [1, length]."""
 
 
 class SpeculativeGeneration:
     """One call of ``generate`` with guesses."""
 
-    def __init__(self, model: Any, text: Text, session: RemoteSession, guessing: Guessing) -> None:
+    def __init__(self, model: Any, text: GeneratedText, session: RemoteSession, guessing: Guessing) -> None:
         self._model, self._text, self._session, self._guessing = model, text, session, guessing
         self._past = Past(session)
         self._most_rows = MOST_POSITIONS
@@ -257,7 +259,7 @@ def speculative_sample(
     guessing = speculation.begin(input_ids[0].tolist(), ranking_of(config, processors, generator))
     if guessing is None:
         return None
-    text = Text(input_ids, processors, criteria, bool(config.do_sample), streamer)
+    text = GeneratedText(input_ids, processors, criteria, bool(config.do_sample), streamer)
     with model._optimize_model_for_decode():
         ids = SpeculativeGeneration(model, text, session, guessing).run(config, model_kwargs, company)
     if streamer is not None:

@@ -30,7 +30,7 @@ def expected_tokens(acceptance: float, length: int) -> float:
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a pass: the rows of guesses, and the guesses in each row; for ``least`` see ``Plan``."""
+    """The size of a pass: the rows of guesses, and the guesses in each row; for ``least`` see ``DraftPlan``."""
 
     num_rows: int = 0
     length: int = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm_client.speculation.choosing import Verified
-from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
+from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
 from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, PassCosts, Policy, Size
 
 _logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Guessing:
         reads_much = self._num_unread > MOST_POSITIONS  # drafts may read what was confirmed when they guess
         if is_alone and size.length and most_guesses > 0:
             rows, length = min(size.num_rows, most_rows), min(size.length, most_guesses)
-            self._guesses = self._made(Plan(rows, length, size.least))
+            self._guesses = self._made(DraftPlan(rows, length, size.least))
             self._num_unread = 0
         self._sent_s = time.perf_counter()
         self._guess_s = None if reads_much else self._sent_s - start_s
@@ -151,7 +151,7 @@ class Guessing:
             before[-len(hidden) :] = hidden
         self._confirm(token_ids, before)
 
-    def _made(self, plan: Plan) -> Guesses:
+    def _made(self, plan: DraftPlan) -> Guesses:
         if self._session is not None:
             try:
                 return self._session.guess(plan, self._ranking)

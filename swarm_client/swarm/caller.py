@@ -18,10 +18,10 @@ from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, LocalRegistry, addresses_of, registered_swarms
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.dialing import Dialer
-from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.members import RelayCredentials
 
 
-class Caller:
+class ClientIdentity:
     """A client's identity for the DHT and for servers. The key is made, or read from a file, at first use."""
 
     def __init__(self, config: ClientConfig) -> None:
@@ -45,7 +45,7 @@ class Caller:
     @cached_property
     def dialer(self) -> Dialer:
         streams = DaemonStreams(lambda: None if self._dht is None else self._dht.p2p)
-        return Dialer(self.credentials, streams, Membership(self.access.identity, self.access.token))
+        return Dialer(self.credentials, streams, RelayCredentials(self.access.identity, self.access.token))
 
     async def connect(self, record: ServerRecord, config: ClientConfig) -> ServerConnection:
         """Connect to a server: see ``ServerConnection.connect``."""

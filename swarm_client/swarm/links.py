@@ -23,7 +23,7 @@ from swarm_client.routing.compression import (
     to_measure,
     within,
 )
-from swarm_client.routing.pipelining import Stage
+from swarm_client.routing.pipelining import PipelineStage
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.watchdog import SLOW_BYTES_PER_S
 from swarm_client.transport.transport import ServerConnection, unwatched
@@ -147,14 +147,16 @@ class Links:
         servers = [None, *(hop.server for hop in hops)]
         return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in pairwise(servers))
 
-    def stages(self, route: Route) -> dict[str, Stage]:
+    def stages(self, route: Route) -> dict[str, PipelineStage]:
         """Return the pipeline stages of a step's rows: client to first server, between servers, and back. The names of
         the first and last stage are the same for all routes, because all lanes share the client's line."""
         peers = [hop.server.peer_id for hop in route]
         names = ["to the swarm", *(f"{one} to {other}" for one, other in pairwise(peers)), "from the swarm"]
         servers = [None, *(hop.server for hop in route), None]
         ways = pairwise(servers)
-        return {name: Stage(0.0, self._send_s(one, other)) for name, (one, other) in zip(names, ways, strict=True)}
+        return {
+            name: PipelineStage(0.0, self._send_s(one, other)) for name, (one, other) in zip(names, ways, strict=True)
+        }
 
     def _send_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float:
         """Return the seconds that sending one position takes; 0 if the rate is unknown."""

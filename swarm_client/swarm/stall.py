@@ -12,7 +12,7 @@ _NOTHING_LOST = ". Nothing is lost: the session goes on from where it stood when
 
 
 @dataclass(frozen=True)
-class Repair:
+class HopReplacement:
     """One replacement of hops by others; the fields are those of ``swarm_client.core.events.Recovery``."""
 
     span: Span
@@ -41,7 +41,7 @@ class Stall:
     peer_id: str = ""
     tried: list[str] = field(default_factory=list)
     full: dict[str, PeerBusy] = field(default_factory=dict)
-    repairs: list[Repair] = field(default_factory=list)
+    repairs: list[HopReplacement] = field(default_factory=list)
     waits: bool = False
 
     @property

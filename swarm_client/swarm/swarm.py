@@ -29,7 +29,7 @@ from swarm_client.routing.routing import (
     unknown_names,
     usable,
 )
-from swarm_client.swarm.caller import Caller
+from swarm_client.swarm.caller import ClientIdentity
 from swarm_client.swarm.discovery import Discovery, Join
 from swarm_client.swarm.links import Links
 from swarm_client.swarm.pass_watchdog import PassWatchdog
@@ -69,7 +69,7 @@ class Swarm:
         num_blocks: int,
         *,
         routed: bool = False,
-        caller: Caller | None = None,
+        caller: ClientIdentity | None = None,
         dht: Dht | None = None,
         join: Join | None = None,
         connect: Connect | None = None,
@@ -79,7 +79,7 @@ class Swarm:
         ``caller``: the identity that has joined the ``dht`` already; ``close`` closes it too.
         ``routed``: the model's blocks choose among experts.
         """
-        self._caller = caller = caller or Caller(config)
+        self._caller = caller = caller or ClientIdentity(config)
         self.config = config
         self.model = model
         self.revision = revision

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from swarm_client.transport.grpc_calls import Stream
+from swarm_client.transport.grpc_calls import GrpcStream
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
@@ -33,7 +33,7 @@ class StepBundle:
         ended: nothing can be sent any more.
     """
 
-    def __init__(self, stream: Stream[pb.StepBundle, pb.ReplyBundle], on_end: Callable[[], None]) -> None:
+    def __init__(self, stream: GrpcStream[pb.StepBundle, pb.ReplyBundle], on_end: Callable[[], None]) -> None:
         self.key = new_session_key()
         self.ended = False
         self._stream = stream
@@ -44,7 +44,7 @@ class StepBundle:
 
     @classmethod
     async def open(
-        cls, stream: Stream[pb.StepBundle, pb.ReplyBundle], timeout_s: float, on_end: Callable[[], None]
+        cls, stream: GrpcStream[pb.StepBundle, pb.ReplyBundle], timeout_s: float, on_end: Callable[[], None]
     ) -> StepBundle:
         """Open the stream; call ``on_end`` when it ends. Raise SwarmError if refused, TimeoutError if unanswered."""
         bundle = cls(stream, on_end)

@@ -130,7 +130,7 @@ class CallCounter:
             self.idle_since_s = self._clock()
 
 
-class Stream(Generic[Request, Reply]):
+class GrpcStream(Generic[Request, Reply]):
     """A call to one server that is open in both directions. All errors of gRPC are translated.
 
     If the stream or its connection is cancelled by this client, pending reads and writes raise PeerUnavailable.

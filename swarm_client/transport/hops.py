@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.bundle import StepBundle
-from swarm_client.transport.grpc_calls import Stream, no_answer
+from swarm_client.transport.grpc_calls import GrpcStream, no_answer
 from swarm_client.transport.steps import OutgoingStep, in_messages
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
@@ -32,7 +32,7 @@ _MAX_UNREAD = 4096  # the limit for a shared stream, whose other sessions cannot
 
 
 @dataclass(frozen=True)
-class Answer:
+class HopOutput:
     """A hop's outputs of one step; None if none were wanted. ``relay``: they go to the next hop of this ``route``."""
 
     hop: int
@@ -68,7 +68,7 @@ class Leaving:
     hop: int
 
 
-HopEvent = Answer | BlockAnswer | Trouble | Leaving
+HopEvent = HopOutput | BlockAnswer | Trouble | Leaving
 
 
 class Inbox(asyncio.Queue[HopEvent]):
@@ -106,7 +106,7 @@ class Inbox(asyncio.Queue[HopEvent]):
 
 def _size_bytes(event: HopEvent) -> int:
     """Return the size of the event, including the message that it came in."""
-    hidden = event.hidden if isinstance(event, Answer | BlockAnswer) else None
+    hidden = event.hidden if isinstance(event, HopOutput | BlockAnswer) else None
     return PART_BYTES + (0 if hidden is None else hidden.header.size_bytes)
 
 
@@ -134,7 +134,7 @@ class HopSession:
         self,
         number: int,
         hop: Hop,
-        stream: Stream[pb.SessionRequest, pb.SessionReply],
+        stream: GrpcStream[pb.SessionRequest, pb.SessionReply],
         inbox: Inbox,
         request: pb.Open,
         server: ServerConnection,
@@ -391,7 +391,7 @@ class HopSession:
             reply, await self._read_tensor(reply.output.hidden) if reply.output.HasField("hidden") else None
         )
 
-    def _event(self, reply: pb.SessionReply, hidden: WireTensor | None) -> Answer | Trouble:
+    def _event(self, reply: pb.SessionReply, hidden: WireTensor | None) -> HopOutput | Trouble:
         """Return the event for an output with its hidden states, or for a failure."""
         if reply.HasField("failure"):
             failure = reply.failure
@@ -400,7 +400,7 @@ class HopSession:
         output = reply.output
         self.num_active = output.active_sessions
         self.queue_s = output.queue_s if output.HasField("queue_s") else None
-        return Answer(self.number, output.number, hidden, output.relay, output.route)
+        return HopOutput(self.number, output.number, hidden, output.relay, output.route)
 
     def _check(self, header: pb.Tensor) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swarm_client.adapters.snapshots import Part
+from swarm_client.adapters.snapshots import AdapterPart
 from swarm_client.transport.answers import read_tensors
 from swarm_client.transport.grpc_calls import CallCounter, translated
 from swarm_client.transport.wire_tensor import WireTensor
@@ -70,6 +70,6 @@ class PassCalls:
         return BadReply(f"server {self._record.short_id} sent a broken answer", self._record.peer_id, span)
 
 
-def expected_grads(adapter: Part | None) -> list[pb.Tensor]:
+def expected_grads(adapter: AdapterPart | None) -> list[pb.Tensor]:
     """Return headers with the shape and dtype of the gradients of an adapter's tensors."""
     return [pb.Tensor(dtype=pb.FLOAT32, shape=shape) for shape in (() if adapter is None else adapter.shapes)]

@@ -11,12 +11,12 @@ from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 
-from swarm_client.adapters.snapshots import AdapterUploader, Part
+from swarm_client.adapters.snapshots import AdapterPart, AdapterUploader
 from swarm_client.core.background import exact_s, now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.bundle import StepBundle
-from swarm_client.transport.grpc_calls import CallCounter, Stream, translated, unreadable
+from swarm_client.transport.grpc_calls import CallCounter, GrpcStream, translated, unreadable
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.pass_calls import PassCalls, expected_grads
 from swarm_client.transport.wire_tensor import Context, WireTensor
@@ -28,7 +28,7 @@ from swarm_protocol.rpc.shared import result_of
 from swarm_protocol.span import Span
 from swarm_protocol.tunnel.circuit import relay_of
 from swarm_protocol.tunnel.dialing import Dialer, first_reached
-from swarm_protocol.verification.statements import Statement
+from swarm_protocol.verification.statements import OutputStatement
 from swarm_protocol.wire.adapters import adapter_key
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
@@ -43,7 +43,7 @@ _NEAR_S = 0.02
 _IDLE_S = 30.0
 
 
-class Watch(Protocol):
+class PassWatch(Protocol):
     """A function that awaits a pass or gives it up. Work before the pass, such as an upload, is not watched."""
 
     async def __call__(self, job: Coroutine[Any, Any, T], /) -> T: ...
@@ -185,7 +185,7 @@ class ServerConnection:
         span: Span,
         request: pb.Open,
         inbox: Inbox,
-        adapter: Part | None = None,
+        adapter: AdapterPart | None = None,
         is_bundled: bool = False,
     ) -> HopSession:
         """Open hop ``number`` of a session; its answers go to ``inbox``. Raise PeerBusy if there is no room.
@@ -199,7 +199,7 @@ class ServerConnection:
         async def opened(name: pb.AdapterName | None) -> HopSession:
             if name is not None:
                 request.adapter.CopyFrom(name)
-            stream: Stream[pb.SessionRequest, pb.SessionReply] = Stream(self._stub.Session(), self.record, span)
+            stream: GrpcStream[pb.SessionRequest, pb.SessionReply] = GrpcStream(self._stub.Session(), self.record, span)
             hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self, self._timeouts, bundle)
             await hop.open(request, self._timeouts.open_s + request.wait_s)
             return hop
@@ -214,7 +214,9 @@ class ServerConnection:
 
     async def _open_bundle(self, span: Span) -> StepBundle | None:
         try:
-            stream: Stream[pb.StepBundle, pb.ReplyBundle] = Stream(self._stub.uncounted("Steps"), self.record, span)
+            stream: GrpcStream[pb.StepBundle, pb.ReplyBundle] = GrpcStream(
+                self._stub.uncounted("Steps"), self.record, span
+            )
             return await StepBundle.open(stream, self._timeouts.open_s, self._forget_bundle)
         except (SwarmError, TimeoutError) as error:  # then sessions use streams of their own
             _logger.info("server %s does not bundle steps: %s", self.record.short_id, error)
@@ -246,7 +248,7 @@ class ServerConnection:
             raise unreadable(self.record, span)
         return progress
 
-    async def give_adapter(self, span: Span, adapter: Part | None) -> None:
+    async def give_adapter(self, span: Span, adapter: AdapterPart | None) -> None:
         """Send the adapter before the first pass that needs it, unless the server has it."""
         await self._uploader.give(adapter, span)
 
@@ -255,7 +257,7 @@ class ServerConnection:
         span: Span,
         hidden: WireTensor,
         context: Context,
-        watch: Watch,
+        watch: PassWatch,
         keep_key: bytes = b"",
         codec: pb.Codec = pb.RAW,
     ) -> tuple[WireTensor, bool]:
@@ -284,7 +286,7 @@ class ServerConnection:
 
         output, signed = await self._watched(work(), span)
         try:
-            statement = Statement.parse(signed)
+            statement = OutputStatement.parse(signed)
             if not statement.is_by(self.record, span):
                 raise ValueError("it is about other blocks, or another kind of server")
             if not statement.is_about(inputs, output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]):
@@ -313,7 +315,7 @@ class ServerConnection:
         hidden: WireTensor,
         grad: WireTensor,
         context: Context,
-        watch: Watch,
+        watch: PassWatch,
         kept_key: bytes = b"",
         summand: pb.Summand | None = None,
     ) -> tuple[WireTensor, list[WireTensor] | None]:
@@ -346,7 +348,7 @@ class ServerConnection:
                 return await work(pb.BackwardRequest(kept=kept))
         return await self._uploader.use(part, span, whole)
 
-    async def take_sum(self, span: Span, request: pb.TakeSum, adapter: Part) -> list[WireTensor]:
+    async def take_sum(self, span: Span, request: pb.TakeSum, adapter: AdapterPart) -> list[WireTensor]:
         """Return the sum of an adapter's gradients, which the server then forgets. Raise CacheMiss if it has none."""
         request.contract.CopyFrom(self._contract(span))
         return await self._watched(self._passes.take_sum(span, request, expected_grads(adapter)), span)

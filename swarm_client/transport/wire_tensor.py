@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING, Snapshot
+from swarm_client.adapters.snapshots import NOTHING, AdapterSnapshot
 from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
@@ -60,12 +60,12 @@ class Context:
 
     attention_mask: pb.AttentionMask | None
     position_ids: pb.Tensor | None
-    adapter: Snapshot = NOTHING
+    adapter: AdapterSnapshot = NOTHING
     dropout_seed: int = 0
     packed: bool = False
 
     @classmethod
-    def of(cls, inputs: BlockInput, adapter: Snapshot = NOTHING, dropout_seed: int = 0) -> Context:
+    def of(cls, inputs: BlockInput, adapter: AdapterSnapshot = NOTHING, dropout_seed: int = 0) -> Context:
         """Encode the context of these inputs. Raise RequestRejected if mask or positions are too many for a message."""
         mask, positions = encode_mask(inputs.attention_mask), encode_positions(inputs.position_ids)
         return cls(mask, positions, adapter, dropout_seed, inputs.packed)

@@ -37,7 +37,7 @@ _READ_EVERY_S = 60.0  # searching for a key without entries asks many nodes
 _logger = logging.getLogger(__name__)
 
 
-class Accusations:
+class AccusationClient:
     """The accusations of one client. All methods run on the background loop."""
 
     def __init__(self, swarm: Swarm, on_doubt: Callable[[str], None] = lambda _: None) -> None:

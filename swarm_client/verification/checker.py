@@ -17,19 +17,19 @@ from swarm_client.core.config import CHECK_SHARE
 from swarm_client.core.events import Reporter, WrongAnswers
 from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.verification.accusations import Accusations
-from swarm_client.verification.checks import Check, Sample
+from swarm_client.verification.accusations import AccusationClient
+from swarm_client.verification.checks import SampleCheck, SampledAnswer
 from swarm_client.verification.risk import (
     DOUBT_AGAIN_S,
     DOUBT_CHECKS,
-    Budget,
-    History,
+    CheckBudget,
+    CheckHistory,
     check_cost,
     price_of,
     share_of,
     work_of,
 )
-from swarm_client.verification.verdict import Verdict
+from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import PeerError, SwarmError
 from swarm_protocol.verification.comparison import FOUR_BITS
@@ -93,8 +93,8 @@ class Checker:
         self._waits: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)  # waiting sessions and steps
         self._alone: dict[frozenset[str], float] = {}  # uncheckable chains, and when to search again
         self._said: set[Any] = set()
-        self._tasks: set[asyncio.Task[Verdict]] = set()
-        self._accusations = Accusations(swarm, self.hear_doubt)
+        self._tasks: set[asyncio.Task[CheckVerdict]] = set()
+        self._accusations = AccusationClient(swarm, self.hear_doubt)
         config = swarm.config
         self.share = CHECK_SHARE if config.initial_peers or config.discover else 0.0
         if config.check_share is not None:
@@ -102,7 +102,7 @@ class Checker:
         self._reads = False
         self.num_checked = 0
         self.price = 1.0
-        self._budget = Budget(self._chance.random)
+        self._budget = CheckBudget(self._chance.random)
         self._pasts: dict[str, _Past] = {}  # keys: peer ids
         self._stepped_s: dict[object, float] = {}  # the time of each session's last step, oldest first
 
@@ -126,7 +126,7 @@ class Checker:
     ) -> bool:
         """Return whether to check a session now, which ``num_tokens`` new positions in each row bring to ``length``.
 
-        ``is_owed``: some row of the session is still unchecked, and its turn has come. See ``Budget``.
+        ``is_owed``: some row of the session is still unchecked, and its turn has come. See ``CheckBudget``.
         """
         price = min(1.0, self.price * self._num_active(session))
         share = max(share_of(self._history(hop.server), self.share) for hop in hops)
@@ -152,16 +152,16 @@ class Checker:
             del self._stepped_s[other]
         return len(self._stepped_s)
 
-    def _history(self, server: ServerRecord) -> History:
+    def _history(self, server: ServerRecord) -> CheckHistory:
         past = self._pasts.get(server.peer_id)
         if past is None:
-            return History(is_coarse=server.quant in FOUR_BITS)
+            return CheckHistory(is_coarse=server.quant in FOUR_BITS)
         age_s = now_s() - past.first_s
-        return History(past.passed, age_s, past.own.num_left > 0, server.quant in FOUR_BITS)
+        return CheckHistory(past.passed, age_s, past.own.num_left > 0, server.quant in FOUR_BITS)
 
     async def check(
-        self, sample: Sample, reporter: Reporter, *, wait_s: float, then: Callable[[Verdict], None]
-    ) -> Verdict | None:
+        self, sample: SampledAnswer, reporter: Reporter, *, wait_s: float, then: Callable[[CheckVerdict], None]
+    ) -> CheckVerdict | None:
         """Check the sample. Return None after ``wait_s``: the check then continues, and ``then`` gets its verdict."""
         task = asyncio.ensure_future(self._check(sample, reporter))
         self._tasks.add(task)
@@ -175,12 +175,12 @@ class Checker:
         task.add_done_callback(lambda done: None if done.cancelled() or done.exception() else then(done.result()))
         return None
 
-    async def _check(self, sample: Sample, reporter: Reporter) -> Verdict:
-        verdict = Verdict()
+    async def _check(self, sample: SampledAnswer, reporter: Reporter) -> CheckVerdict:
+        verdict = CheckVerdict()
         for _ in range(_ATTEMPTS):
             try:
                 self.price = price_of(await self._swarm.usable_servers())
-                verdict = await Check(self._swarm, sample, self._swarm.routed, self._chance).run()
+                verdict = await SampleCheck(self._swarm, sample, self._swarm.routed, self._chance).run()
                 break
             except PeerError as error:
                 _logger.info("a check was not made: %s", error)
@@ -196,7 +196,7 @@ class Checker:
         self._learn(verdict, sample, reporter)
         return verdict
 
-    def _learn(self, verdict: Verdict, sample: Sample, reporter: Reporter) -> None:
+    def _learn(self, verdict: CheckVerdict, sample: SampledAnswer, reporter: Reporter) -> None:
         peer_ids = frozenset(hop.server.peer_id for hop in sample.hops)
         self._known |= verdict.passed
         differing = {peer_id for each in verdict.disagreements for peer_id in each.servers}
@@ -215,7 +215,7 @@ class Checker:
         if not verdict.has_found:
             self._alone[peer_ids] = now_s() + _LOOK_AGAIN_S
 
-    def _ban(self, verdict: Verdict, sample: Sample, reporter: Reporter) -> None:
+    def _ban(self, verdict: CheckVerdict, sample: SampledAnswer, reporter: Reporter) -> None:
         """Leave out servers that have lied, and for a while all those of which some server must have."""
         for lie in verdict.lies:
             self._swarm.ban(lie.server)

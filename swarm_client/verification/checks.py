@@ -9,27 +9,30 @@ from itertools import combinations, compress, product
 
 import torch
 
-from swarm_client.adapters.snapshots import Snapshot
+from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import unwatched
 from swarm_client.transport.wire_tensor import Context, WireTensor
-from swarm_client.verification.references import Part, kind_of, others, references
+from swarm_client.verification.references import CheckedHop, kind_of, others, references
 from swarm_client.verification.risk import SECOND_OPINIONS
-from swarm_client.verification.verdict import Disagreement, Lie, Verdict
+from swarm_client.verification.verdict import CheckVerdict, Disagreement, Lie
 from swarm_client.verification.votes import MOST_ANSWERS, majority
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Comparison, Kind
+from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Comparison, RoundingKind
 from swarm_protocol.wire.block_input import BlockInput
 
-_ROUNDED = Kind("none", "float32"), Kind("compressed", "float32")  # an exact tensor, and one that a link rounds
+_ROUNDED = (
+    RoundingKind("none", "float32"),
+    RoundingKind("compressed", "float32"),
+)  # an exact tensor, and one that a link rounds
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledAnswer:
     """A chain's answer to one row of a session.
 
     Attributes:
@@ -45,7 +48,7 @@ class Sample:
     codecs: Sequence[pb.Codec]
     inputs: BlockInput
     outputs: torch.Tensor
-    adapter: Snapshot
+    adapter: AdapterSnapshot
     is_first_chain: bool
     is_rounded: bool
 
@@ -59,10 +62,10 @@ class _Answer:
     outputs: WireTensor
 
 
-class Check:
+class SampleCheck:
     """The check of one sample. All methods run on the background loop."""
 
-    def __init__(self, swarm: Swarm, sample: Sample, routed: bool, chance: random.Random) -> None:
+    def __init__(self, swarm: Swarm, sample: SampledAnswer, routed: bool, chance: random.Random) -> None:
         """Prepare the check. ``routed``: the model's blocks choose among experts."""
         self._swarm = swarm
         self._sample = sample
@@ -72,14 +75,14 @@ class Check:
         mask = sample.inputs.attention_mask
         self._attended = torch.ones(sample.inputs.hidden.shape[1], dtype=torch.bool) if mask is None else mask[0] != 0
 
-    async def run(self) -> Verdict:
+    async def run(self) -> CheckVerdict:
         """Run the check. Raise PeerError if a checking server fails: leave it out and check again."""
         sample, servers = self._sample, await self._swarm.usable_servers()
         parts = references(servers, sample.hops, self._chance)
         unchecked = tuple(part.hop.span for part in parts if part.others is None)
         num_compared = int(self._attended[-len(sample.outputs) :].sum())
         if len(unchecked) == len(parts) or num_compared < MIN_POSITIONS:
-            return Verdict(unchecked=unchecked)
+            return CheckVerdict(unchecked=unchecked)
         bounds = self._bounds_of_chain(parts)
         answers, hidden = await self._compute_again(parts)
         if self._compare(hidden).excess(bounds) >= 1:
@@ -93,9 +96,9 @@ class Check:
         if found.is_wrong:
             return found
         passed = frozenset(part.hop.server.peer_id for part in parts if part.others is not None)
-        return Verdict(passed, unchecked=unchecked)
+        return CheckVerdict(passed, unchecked=unchecked)
 
-    async def _compute_again(self, parts: Sequence[Part]) -> tuple[list[list[_Answer]], WireTensor]:
+    async def _compute_again(self, parts: Sequence[CheckedHop]) -> tuple[list[list[_Answer]], WireTensor]:
         """Return other servers' answers for each part, and the last hidden states.
 
         The hidden states are rounded between the same blocks as in the session.
@@ -116,8 +119,8 @@ class Check:
         return Comparison.of(inputs[attended], sample.outputs[attended], again[attended])
 
     async def _find_out(
-        self, parts: Iterable[Part], answers: Iterable[Sequence[_Answer]], servers: Sequence[ServerRecord]
-    ) -> Verdict:
+        self, parts: Iterable[CheckedHop], answers: Iterable[Sequence[_Answer]], servers: Sequence[ServerRecord]
+    ) -> CheckVerdict:
         """Ask each of these parts' servers by itself, and further ones if it differs from the second server."""
         lies: list[Lie] = []
         disagreements: list[Disagreement] = []
@@ -130,11 +133,11 @@ class Check:
             found = await self._vote(part.hop, [[own], again], servers, least=2)
             lies += found.lies
             disagreements += found.disagreements
-        return Verdict(lies=tuple(lies), disagreements=tuple(disagreements))
+        return CheckVerdict(lies=tuple(lies), disagreements=tuple(disagreements))
 
     async def _second_opinion(
-        self, parts: Sequence[Part], answers: Sequence[Sequence[_Answer]], servers: Sequence[ServerRecord]
-    ) -> Verdict:
+        self, parts: Sequence[CheckedHop], answers: Sequence[Sequence[_Answer]], servers: Sequence[ServerRecord]
+    ) -> CheckVerdict:
         """Ask a third server although two agree, as they may lie together. Here, two against one ban no server."""
         part, again = self._chance.choice(
             [(part, again) for part, again in zip(parts, answers, strict=True) if part.others is not None]
@@ -142,16 +145,16 @@ class Check:
         judges = _names(again)
         third = others(servers, part.hop, {part.hop.server.peer_id, *judges}, self._chance, judges)
         if third is None:
-            return Verdict()
+            return CheckVerdict()
         ways = [again, await self._through(third, again[0].inputs)]
         if self._agree_all(*ways):
-            return Verdict()
+            return CheckVerdict()
         own = await self._answer(part.hop, again[0].inputs)
         return await self._vote(part.hop, [[own], *ways], servers, least=3)
 
     async def _vote(
         self, hop: Hop, ways: list[Sequence[_Answer]], servers: Sequence[ServerRecord], least: int
-    ) -> Verdict:
+    ) -> CheckVerdict:
         """Return which servers are outvoted over the hop's blocks. Further servers are asked until three agree.
 
         ``ways``: answers of which some differ, that of the hop's server first. ``least``: see ``majority``.
@@ -159,8 +162,10 @@ class Check:
         found = await self._agreeing(hop, ways, servers, least)
         lies = await self._lies_against(found, hop, ways) if found else []
         if lies:
-            return Verdict(lies=tuple(lies))
-        return Verdict(disagreements=(Disagreement(tuple(name for way in ways for name in _names(way)), hop.span),))
+            return CheckVerdict(lies=tuple(lies))
+        return CheckVerdict(
+            disagreements=(Disagreement(tuple(name for way in ways for name in _names(way)), hop.span),)
+        )
 
     async def _agreeing(
         self, hop: Hop, ways: list[Sequence[_Answer]], servers: Sequence[ServerRecord], least: int
@@ -204,16 +209,16 @@ class Check:
                 lies.append(Lie(answer.hop.server.peer_id, answer.hop.span, witnesses))
         return lies
 
-    def _contradiction(self, parts: Sequence[Part], answers: Sequence[Sequence[_Answer]]) -> Verdict:
+    def _contradiction(self, parts: Sequence[CheckedHop], answers: Sequence[Sequence[_Answer]]) -> CheckVerdict:
         """Return the verdict if all agree now: then some server of the chain has answered otherwise in the session."""
         checked = [part.hop for part in parts]
         if not self._sample.is_first_chain:
-            return Verdict(suspects=frozenset())
+            return CheckVerdict(suspects=frozenset())
         if len(checked) == 1:
             witnesses = tuple(answer.hop.server.peer_id for answer in answers[0])
             peer_id = checked[0].server.peer_id
-            return Verdict(lies=(Lie(peer_id, checked[0].span, (*witnesses, peer_id)),))
-        return Verdict(suspects=frozenset(hop.server.peer_id for hop in checked))
+            return CheckVerdict(lies=(Lie(peer_id, checked[0].span, (*witnesses, peer_id)),))
+        return CheckVerdict(suspects=frozenset(hop.server.peer_id for hop in checked))
 
     # ------------------------------------------------------------ asking, and comparing
 
@@ -257,12 +262,12 @@ class Check:
         )
         return Comparison.of(inputs, ours, theirs).excess(bounds) < 1
 
-    def _bounds_of_chain(self, parts: Sequence[Part]) -> Bounds:
+    def _bounds_of_chain(self, parts: Sequence[CheckedHop]) -> Bounds:
         hops = self._sample.hops
         num_blocks = hops[-1].span.end - hops[0].span.start
         return max((self._bounds_of(part, num_blocks) for part in parts), key=lambda bounds: bounds.error)
 
-    def _bounds_of(self, part: Part, num_blocks: int | None = None) -> Bounds:
+    def _bounds_of(self, part: CheckedHop, num_blocks: int | None = None) -> Bounds:
         """Return the bounds between a part and its reference, for outputs of ``num_blocks`` (default: the part's)."""
         pairs = _pairs([part.hop], part.route)
         if self._sample.is_rounded:
@@ -274,10 +279,10 @@ def _names(way: Iterable[_Answer]) -> tuple[str, ...]:
     return tuple(answer.hop.server.peer_id for answer in way)
 
 
-def _pairs(ours: Iterable[Hop], theirs: Iterable[Hop]) -> list[tuple[Kind, Kind]]:
+def _pairs(ours: Iterable[Hop], theirs: Iterable[Hop]) -> list[tuple[RoundingKind, RoundingKind]]:
     """Return the pairs of rounding kinds of two ways through the same blocks."""
     return list(product({kind_of(hop.server) for hop in ours}, {kind_of(hop.server) for hop in theirs}))
 
 
-def _widest(pairs: Iterable[tuple[Kind, Kind]], num_blocks: int, routed: bool) -> Bounds:
+def _widest(pairs: Iterable[tuple[RoundingKind, RoundingKind]], num_blocks: int, routed: bool) -> Bounds:
     return max((Bounds.of(*pair, num_blocks, routed) for pair in pairs), key=lambda bounds: bounds.error)

@@ -10,13 +10,13 @@ from swarm_client.routing.routing import Hop, Route
 from swarm_protocol.dht.claims import hosts_of
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
-from swarm_protocol.verification.comparison import Kind
+from swarm_protocol.verification.comparison import RoundingKind
 
 _INDEPENDENT = 0.25  # the share of choices in which another address counts more than the same rounding
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckedHop:
     """One hop of a chain, and the servers that compute its blocks again; None if no others have them all."""
 
     hop: Hop
@@ -28,11 +28,11 @@ class Part:
         return self.others or (self.hop,)
 
 
-def kind_of(server: ServerRecord) -> Kind:
-    return Kind(*server.kind)
+def kind_of(server: ServerRecord) -> RoundingKind:
+    return RoundingKind(*server.kind)
 
 
-def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Random) -> list[Part]:
+def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Random) -> list[CheckedHop]:
     """Return for every hop of a chain other servers of its blocks, from outside the chain if possible.
 
     ``servers``: the servers that may be used now.
@@ -41,7 +41,7 @@ def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Rand
     parts = []
     for hop in hops:
         outside = others(servers, hop, chain, chance)
-        parts.append(Part(hop, outside or others(servers, hop, {hop.server.peer_id}, chance)))
+        parts.append(CheckedHop(hop, outside or others(servers, hop, {hop.server.peer_id}, chance)))
     return parts
 
 

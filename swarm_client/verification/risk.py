@@ -27,7 +27,7 @@ _LEAST_PRICE = 0.002  # price of a prompt position in steps; the fastest GPUs co
 
 
 @dataclass(frozen=True)
-class History:
+class CheckHistory:
     """A client's knowledge of one server.
 
     Attributes:
@@ -42,7 +42,7 @@ class History:
     is_coarse: bool = False
 
 
-def share_of(history: History, steady: float) -> float:
+def share_of(history: CheckHistory, steady: float) -> float:
     """Return the share of a server's work that checks of it may cost: ``steady`` for a good record, never less."""
     good = min(history.passed, 1 + history.age_s / _AGE_S)
     young = _YOUNG * (2 if history.is_coarse else 1) / (1 + good)
@@ -72,7 +72,7 @@ def check_cost(length: int, price: float) -> float:
     return max(1.0, length * price) * (1 + SECOND_OPINIONS)
 
 
-class Budget:
+class CheckBudget:
     """The budget that a client may spend on checks, and the rules of spending it.
 
     The savings are for texts that were not checked yet. A small part, and all above the savings' limit, is spent at

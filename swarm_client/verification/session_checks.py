@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from swarm_client.adapters.snapshots import Snapshot
+from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core.events import DoubtfulTokens, Reporter
 from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.verification.checker import checker_of
-from swarm_client.verification.checks import Sample
-from swarm_client.verification.verdict import Verdict
+from swarm_client.verification.checks import SampledAnswer
+from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.comparison import MIN_POSITIONS
 from swarm_protocol.wire.block_input import BlockInput
@@ -77,7 +77,7 @@ class SessionChecks:
         outputs: torch.Tensor,
         num_tokens: int,
         length: int,
-        adapter: Snapshot,
+        adapter: AdapterSnapshot,
         reordered: Sequence[int] | None,
     ) -> bool:
         """Return whether a step's outputs may be used; if not, the session must leave its servers.
@@ -107,7 +107,7 @@ class SessionChecks:
             row = self._checker.choose(owed or range(batch_size))
             self._owed = owed = [each for each in owed if each != row]
             kept = self._kept(row)
-            sample = Sample(hops, codecs, rows(row), kept, adapter, self._is_first_chain, self._is_rounded)
+            sample = SampledAnswer(hops, codecs, rows(row), kept, adapter, self._is_first_chain, self._is_rounded)
             wait_s = self._swarm.config.timeouts.check_s if is_new else 0.0
             verdict = await self._checker.check(
                 sample, self._reporter, wait_s=wait_s, then=partial(self._learn, length=length, row=row)
@@ -117,7 +117,7 @@ class SessionChecks:
                 return is_accepted
         return True
 
-    def _take(self, verdict: Verdict | None, row: int, hops: Route, length: int, num_before: int) -> bool | None:
+    def _take(self, verdict: CheckVerdict | None, row: int, hops: Route, length: int, num_before: int) -> bool | None:
         """Take a row's verdict, if there is one. Return whether the step's outputs may be used; None: check again."""
         if verdict is None:
             return True
@@ -151,11 +151,11 @@ class SessionChecks:
         if reordered is not None:
             self._owed = [row for row, origin in enumerate(reordered) if origin in self._owed]
 
-    def _owe_again(self, verdict: Verdict, row: int) -> None:
+    def _owe_again(self, verdict: CheckVerdict, row: int) -> None:
         if not verdict.has_found:
             self._owed.append(row)
 
-    def _learn(self, verdict: Verdict, length: int, row: int) -> None:
+    def _learn(self, verdict: CheckVerdict, length: int, row: int) -> None:
         self._owe_again(verdict, row)
         found = frozenset(hop.server.peer_id for hop in self._hops) & verdict.distrusted
         if found:

@@ -30,7 +30,7 @@ class Disagreement:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckVerdict:
     """The verdict of one check of a chain.
 
     Attributes:

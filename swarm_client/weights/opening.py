@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
-from swarm_client.swarm.caller import Caller
+from swarm_client.swarm.caller import ClientIdentity
 from swarm_client.swarm.swarm import Swarm
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_models.checkpoints.family import has_experts
 from swarm_models.checkpoints.files import HubUnreachable
@@ -28,11 +28,11 @@ class ModelOpening:
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
-        self._caller = Caller(config)
+        self._caller = ClientIdentity(config)
         self._dht: Dht | None = None
         self._members: dict[tuple[str, bytes], ServerConnection] = {}
 
-    def open(self, name_or_path: str | Path, revision: str | None) -> Checkpoint:
+    def open(self, name_or_path: str | Path, revision: str | None) -> ModelCheckpoint:
         """Open the model: from the swarm if its name begins with ``swarm://``, or if the hub cannot be reached.
 
         Raises:
@@ -42,14 +42,14 @@ class ModelOpening:
         if not name.startswith(FROM_SWARM):
             location = locate(name)
             try:
-                return Checkpoint.open(location, revision)
+                return ModelCheckpoint.open(location, revision)
             except HubUnreachable as error:
                 if not (self._config.initial_peers or self._config.discover):
                     raise
                 failure = error
         return background.run(self._from_swarm(name.removeprefix(FROM_SWARM), revision, failure))
 
-    def swarm(self, checkpoint: Checkpoint) -> Swarm:
+    def swarm(self, checkpoint: ModelCheckpoint) -> Swarm:
         """Return the connection to the model's servers, which takes over the joined DHT node and closes it."""
         swarm = Swarm(
             self._config,
@@ -68,7 +68,7 @@ class ModelOpening:
         if self._members or self._dht is not None:
             background.run(self._close())
 
-    async def _from_swarm(self, name: str, revision: str | None, failure: CheckpointError | None) -> Checkpoint:
+    async def _from_swarm(self, name: str, revision: str | None, failure: CheckpointError | None) -> ModelCheckpoint:
         self._dht = await self._caller.join(self._config)
         swarm = SharingSwarm(self._dht.models, self._dht.view, self._stub, background.run)
         return await open_from_swarm(swarm, name, revision, failure=failure)

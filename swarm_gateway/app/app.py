@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, FairQueue, Limits, RateLimit
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, GatewayLimits, GenerationQueue, RateLimit
 from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.monitor_api.endpoints import Monitored, monitor_router
 from swarm_gateway.openai_api.endpoints import openai_router
@@ -22,7 +22,7 @@ from swarm_gateway.web.models import Models
 
 def create_app(
     models: Models,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: GatewayLimits = DEFAULT_LIMITS,
     keys: Sequence[str] = (),
     clock: Callable[[], float] = time.monotonic,
     monitored: Monitored | None = None,
@@ -34,7 +34,7 @@ def create_app(
         keys: see ``Gateway``.
         clock: a function that returns seconds, for limits by time.
     """
-    queue = FairQueue(limits, is_shared=len(keys) > 1)
+    queue = GenerationQueue(limits, is_shared=len(keys) > 1)
     gateway = Gateway(
         models,
         queue,

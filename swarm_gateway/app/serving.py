@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, Limits, is_loopback, read_keys
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits, is_loopback, read_keys
 from swarm_protocol.wire.printable import printable
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free port
     keys: tuple[str, ...] = ()
-    limits: Limits = DEFAULT_LIMITS
+    limits: GatewayLimits = DEFAULT_LIMITS
     history: str | None = None  # a file, or "none"; None: a file in the user's data directory
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class ServeSettings:
         if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
             raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
         keys = () if args.api_keys is None else read_keys(args.api_keys)
-        limits = Limits(args.max_active, args.max_queued, args.requests_per_minute)
+        limits = GatewayLimits(args.max_active, args.max_queued, args.requests_per_minute)
         return cls(args.host, args.port, keys, limits, args.history)
 
 
 def add_serve_flags(command: argparse.ArgumentParser) -> None:
-    add, settings, limits = command.add_argument, ServeSettings, Limits
+    add, settings, limits = command.add_argument, ServeSettings, GatewayLimits
     add("--host", default=settings.host, help="address to listen on; one that other machines reach needs --api-keys")
     add("--port", type=int, default=settings.port, metavar="N", help="to listen on; 0: one that is free")
     add("--api-keys", type=Path, metavar="FILE", help="a key in each line: who has none of them is refused")
@@ -81,14 +81,14 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     from swarm_client.core.access import ClientAccess
     from swarm_gateway.app.app import create_app
     from swarm_gateway.history.opening import open_history
-    from swarm_gateway.history.recorder import Recorder
+    from swarm_gateway.history.recorder import HistoryRecorder
     from swarm_gateway.monitor.monitor import Monitor
     from swarm_gateway.monitor_api.endpoints import Monitored
     from swarm_gateway.web.models import SwarmModels, check_model
 
     model, files = check_model(model, revision, config)
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
-        recorder = Recorder(Monitor(config), open_history(settings.history, config.swarm))
+        recorder = HistoryRecorder(Monitor(config), open_history(settings.history, config.swarm))
         models = SwarmModels(config, model, revision, GenerationLoop, files=files, monitor=recorder)
         is_private = ClientAccess.of(config).control is not None
         monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
@@ -118,7 +118,7 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
 
     from swarm_gateway.app.connections import IncomingRequests, protocol_of
 
-    class Server(uvicorn.Server):
+    class GatewayServer(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(*greeting, sep="\n", flush=True)
@@ -131,7 +131,7 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
     options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
     options.timeout_graceful_shutdown = _DRAIN_S
     options.http = protocol_of(IncomingRequests.of_this_process())
-    Server(options).run([listener])
+    GatewayServer(options).run([listener])
 
 
 def _greeting(settings: ServeSettings, listener: socket.socket, model: str) -> list[str]:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import platformdirs
 
-from swarm_gateway.history.store import APPLICATION_ID, History, NotHistory
+from swarm_gateway.history.store import APPLICATION_ID, HistoryStore, NotHistory
 
 _SQLITE, _ID_START, _ID_END = b"SQLite format 3\0", 68, 72  # the place of the application's id in the header
 IN_MEMORY = "none"  # given instead of a file name
 _logger = logging.getLogger(__name__)
 
 
-def open_history(given: str | None, swarm: str) -> History:
+def open_history(given: str | None, swarm: str) -> HistoryStore:
     """Open the history. ``given``: a file, or "none" for memory only; None: a file in the user's data directory.
 
     The default file has the swarm's name. A damaged history is renamed, and a file that may be something else is not
@@ -26,7 +26,7 @@ def open_history(given: str | None, swarm: str) -> History:
         ValueError: the given file cannot be used.
     """
     if given == IN_MEMORY:
-        return History(None)
+        return HistoryStore(None)
     path = Path(given).expanduser() if given else platformdirs.user_data_path("swarm") / "history" / f"{swarm}.sqlite"
     try:
         return _open(path)
@@ -35,12 +35,12 @@ def open_history(given: str | None, swarm: str) -> History:
         if given:
             raise ValueError(f"{reason}; --history none keeps none") from None
         _logger.warning("%s; it is kept in memory", reason)
-        return History(None)
+        return HistoryStore(None)
 
 
-def _open(path: Path) -> History:
+def _open(path: Path) -> HistoryStore:
     try:
-        return History(path)
+        return HistoryStore(path)
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
@@ -51,7 +51,7 @@ def _open(path: Path) -> History:
         for suffix in ("-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         _logger.warning("the history %s is damaged (%s): it was put aside as %s", path, error, aside.name)
-        return History(path)
+        return HistoryStore(path)
 
 
 def _was_history(path: Path) -> bool:

@@ -15,7 +15,7 @@ from math import inf
 from typing import Protocol
 
 from swarm_client.core.background import now_s
-from swarm_gateway.history.store import History, Sample, StoredEvent, is_busy
+from swarm_gateway.history.store import HistoryStore, StoredEvent, SwarmSample, is_busy
 from swarm_gateway.history.work import Key, Rate, Tally, advance
 from swarm_gateway.monitor.model_monitor import ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
@@ -75,10 +75,10 @@ class Observation:
         return tally.rate_at(self.time) if tally is not None and server.answers else Rate()
 
 
-class Recorder:
+class HistoryRecorder:
     """A recorder that replaces a ``Monitor`` for its readers. All coroutines run on the background loop."""
 
-    def __init__(self, monitor: Watched, history: History, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, monitor: Watched, history: HistoryStore, clock: Callable[[], float] = time.time) -> None:
         """Take over ``history``, which ``close`` closes. ``clock`` returns Unix time in seconds."""
         self._monitor = monitor
         self._clock = clock
@@ -110,11 +110,11 @@ class Recorder:
         return stop
 
     def events(self, after: int = 0, most: int = 1000) -> list[StoredEvent]:
-        """Return stored events: see ``History.events``. The call blocks."""
+        """Return stored events: see ``HistoryStore.events``. The call blocks."""
         return [] if after == self._observation.last_event_id else self._history.events(after, most)
 
-    def samples(self, resolution: int, since: float) -> list[tuple[int, Sample]]:
-        """Return stored samples: see ``History.samples``. The call blocks."""
+    def samples(self, resolution: int, since: float) -> list[tuple[int, SwarmSample]]:
+        """Return stored samples: see ``HistoryStore.samples``. The call blocks."""
         return self._history.samples(resolution, since)
 
     # ------------------------------------------------------------ for the background loop
@@ -195,7 +195,7 @@ class Recorder:
             )
             with contextlib.suppress(sqlite3.Error):
                 self._history.close()
-            self._history, self._writes = History(None, seen.last_event_id), False
+            self._history, self._writes = HistoryStore(None, seen.last_event_id), False
             kept = self._write(seen, events)
         self._unwritten, self._events_since = (), seen.last_event_id
         return kept
@@ -257,12 +257,12 @@ def _taken(events: Counter[SwarmEvent], event: SwarmEvent) -> bool:
     return events[event] >= 0
 
 
-def sample_of(seen: Observation) -> Sample:
+def sample_of(seen: Observation) -> SwarmSample:
     models = seen.snapshot.models if seen.snapshot else ()
     servers = [server for status in models for server in status.servers]
     online = [server.record for server in servers if server.answers and server.record.state is ServerState.ONLINE]
     rate = sum((seen.rate(status.model) for status in models), Rate())
-    return Sample(
+    return SwarmSample(
         servers=len(servers),
         servers_online=len(online),
         tokens_per_s=rate.decoded,

@@ -18,7 +18,7 @@ from typing import Any
 
 from swarm_gateway.history.work import Key, Reading, Tally
 from swarm_gateway.monitor.server_events import EventKind, SwarmEvent
-from swarm_protocol.dht.records import Work
+from swarm_protocol.dht.records import WorkTotals
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x53574D31  # marks a file as a history, in its header
@@ -31,7 +31,7 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Sample:
+class SwarmSample:
     """A sample of the swarm at one moment, or its mean over some time.
 
     Attributes:
@@ -59,7 +59,7 @@ class StoredEvent:
     event: SwarmEvent
 
 
-_VALUES = [field.name for field in fields(Sample)]
+_VALUES = [field.name for field in fields(SwarmSample)]
 _SCHEMA = f"""
 CREATE TABLE events (
     id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, kind TEXT NOT NULL, model TEXT NOT NULL,
@@ -92,7 +92,7 @@ class NotHistory(ValueError):
     """The error that the file is another database, or was written by a newer version."""
 
 
-class History:
+class HistoryStore:
     """The history of one swarm, for any thread. Several processes may share a file; one at a time writes.
 
     All methods raise sqlite3.Error if the file cannot be read or written now.
@@ -157,18 +157,18 @@ class History:
     def last_event_id(self) -> int:
         return int(self._read("SELECT coalesce(max(id), 0) FROM events")[0][0])
 
-    def add_sample(self, sample: Sample, time: float) -> None:
+    def add_sample(self, sample: SwarmSample, time: float) -> None:
         rows = [(resolution, int(time // resolution) * resolution, 1, *astuple(sample)) for resolution in KEPT_S]
         with self._writing() as connection:
             connection.executemany(_UPSERT_SAMPLE, rows)
 
-    def samples(self, resolution: int, since: float) -> list[tuple[int, Sample]]:
+    def samples(self, resolution: int, since: float) -> list[tuple[int, SwarmSample]]:
         """Return samples with the times at which they begin, oldest first."""
         rows = self._read(
             f"SELECT time, {', '.join(_VALUES)} FROM samples WHERE resolution = ? AND time >= ? ORDER BY time",
             (resolution, since),
         )
-        return [(time, Sample(*values)) for time, *values in rows]
+        return [(time, SwarmSample(*values)) for time, *values in rows]
 
     def save_tallies(self, tallies: Iterable[Tally]) -> None:
         rows = [
@@ -188,8 +188,8 @@ class History:
     def tallies(self) -> dict[Key, Tally]:
         found = {}
         for model, peer_id, num_blocks, *numbers, since in self._read("SELECT * FROM tallies"):
-            last = Reading(numbers[4], Work(*numbers[5:9]), numbers[9])
-            found[model, peer_id] = Tally(model, peer_id, num_blocks, Work(*numbers[:4]), last, since)
+            last = Reading(numbers[4], WorkTotals(*numbers[5:9]), numbers[9])
+            found[model, peer_id] = Tally(model, peer_id, num_blocks, WorkTotals(*numbers[:4]), last, since)
         return found
 
     def prune(self, time: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
 
 from swarm_gateway.monitor.model_monitor import ModelStatus
-from swarm_protocol.dht.records import MAX_FORWARD_BLOCKS_PER_S, MAX_WORK, Work
+from swarm_protocol.dht.records import MAX_FORWARD_BLOCKS_PER_S, MAX_WORK, WorkTotals
 
 RATE_LIFETIME_S = 60.0  # without a new record; records in the DHT are renewed every 20 s
 Key = tuple[str, str]  # model and peer id
@@ -33,7 +33,7 @@ class Reading:
     """The counters of one process of a server; ``time`` is in seconds since 1970."""
 
     process: str
-    work: Work
+    work: WorkTotals
     time: float
 
 
@@ -51,7 +51,7 @@ class Tally:
     model: str
     peer_id: str
     num_blocks: int
-    total: Work
+    total: WorkTotals
     last: Reading
     since: float
     rate: Rate = Rate()
@@ -91,10 +91,10 @@ def _advanced(old: Tally | None, key: Key, num_blocks: int, now: Reading) -> Tal
     return replace(old, total=_combined(operator.add, old.total, new), last=now, rate=rate)
 
 
-def _combined(function: Callable[[float, float], float], a: Work, b: Work) -> Work:
+def _combined(function: Callable[[float, float], float], a: WorkTotals, b: WorkTotals) -> WorkTotals:
     counts = (function(*pair) for pair in zip(astuple(a)[:-1], astuple(b)[:-1], strict=True))
     decoded, prompts, passes = (min(int(count), MAX_WORK) for count in counts)
-    return Work(decoded, prompts, passes, function(a.uptime_s, b.uptime_s))
+    return WorkTotals(decoded, prompts, passes, function(a.uptime_s, b.uptime_s))
 
 
 def _per_s(count: int, seconds: float) -> float:

@@ -73,7 +73,7 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Limits:
+class GatewayLimits:
     """The gateway's limits. Construction raises ValueError if a field is out of its range."""
 
     max_active: int = 64  # generations
@@ -89,7 +89,7 @@ class Limits:
             raise ValueError(f"--requests-per-minute is {self.requests_per_minute}: expected at least 1")
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = GatewayLimits()
 
 
 class RateLimit:
@@ -114,14 +114,14 @@ class RateLimit:
         times.append(now)
 
 
-class Place:
+class QueuePlace:
     """One generation's place in the queue. ``async with`` waits for its turn, and leaves the queue at the end.
 
     Attributes:
         user: the name by which servers may know the key, see ``Request``.
     """
 
-    def __init__(self, queue: FairQueue, key: str, user: str = "") -> None:
+    def __init__(self, queue: GenerationQueue, key: str, user: str = "") -> None:
         self._queue, self.key, self.user = queue, key, user
         self.turn = asyncio.Event()
 
@@ -136,18 +136,18 @@ class Place:
         self._queue.leave(self)
 
 
-class FairQueue:
+class GenerationQueue:
     """A queue that limits how many generations are active. Waiting generations take turns, round robin over keys.
 
     A key may take as many waiting places as it leaves free, or one: half if it waits alone, a third if two keys wait.
     A key's first place is never refused while a place is free. One event loop must make all calls.
     """
 
-    def __init__(self, limits: Limits, *, is_shared: bool = True) -> None:
+    def __init__(self, limits: GatewayLimits, *, is_shared: bool = True) -> None:
         """Set the limits; ``is_shared`` says whether there are several keys."""
         self._limits, self._is_shared = limits, is_shared
-        self._waiting: OrderedDict[str, deque[Place]] = OrderedDict()  # the key with the next turn comes first
-        self._active: set[Place] = set()
+        self._waiting: OrderedDict[str, deque[QueuePlace]] = OrderedDict()  # the key with the next turn comes first
+        self._active: set[QueuePlace] = set()
         self._salt = secrets.token_bytes(16)
 
     @property
@@ -158,7 +158,7 @@ class FairQueue:
     def num_queued(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def join(self, key: str, count: int) -> list[Place]:
+    def join(self, key: str, count: int) -> list[QueuePlace]:
         """Return places for ``count`` generations. The caller must leave all of them in the end.
 
         Raises:
@@ -173,7 +173,7 @@ class FairQueue:
             message = f"{self.num_active} generations are active and {self.num_queued} wait: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S)
         user = self._user_of(key)
-        places = [Place(self, key, user) for _ in range(count)]
+        places = [QueuePlace(self, key, user) for _ in range(count)]
         self._waiting.setdefault(key, deque()).extend(places)
         self._advance()
         return places
@@ -195,7 +195,7 @@ class FairQueue:
         left = self._limits.max_queued - self.num_queued - num_waiting
         return left >= 0 and (not self._is_shared or own <= max(left, 1))
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: QueuePlace) -> None:
         if place in self._active:
             self._active.remove(place)
             self._advance()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, FairQueue, Limits
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, GatewayLimits, GenerationQueue
 
 T = TypeVar("T")
 _LONG_BYTES = 64 * 1024  # of a body; tokenizing this much text takes about 40 ms
@@ -21,10 +21,10 @@ class Preparations:
     long request whose client leaves before its turn is not prepared. One event loop must make all calls.
     """
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS, *, is_shared: bool = False) -> None:
+    def __init__(self, limits: GatewayLimits = DEFAULT_LIMITS, *, is_shared: bool = False) -> None:
         """Set the limits; ``is_shared`` says whether there are several keys."""
         waiting = replace(limits, max_active=1, max_queued=limits.max_active + limits.max_queued)
-        self._queue = FairQueue(waiting, is_shared=is_shared)
+        self._queue = GenerationQueue(waiting, is_shared=is_shared)
 
     async def run(self, key: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, or raise what it raises.

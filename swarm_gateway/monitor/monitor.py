@@ -10,7 +10,7 @@ from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
-from swarm_client.swarm.caller import Caller
+from swarm_client.swarm.caller import ClientIdentity
 from swarm_client.swarm.discovery import Join
 from swarm_client.swarm.swarm import Connect
 from swarm_gateway.monitor.model_monitor import MOST, ModelMonitor, ModelStatus
@@ -52,7 +52,7 @@ class Monitor:
         connect: Connect | None = None,
     ) -> None:
         """Prepare without connecting. ``join`` and ``connect`` replace the network."""
-        self._caller = caller = Caller(config)
+        self._caller = caller = ClientIdentity(config)
         self._config = config
         self._model = model
         self._dht: Dht | None = None

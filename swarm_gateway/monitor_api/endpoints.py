@@ -12,12 +12,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from swarm_client.core.config import ClientConfig
-from swarm_gateway.history.recorder import Observation, Recorder
+from swarm_gateway.history.recorder import HistoryRecorder, Observation
 from swarm_gateway.history.store import KEPT_S
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.monitor_api import flat
 from swarm_gateway.monitor_api.joining import Invitation
-from swarm_gateway.web.http import Answer, Gateway, as_json, event
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, event
 
 _MOST_EVENTS, _MOST_CONTRIBUTIONS = 1000, 1000
 _MOST_SAMPLES = 1500  # an automatic resolution gives no more samples
@@ -36,7 +36,7 @@ class Monitored:
         is_private: whether only members may join.
     """
 
-    recorder: Recorder
+    recorder: HistoryRecorder
     config: ClientConfig
     own_model: str
     is_private: bool = False
@@ -90,7 +90,7 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
             after = int(resumed) if resumed.isdecimal() and len(resumed) < 20 else last
         after = min(max(after, 0), last)  # a larger id is from a history that is gone
         if is_stream:
-            return Answer(_stream(recorder, after), is_stream=True)
+            return ChunkedResponse(_stream(recorder, after), is_stream=True)
         most = int(min(max(_number(request, "limit", 100.0), 1), _MOST_EVENTS))
         found = await asyncio.to_thread(recorder.events, after, most)
         return _json({"last_id": last, "events": [flat.event_json(each) for each in found]})
@@ -112,7 +112,7 @@ def _json(content: Any, status: int = 200) -> Response:
     return JSONResponse(content, status, _NO_STORE)
 
 
-async def _stream(recorder: Recorder, after: int) -> AsyncGenerator[bytes, None]:
+async def _stream(recorder: HistoryRecorder, after: int) -> AsyncGenerator[bytes, None]:
     """Yield events as they are seen, and a ``tick`` after each look at the swarm or after a silence."""
     loop, looked = asyncio.get_running_loop(), asyncio.Event()
 

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from swarm_gateway.history.recorder import Observation, sample_of
-from swarm_gateway.history.store import Sample, StoredEvent
+from swarm_gateway.history.store import StoredEvent, SwarmSample
 from swarm_gateway.history.work import Rate, Tally
 from swarm_gateway.monitor.model_monitor import UNREACHABLE, ModelStatus, ServerStatus
 from swarm_gateway.monitor_api.joining import Invitation
@@ -204,5 +204,5 @@ def event_json(stored: StoredEvent) -> Flat:
     }
 
 
-def sample_json(time: int, sample: Sample) -> Flat:
+def sample_json(time: int, sample: SwarmSample) -> Flat:
     return {"time": time, **vars(sample)}

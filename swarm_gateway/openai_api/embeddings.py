@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from swarm_gateway.limits.admission import ApiError, Place
+from swarm_gateway.limits.admission import ApiError, QueuePlace
 from swarm_gateway.openai_api.requests import EmbeddingRequest
 from swarm_gateway.web.http import Gateway, as_json, end_tasks
 from swarm_gateway.web.models import ServedModel
@@ -50,7 +50,7 @@ async def embeddings(
 
 
 async def _embed(
-    model: ServedModel, place: Place, numbered: Iterator[tuple[int, Sequence[int]]], vectors: list[list[float]]
+    model: ServedModel, place: QueuePlace, numbered: Iterator[tuple[int, Sequence[int]]], vectors: list[list[float]]
 ) -> None:
     """Take inputs and store their vectors until no inputs are left."""
     async with place:

@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse
 from swarm_gateway.openai_api.conversation import call_reader
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
-from swarm_gateway.openai_api.generating import Delta, Work
+from swarm_gateway.openai_api.generating import Delta, QueuedGenerations
 from swarm_gateway.openai_api.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
 from swarm_gateway.openai_api.sampling import echoes_of, requests_of
-from swarm_gateway.web.http import Answer, Gateway, as_json, event, read_body
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, event, read_body
 from swarm_gateway.web.models import not_found
 
 _DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ def openai_router(gateway: Gateway) -> APIRouter:
         gateway.rate.count(key)
         body = await read_body(request)
         asked: ChatRequest | CompletionRequest = parse(kind, body)
-        return Answer(_generated(gateway, asked, len(body), key, began_s), is_stream=asked.stream)
+        return ChunkedResponse(_generated(gateway, asked, len(body), key, began_s), is_stream=asked.stream)
 
     @router.post("/chat/completions")
     async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
@@ -45,7 +45,7 @@ def openai_router(gateway: Gateway) -> APIRouter:
     async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
         gateway.rate.count(key)
         body = await read_body(request)
-        return Answer(embeddings(gateway, parse(EmbeddingRequest, body), len(body), key), is_stream=False)
+        return ChunkedResponse(embeddings(gateway, parse(EmbeddingRequest, body), len(body), key), is_stream=False)
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": gateway.created, "owned_by": "swarm"}
@@ -77,7 +77,7 @@ async def _generated(
     new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
     new_call_reader()  # an unknown format is refused before a place is taken
     places = gateway.queue.join(key, len(requests))
-    work = Work(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader, echoes)
+    work = QueuedGenerations(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader, echoes)
     gateway.metrics.prompt_tokens.inc(num_prompt)
     async with aclosing(work.items()) as items:
         if not asked.stream:

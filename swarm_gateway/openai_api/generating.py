@@ -12,7 +12,7 @@ from swarm_client.batching.request import FinishReason, Request, Servers, Token
 from swarm_client.batching.streaming import Scored, stream
 from swarm_client.core.events import Event
 from swarm_client.generation.text_stream import StopStrings, TextStream
-from swarm_gateway.limits.admission import Place
+from swarm_gateway.limits.admission import QueuePlace
 from swarm_gateway.openai_api.tools import CallReader, ToolCall
 from swarm_gateway.web.http import end_tasks
 from swarm_gateway.web.metrics import Metrics, TokenTimes
@@ -124,7 +124,7 @@ class _Writer:
 
 
 @dataclass
-class Work:
+class QueuedGenerations:
     """One request's generations, each with its place in the queue.
 
     Attributes:
@@ -137,7 +137,7 @@ class Work:
     model: ServedModel
     requests: Sequence[Request]
     stop: Sequence[str]
-    places: Sequence[Place]
+    places: Sequence[QueuePlace]
     metrics: Metrics
     began_s: float
     new_call_reader: Callable[[], CallReader | None] = lambda: None

@@ -63,7 +63,7 @@ class CalledFunction(BaseModel):
     arguments: str
 
 
-class Call(BaseModel):
+class MessageToolCall(BaseModel):
     model_config = STRICT
     id: str
     type: Literal["function"] = "function"
@@ -71,11 +71,11 @@ class Call(BaseModel):
     index: int | None = None  # in a stream's chunks, which clients send back
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     model_config = STRICT
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_joined)] = None
-    tool_calls: list[Call] = []
+    tool_calls: list[MessageToolCall] = []
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None  # from servers of reasoning models; clients send it back
@@ -86,7 +86,7 @@ class Message(BaseModel):
         return supported(fields, cls.model_fields, _MESSAGE) if isinstance(fields, dict) else fields
 
     @model_validator(mode="after")
-    def _fields_of_its_role(self) -> Message:
+    def _fields_of_its_role(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are an assistant's")
         if (self.role == "tool") != (self.tool_call_id is not None):

@@ -12,8 +12,8 @@ from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.openai_api.parts import (
     STRICT,
     AllowedTools,
+    ChatMessage,
     Function,
-    Message,
     NamedTool,
     ResponseFormat,
     Tool,
@@ -126,7 +126,7 @@ class _Generating(BaseModel):
 
 class ChatRequest(_Generating):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CHAT
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     max_completion_tokens: int | None = Field(default=None, ge=1)

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from swarm_gateway.limits.admission import ApiError, FairQueue, RateLimit, check_key, is_loopback
+from swarm_gateway.limits.admission import ApiError, GenerationQueue, RateLimit, check_key, is_loopback
 from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.web.metrics import DISCONNECTED, Metrics
 from swarm_gateway.web.models import Models
@@ -40,7 +40,7 @@ class Gateway:
     """
 
     models: Models
-    queue: FairQueue
+    queue: GenerationQueue
     rate: RateLimit
     metrics: Metrics
     keys: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def _called_host(request: Request) -> str:
         return ""
 
 
-class Answer(Response):
+class ChunkedResponse(Response):
     """A response that sends chunks as they come. It cancels their generator once the client has gone.
 
     An error before the first chunk has its own HTTP status. A later error is the last event of the stream.

@@ -7,7 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarm_gateway.limits.admission import FairQueue
+from swarm_gateway.limits.admission import GenerationQueue
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _GAP_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -15,7 +15,7 @@ DISCONNECTED = 499  # as in nginx: the client did not wait for the answer
 
 
 class Metrics:
-    def __init__(self, queue: FairQueue) -> None:
+    def __init__(self, queue: GenerationQueue) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "swarm_requests", "Requests by endpoint and HTTP status.", ["endpoint", "status"], registry=self.registry

@@ -24,8 +24,8 @@ GENERATION_CONFIG = "generation_config.json"
 FINGERPRINT_HEX = 16
 
 
-class Checkpoint:
-    """A checkpoint, usually created by ``Checkpoint.open``.
+class ModelCheckpoint:
+    """A checkpoint, usually created by ``ModelCheckpoint.open``.
 
     Attributes:
         files: the source of the checkpoint's files.
@@ -43,7 +43,7 @@ class Checkpoint:
         self.revision = files.commit or self._weights.fingerprint()[:FINGERPRINT_HEX]
 
     @classmethod
-    def open(cls, name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> Checkpoint:
+    def open(cls, name_or_path: str | Path, revision: str | None = None, token: str | None = None) -> ModelCheckpoint:
         """Read the config and the list of tensors, but no weights yet.
 
         ``revision`` is a branch, tag or commit of a model on the hub. ``HF_HUB_OFFLINE``, ``HF_HOME`` and ``HF_TOKEN``
@@ -57,7 +57,7 @@ class Checkpoint:
         return cls(locate(str(name_or_path), revision, token))
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.name!r}, revision={self.revision!r})"
+        return f"ModelCheckpoint({self.name!r}, revision={self.revision!r})"
 
     @cached_property
     def family(self) -> Family:

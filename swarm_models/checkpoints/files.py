@@ -65,7 +65,7 @@ class CheckpointFiles(Protocol):
         """Fetch the data of these tensors, so that they can be read from the files."""
 
 
-def locate(name_or_path: str, revision: str | None, token: str | None) -> Directory | HubModel:
+def locate(name_or_path: str, revision: str | None, token: str | None) -> LocalFiles | HubModel:
     """Return the files of the directory or GGUF file of that name if it exists, else those of a model on the hub.
 
     ``owner/model/NAME.gguf`` names a file of a model on the hub.
@@ -76,9 +76,9 @@ def locate(name_or_path: str, revision: str | None, token: str | None) -> Direct
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     if path.is_dir():
-        return Directory(path)
+        return LocalFiles(path)
     if path.is_file():
-        return Directory(path.parent, path.name)
+        return LocalFiles(path.parent, path.name)
     if name_or_path.endswith(GGUF):
         owner, model, file = name_or_path.split("/", 2)
         return HubModel(f"{owner}/{model}", revision, token, file)
@@ -121,7 +121,7 @@ def is_plain(name: str) -> bool:
     )
 
 
-class Directory:
+class LocalFiles:
     """The files of a checkpoint in a local directory, or one GGUF file in it.
 
     Attributes:

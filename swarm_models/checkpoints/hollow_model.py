@@ -21,7 +21,7 @@ from swarm_protocol.imports.light_imports import META_OPERATIONS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from swarm_models.checkpoints.checkpoint import Checkpoint
+    from swarm_models.checkpoints.checkpoint import ModelCheckpoint
     from swarm_models.checkpoints.family import Family
 
 
@@ -141,7 +141,7 @@ def load_hollow_model(
     return hollow, info
 
 
-def load_whole_model(checkpoint: Checkpoint) -> PreTrainedModel:
+def load_whole_model(checkpoint: ModelCheckpoint) -> PreTrainedModel:
     """Return the stock causal language model with all its blocks, in float32 on the CPU.
 
     Packed weights are unpacked in the same way as on a server.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from swarm_models.checkpoints.family import Family
-from swarm_models.checkpoints.files import Directory
+from swarm_models.checkpoints.files import LocalFiles
 from swarm_models.checkpoints.safetensors_file import read_header
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import read_object, shown
@@ -88,7 +88,7 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
 def _read_matrices(directory: Path, family: Family) -> dict[str, dict[str, torch.Tensor]]:
     """Return the matrices of each module inside blocks in fp32, by "A" and "B"; refuse all other tensors."""
     matrices: dict[str, dict[str, torch.Tensor]] = {}
-    for key, stored in read_header(Directory(directory).path(WEIGHTS_NAME)).items():
+    for key, stored in read_header(LocalFiles(directory).path(WEIGHTS_NAME)).items():
         match = _MATRIX.search(key)
         if match is None:
             raise CheckpointError(f"adapter {directory} has a tensor {key!r}: expected lora_A and lora_B of modules")
@@ -117,7 +117,7 @@ def read_config(directory: Path) -> Mapping[str, Any]:
     Raises:
         CheckpointError: the file is missing, is of another type, or has numbers that make no sense.
     """
-    path = Directory(directory).path(CONFIG_NAME)
+    path = LocalFiles(directory).path(CONFIG_NAME)
     config = read_object(path, MAX_CONFIG_BYTES)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"adapter {directory} is of PEFT's type {shown(config.get('peft_type'))}: expected LORA")

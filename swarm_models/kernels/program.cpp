@@ -13,8 +13,8 @@
 
 namespace {
 
-// In the order of `Kind` in program.py
-enum Kind : int64_t {
+// In the order of `Opcode` in program.py
+enum Opcode : int64_t {
     COPY, NEG, RSQRT, SILU, SIGMOID, TANH, RELU, GELU, GELU_TANH, COS, SIN, SQUARE, CUBE, FROM_INT64,
     ADD, SUB, MUL, DIV, MEAN, LAYER_NORM, PRODUCT, ATTEND
 };

@@ -19,8 +19,8 @@ from swarm_models.kernels.library import kernel
 MAX_DIMENSIONS = 4
 
 
-class Kind(enum.IntEnum):
-    """The kinds of instructions, in the order of ``Kind`` in program.cpp, which describes them."""
+class Opcode(enum.IntEnum):
+    """The kinds of instructions, in the order of ``Opcode`` in program.cpp, which describes them."""
 
     COPY = 0
     NEG = enum.auto()
@@ -61,7 +61,7 @@ NOTHING = Operand()
 class Instruction:
     """An instruction like ``Instruction`` in program.cpp; ``operands`` are out, a, b and c."""
 
-    kind: Kind
+    kind: Opcode
     sizes: tuple[int, ...]
     operands: tuple[Operand, Operand, Operand, Operand]
     scalar: float = 0.0

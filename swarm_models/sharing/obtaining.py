@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from swarm_models.checkpoints import default_model
-from swarm_models.checkpoints.checkpoint import Checkpoint, is_fingerprint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint, is_fingerprint
 from swarm_models.checkpoints.files import CONFIG, GGUF, is_plain
 from swarm_models.checkpoints.formats.shards import INDEX, SINGLE
 from swarm_models.sharing.download import Download
@@ -67,7 +67,7 @@ async def open_from_swarm(
     weights: str = "",
     *,
     failure: CheckpointError | None = None,
-) -> Checkpoint:
+) -> ModelCheckpoint:
     """Open a model with ``open_served``; without a name, open the default model if the swarm serves none.
 
     The hub is searched only without a name: with a name, the caller has tried the hub, or wants members' files.
@@ -86,12 +86,12 @@ async def open_from_swarm(
         if name or weights or not isinstance(error, NothingServed):
             raise
         _logger.warning("the swarm serves no model yet: taking %s", default_model.DEFAULT_MODEL)
-        return await asyncio.to_thread(Checkpoint.open, default_model.locate(default_model.DEFAULT_MODEL))
+        return await asyncio.to_thread(ModelCheckpoint.open, default_model.locate(default_model.DEFAULT_MODEL))
 
 
 async def open_served(
     swarm: SharingSwarm, name: str, revision: str | None = None, weights: str = "", *, asks_hub: bool = True
-) -> Checkpoint:
+) -> ModelCheckpoint:
     """Open a model that the swarm serves: from this machine, the hub's cache, the hub, or members, in this order.
 
     Args:
@@ -137,7 +137,7 @@ async def open_served(
     )
     files = SwarmFiles(store, Download(store, members.find, swarm.on_wrong), swarm.run)
     await files.open()
-    return await asyncio.to_thread(Checkpoint, files)
+    return await asyncio.to_thread(ModelCheckpoint, files)
 
 
 async def _models(swarm: SharingSwarm) -> dict[str, int]:
@@ -215,12 +215,12 @@ def _is_possible(server: ServerRecord) -> bool:
     return (len(parts) > 2) == server.model.endswith(GGUF)
 
 
-def _own(name: str, revision: str, asks_hub: bool) -> Checkpoint | None:
+def _own(name: str, revision: str, asks_hub: bool) -> ModelCheckpoint | None:
     """Return the checkpoint of this revision from this machine or the hub, or None."""
     if is_fingerprint(revision):
         path = Path(default_model.locate(name))
         try:
-            found = Checkpoint.open(path) if path.exists() else None
+            found = ModelCheckpoint.open(path) if path.exists() else None
         except (CheckpointError, OSError):
             return None
         if found is None or (found.name, found.revision) != (name, revision):
@@ -231,7 +231,7 @@ def _own(name: str, revision: str, asks_hub: bool) -> Checkpoint | None:
     if not (is_cached or asks_hub):
         return None
     try:
-        checkpoint = Checkpoint.open(name, revision)
+        checkpoint = ModelCheckpoint.open(name, revision)
     except CheckpointError as error:
         _logger.info("%s: not from the hub: %s", name, error)
         return None
@@ -249,7 +249,7 @@ def _is_cached(name: str, revision: str) -> bool:
     if not isinstance(have[CONFIG], str) or not any(isinstance(have[file], str) for file in (INDEX, SINGLE)):
         return False
     try:
-        files = Checkpoint.open(name, revision).weight_files
+        files = ModelCheckpoint.open(name, revision).weight_files
     except CheckpointError:
         return False
     return all(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)

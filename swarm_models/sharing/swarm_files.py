@@ -1,4 +1,4 @@
-"""A checkpoint's files from members of the swarm, for ``Checkpoint``: data are fetched before they are read."""
+"""A checkpoint's files from members of the swarm, for ``ModelCheckpoint``: data are fetched before they are read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SwarmFiles:
         self.location = str(store.snapshot if self.gguf is None else store.snapshot / self.gguf)
 
     async def open(self) -> None:
-        """Fetch what ``Checkpoint`` reads as soon as it is opened; raise CheckpointError if that fails.
+        """Fetch what ``ModelCheckpoint`` reads as soon as it is opened; raise CheckpointError if that fails.
 
         These are the files without weights, and a GGUF file or the beginning of the only safetensors file.
         """

@@ -16,7 +16,7 @@ from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, tcp_target
 from swarm_protocol.dht.bootstrap import bootstrap, start_joined
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.dht.notices.accusations import Accusations
+from swarm_protocol.dht.notices.accusations import AccusationRegistry
 from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import (
     LIFETIME_S,
@@ -155,9 +155,9 @@ class Dht:
         """Return the revocations of a private swarm; None in a public swarm."""
         return None if self._access is None else Revocations(self._node, self._swarm, self._access)
 
-    def accusations(self, model: str) -> Accusations:
+    def accusations(self, model: str) -> AccusationRegistry:
         """Return the accusations against servers of a model."""
-        return Accusations(lambda: self._node, self._swarm, model, self._identity, self._access)
+        return AccusationRegistry(lambda: self._node, self._swarm, model, self._identity, self._access)
 
     async def addresses(self) -> list[str]:
         """Return the multiaddrs under which peers can join through this node."""

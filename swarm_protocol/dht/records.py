@@ -41,7 +41,7 @@ class ServerState(IntEnum):
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkTotals:
     """The work that a server claims to have done since its start; see ``protos/swarm.proto``."""
 
     decoded: int = 0
@@ -53,7 +53,7 @@ class Work:
         return pb.Work(decoded=self.decoded, prompts=self.prompts, passes=self.passes, uptime_s=self.uptime_s)
 
     @classmethod
-    def from_proto(cls, message: pb.Work) -> Work:
+    def from_proto(cls, message: pb.Work) -> WorkTotals:
         """Parse the counts, capped at what hardware can do in ``uptime_s``; raise ValueError if that is invalid."""
         if not 0 <= message.uptime_s < inf:
             raise ValueError(f"the uptime is {message.uptime_s}: expected a finite number of at least 0")
@@ -89,7 +89,7 @@ class ServerRecord:
     network_tokens_per_s: float = 0.0
     pinned: bool = False
     next_span: Span | None = None
-    work: Work = Work()
+    work: WorkTotals = WorkTotals()
     cache_tokens: int = 0
     codecs: tuple[str, ...] = ()  # names, besides the codecs that all peers know
     relay_address: str = ""
@@ -179,7 +179,7 @@ class ServerRecord:
             pinned=message.pinned,
             next_span=next_span,
             token=message.token,
-            work=Work.from_proto(message.work),
+            work=WorkTotals.from_proto(message.work),
             cache_tokens=message.cache_tokens,
             codecs=tuple(CODEC_NAMES[codec] for codec in message.codecs if codec in CODEC_NAMES),
             relay_address=message.relay_address,

@@ -25,7 +25,7 @@ Parsers = Mapping[Name, argparse.ArgumentParser]
 
 
 @dataclass(frozen=True)
-class Setting:
+class FlagValue:
     """The file's value for one flag of one command.
 
     Attributes:
@@ -152,7 +152,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def read_config_file(
     path: Path, parsers: Parsers, all_parsers: Callable[[], Parsers] | None = None
-) -> dict[Name, dict[str, Setting]]:
+) -> dict[Name, dict[str, FlagValue]]:
     """Return the file's settings for each of these commands, by key. Raises ValueError, see ``apply_config``."""
     try:
         content = tomllib.loads(path.read_text())
@@ -164,9 +164,9 @@ def read_config_file(
 class _Reader:
     def __init__(self, path: Path, parsers: Parsers, all_parsers: Callable[[], Parsers] | None) -> None:
         self._path, self._parsers, self._all = path, parsers, all_parsers
-        self._found: dict[Name, dict[str, Setting]] = {name: {} for name in parsers}
+        self._found: dict[Name, dict[str, FlagValue]] = {name: {} for name in parsers}
 
-    def read(self, content: Mapping[str, Any]) -> dict[Name, dict[str, Setting]]:
+    def read(self, content: Mapping[str, Any]) -> dict[Name, dict[str, FlagValue]]:
         self._read_table((), content)
         return self._found
 
@@ -188,7 +188,7 @@ class _Reader:
     def _read_key(self, table: Name, key: str, value: Any) -> None:
         having = {name: flags[key] for name, flags in self._flags(self._parsers, table).items() if key in flags}
         for name, action in having.items():
-            self._found[name][key] = Setting(action, self._checked(table, key, value, action), table)
+            self._found[name][key] = FlagValue(action, self._checked(table, key, value, action), table)
         if having or (not table and self._all is None):
             return
         flags = self._flags(self._parsers if self._all is None else self._all(), table)

@@ -43,7 +43,7 @@ class Places:
             self._shares.add(caller, -1)
 
 
-class Budget:
+class BandwidthBudget:
     """A budget of bytes per second for all its users, in the order of their requests."""
 
     def __init__(self, bytes_per_s: float = inf) -> None:

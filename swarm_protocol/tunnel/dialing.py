@@ -23,7 +23,7 @@ from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
 from swarm_protocol.tunnel.circuit import Circuit, is_circuit, relay_of
-from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.punching import PUNCH_S, hole_beside, partner
 from swarm_protocol.tunnel.relaying import RELAY
 from swarm_protocol.wire.printable import printable
@@ -40,12 +40,12 @@ class Dialer:
     """The dialer of servers. A tunnel is a loopback port; each connection to it goes through its own stream."""
 
     def __init__(
-        self, credentials: ClientCredentials, streams: Streams | None = None, membership: Membership | None = None
+        self, credentials: ClientCredentials, streams: Streams | None = None, membership: RelayCredentials | None = None
     ) -> None:
         """Set the credentials; without ``streams``, servers are reached directly or not at all."""
         self._credentials = credentials
         self._streams = streams
-        self._membership = membership or Membership()
+        self._membership = membership or RelayCredentials()
         self._ports: dict[str, asyncio.Task[_TunnelPort]] = {}
         self._waiting = Counter[str]()  # by address: callers that wait for this port
         self._not_before_s: dict[str, float] = {}  # by server: when to try the routers again
@@ -129,7 +129,7 @@ class _TunnelPort:
         self,
         circuit: Circuit,
         streams: Streams,
-        membership: Membership,
+        membership: RelayCredentials,
         not_before_s: MutableMapping[str, float],
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
@@ -191,14 +191,14 @@ class _TunnelPort:
         return await open_tunnel(self._streams, self.circuit, self._membership)
 
 
-async def open_tunnel(streams: Streams, circuit: Circuit, membership: Membership) -> Stream:
+async def open_tunnel(streams: Streams, circuit: Circuit, membership: RelayCredentials) -> Stream:
     """Open a stream that leads to the server's gRPC port; raise PeerUnavailable if that fails."""
     stream = await _stream(streams, circuit)
     await _ask(stream, streams, circuit, membership)
     return stream
 
 
-async def open_punched(streams: Streams, circuit: Circuit, membership: Membership) -> tuple[Stream | None, bool]:
+async def open_punched(streams: Streams, circuit: Circuit, membership: RelayCredentials) -> tuple[Stream | None, bool]:
     """Open a stream like ``open_tunnel``, directly through both peers' routers if the server agrees.
 
     Returns the stream, None if punching failed, and whether it is direct. Raises PeerUnavailable.
@@ -235,7 +235,9 @@ async def _stream(streams: Streams, circuit: Circuit) -> Stream:
     return await streams.open(circuit.relay, TUNNEL if circuit.is_direct else RELAY)
 
 
-async def _ask(stream: Stream, streams: Streams, circuit: Circuit, membership: Membership, port: int = 0) -> pb.Opened:
+async def _ask(
+    stream: Stream, streams: Streams, circuit: Circuit, membership: RelayCredentials, port: int = 0
+) -> pb.Opened:
     """Return the server's answer to a tunnel, or to a punched connection from ``port``.
 
     The stream is closed on refusal. Raises PeerUnavailable.

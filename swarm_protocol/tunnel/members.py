@@ -12,7 +12,7 @@ from swarm_protocol.pb import tunnel_pb2 as pb
 _SENTENCE = b"swarm tunnel: these two peers, from one to the other\0"
 
 
-class Membership:
+class RelayCredentials:
     """The membership of a peer that opens streams; it is empty in a public swarm."""
 
     def __init__(self, identity: Identity | None = None, token: bytes = b"") -> None:

@@ -13,7 +13,7 @@ from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import AccessDenied, PeerBusy, PeerError, SwarmError
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, write, write_message
-from swarm_protocol.streams.limits import Budget, Places
+from swarm_protocol.streams.limits import BandwidthBudget, Places
 from swarm_protocol.streams.pipe import splice
 from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL
@@ -52,7 +52,7 @@ class Relay:
     _tunnels: dict[str, set[Stream]] = field(default_factory=dict)  # to the servers
 
     def __post_init__(self) -> None:
-        self.budget = Budget(self.limits.bytes_per_s or inf)
+        self.budget = BandwidthBudget(self.limits.bytes_per_s or inf)
         self._reservations = Places("servers behind this relay", self.limits.servers, _RESERVATIONS_OF_ONE)
         self._places = Places("tunnels through this relay", self.limits.tunnels, self.limits.tunnels_of_caller)
 

@@ -10,14 +10,14 @@ from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, write, write_message
 from swarm_protocol.streams.streams import Stream, Streams
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S
-from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import RESERVE
 
 _ANSWER_S = 5.0  # timeout of a relay's answer to a keepalive
 _SIGN = b"\0"
 
 
-class Reservation:
+class RelayReservation:
     """A server's reservation at a relay.
 
     Attributes:
@@ -57,7 +57,7 @@ class Reservation:
         self._stream.close()
 
 
-async def reserve(streams: Streams, relay: str, membership: Membership, keepalive_s: float) -> Reservation:
+async def reserve(streams: Streams, relay: str, membership: RelayCredentials, keepalive_s: float) -> RelayReservation:
     """Reserve at a relay's multiaddr; raise PeerUnavailable if it is unreachable, PeerBusy if it refuses."""
     try:
         return await _reserve(streams, relay, membership, keepalive_s)
@@ -65,7 +65,7 @@ async def reserve(streams: Streams, relay: str, membership: Membership, keepaliv
         return await _reserve(streams, relay, membership, keepalive_s)
 
 
-async def _reserve(streams: Streams, relay: str, membership: Membership, keepalive_s: float) -> Reservation:
+async def _reserve(streams: Streams, relay: str, membership: RelayCredentials, keepalive_s: float) -> RelayReservation:
     stream = await streams.open(relay, RESERVE)
     start_s = time.perf_counter()
     member = membership.shown(streams.peer_id, stream.peer_id)
@@ -78,4 +78,4 @@ async def _reserve(streams: Streams, relay: str, membership: Membership, keepali
     if answer.refusal:
         stream.close()
         raise PeerBusy(answer.refusal, stream.peer_id)
-    return Reservation(relay, time.perf_counter() - start_s, answer.host, stream, keepalive_s)
+    return RelayReservation(relay, time.perf_counter() - start_s, answer.host, stream, keepalive_s)

@@ -18,7 +18,7 @@ _SE_OF_MEDIAN = 1.2533  # relative to that of the mean, for normal noise: sqrt(p
 _SIGMAS = 5.0
 
 
-class Kind(NamedTuple):
+class RoundingKind(NamedTuple):
     """The rounding behaviour of a server, from its record: its quantisation, its dtype, and its device."""
 
     quant: str
@@ -51,7 +51,7 @@ class Bounds:
     gain: float
 
     @classmethod
-    def of(cls, one: Kind, other: Kind, num_blocks: int, routed: bool) -> Bounds:
+    def of(cls, one: RoundingKind, other: RoundingKind, num_blocks: int, routed: bool) -> Bounds:
         """Return the bounds for two kinds of servers over ``num_blocks`` blocks.
 
         ``routed``: blocks choose among experts. If two experts score nearly the same, rounding decides, and the outputs

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.verification.comparison import Bounds, Kind
-from swarm_protocol.verification.statements import SKETCH_POSITIONS, Statement, digest_of, sketch_of
+from swarm_protocol.verification.comparison import Bounds, RoundingKind
+from swarm_protocol.verification.statements import SKETCH_POSITIONS, OutputStatement, digest_of, sketch_of
 from swarm_protocol.wire.block_input import BlockInput
 
 SEED_BYTES = 16
@@ -52,14 +52,14 @@ class Evidence:
         message: the wire form of the evidence.
     """
 
-    statement: Statement
+    statement: OutputStatement
     inputs: BlockInput
     message: pb.Evidence
 
     @classmethod
     def parse(cls, message: pb.Evidence, now: float) -> Evidence:
         """Parse evidence at the Unix time ``now`` in seconds; raise ValueError if invalid, ``Expired`` if too old."""
-        statement = Statement.parse(message.statement)
+        statement = OutputStatement.parse(message.statement)
         if len(message.seed) != SEED_BYTES:
             raise ValueError(f"evidence has a seed of {len(message.seed)} bytes: expected {SEED_BYTES}")
         if not 0 < message.hidden_size <= MAX_HIDDEN_SIZE:
@@ -76,7 +76,7 @@ class Evidence:
         """Create evidence from a statement; raise ValueError, see ``parse``."""
         return cls.parse(pb.Evidence(statement=statement, seed=seed, hidden_size=hidden_size), now)
 
-    def excess(self, output: torch.Tensor, kind: Kind, routed: bool) -> float | None:
+    def excess(self, output: torch.Tensor, kind: RoundingKind, routed: bool) -> float | None:
         """Return the statement's error as a multiple of what honest servers may have; None if that is unknown.
 
         output: [SKETCH_POSITIONS, hidden_size] as computed by a server of this ``kind``. ``routed``: blocks choose

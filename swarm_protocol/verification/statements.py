@@ -19,7 +19,7 @@ from swarm_protocol.net.hivemind_parts import RSAPublicKey
 from swarm_protocol.net.identity import Identity, peer_id_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.verification.comparison import Kind
+from swarm_protocol.verification.comparison import RoundingKind
 from swarm_protocol.wire.block_input import BlockInput
 
 SKETCH_POSITIONS = 16  # the last positions, or all if there are fewer
@@ -30,7 +30,7 @@ _SENTENCE = b"swarm statement 1\0"  # prefix of the signed bytes, so that no oth
 
 
 @dataclass(frozen=True)
-class Statement:
+class OutputStatement:
     """A claim that blocks map inputs with this digest to an output with this sketch.
 
     Attributes:
@@ -42,13 +42,13 @@ class Statement:
     model: str
     revision: str
     span: Span
-    kind: Kind
+    kind: RoundingKind
     input_digest: bytes
     sketch: torch.Tensor
     made_at: float
 
     @classmethod
-    def parse(cls, message: pb.SignedStatement) -> Statement:
+    def parse(cls, message: pb.SignedStatement) -> OutputStatement:
         """Parse a statement; raise ValueError if it is invalid, or not signed by the peer that it names."""
         if max(len(message.content), len(message.signature), len(message.public_key)) > _MAX_BYTES:
             raise ValueError(f"a statement is too long: expected at most {_MAX_BYTES} bytes")
@@ -70,7 +70,7 @@ class Statement:
             content.model,
             content.revision,
             span,
-            Kind(content.quant, content.dtype, content.device),
+            RoundingKind(content.quant, content.dtype, content.device),
             content.input_digest,
             torch.tensor(content.sketch, dtype=torch.float64).view(-1, DIRECTIONS),
             content.made_at,

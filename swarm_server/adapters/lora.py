@@ -53,7 +53,7 @@ class PlacedAdapter:
 
 
 @dataclass(frozen=True)
-class Share:
+class AdapterRows:
     """Consecutive rows of one batch that have the same adapter.
 
     Attributes:
@@ -66,9 +66,9 @@ class Share:
     dropout: Dropout | None = None
 
 
-def shares_of(adapters: Sequence[tuple[PlacedAdapter | None, int, int]]) -> list[Share]:
+def shares_of(adapters: Sequence[tuple[PlacedAdapter | None, int, int]]) -> list[AdapterRows]:
     """Return the shares of a batch; equal neighbours are joined. ``adapters``: adapter, rows and start by session."""
-    shares: list[Share] = []
+    shares: list[AdapterRows] = []
     first = 0
     alike = groupby(
         adapters, lambda session: (session[0], min(session[2], session[0].num_positions if session[0] else 0))
@@ -76,7 +76,7 @@ def shares_of(adapters: Sequence[tuple[PlacedAdapter | None, int, int]]) -> list
     for (adapter, start), sessions in alike:
         num_rows = sum(num_rows for _, num_rows, _ in sessions)
         if adapter is not None:
-            shares.append(Share(slice(first, first + num_rows), adapter, start))
+            shares.append(AdapterRows(slice(first, first + num_rows), adapter, start))
         first += num_rows
     return shares
 
@@ -90,11 +90,11 @@ class Patches:
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._hooked: set[ModulePlace] = set()  # the empty path stands for the block itself
-        self._shares: Sequence[Share] = ()
+        self._shares: Sequence[AdapterRows] = ()
         self._shape = (0, 0)  # rows and tokens of the batch
 
     @contextmanager
-    def applied(self, shares: Sequence[Share], num_rows: int, num_tokens: int) -> Iterator[None]:
+    def applied(self, shares: Sequence[AdapterRows], num_rows: int, num_tokens: int) -> Iterator[None]:
         """Apply these adapters to whatever runs inside the context, on a batch of this shape."""
         if not shares:
             yield

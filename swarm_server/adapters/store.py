@@ -69,7 +69,7 @@ class AdapterStore(SharedStore):
         return self._named[name]
 
 
-class Arriving:
+class IncomingAdapter:
     """A serialised adapter whose parts come one by one. Each part is counted before it is stored."""
 
     def __init__(self, store: AdapterStore, client: Caller) -> None:
@@ -90,7 +90,7 @@ class Arriving:
         self._store.add(placed, len(self.data), self._client)
         self.data = bytearray()
 
-    def __enter__(self) -> Arriving:
+    def __enter__(self) -> IncomingAdapter:
         return self
 
     def __exit__(self, *_exception: object) -> None:

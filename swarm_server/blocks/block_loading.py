@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import WEIGHT_IS_READ
 from swarm_models.checkpoints.hollow_model import LeftOut, load_hollow_model
 from swarm_models.checkpoints.safetensors_file import StoredTensor
@@ -34,7 +34,7 @@ class LayerSource(Protocol):
 
 
 def load_block(
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     index: int,
     dtype: torch.dtype,
     replace: Callable[[nn.Linear], nn.Module] | None = None,

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family, rope_depends_on_length, slice_config
 from swarm_models.checkpoints.hollow_model import load_hollow_model
 from swarm_protocol.span import Span
@@ -227,7 +227,7 @@ def _assemble(
 
 
 def load_blocks(
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     span: Span,
     *,
     dtype: torch.dtype = torch.float32,

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swarm_protocol.dht.records import Work
+from swarm_protocol.dht.records import WorkTotals
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _WAIT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -76,7 +76,7 @@ class Counters:
     daemon_restarts: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
-    def work(self) -> Work:
+    def work(self) -> WorkTotals:
         """Return the work done, for the server's record."""
         done = self.block_positions
-        return Work(done["decode"], done["prefill"], done["forward"], time.monotonic() - self.started_s)
+        return WorkTotals(done["decode"], done["prefill"], done["forward"], time.monotonic() - self.started_s)

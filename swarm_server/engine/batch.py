@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm_protocol.span import Span
-from swarm_server.engine.session_state import Session, SessionStep, State
+from swarm_server.engine.session_state import KvState, Session, SessionStep
 from swarm_server.kv.kv_rows import ChannelPlace, Growth, Run, runs
 from swarm_server.kv.row_states import Slot, States
 from swarm_server.kv.rows_cache import BlockRuns
@@ -20,7 +20,7 @@ class Prepared:
 
     session: Session
     step: SessionStep
-    state: State  # becomes the session's state once the step is computed
+    state: KvState  # becomes the session's state once the step is computed
     num_matched: int  # leading positions whose keys and values the prefix cache has
     growth: Growth | None  # room for the other positions; None if all positions are matched
     block_outputs: list[torch.Tensor] = field(default_factory=list)  # of the parts computed so far, if wanted

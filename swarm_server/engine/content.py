@@ -13,18 +13,18 @@ import torch
 
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.batch import positions_and_mask
-from swarm_server.engine.session_state import SessionStep, State
+from swarm_server.engine.session_state import KvState, SessionStep
 from swarm_server.kv.prefix_cache import token_content
 
 
-def followed(state: State, step: SessionStep) -> State:
+def followed(state: KvState, step: SessionStep) -> KvState:
     """Return ``state`` with the content of ``step`` appended; the mask of earlier positions must be unchanged."""
     state = replace(state, unhashed=(*state.unhashed, step), can_match=False)
     is_full = step.start % PAGE_TOKENS + step.inputs.hidden.shape[1] >= PAGE_TOKENS
     return hashed(state) if is_full else state
 
 
-def hashed(state: State) -> State:
+def hashed(state: KvState) -> KvState:
     """Return ``state`` with the content of all its steps in the hashes."""
     if not state.unhashed or state.hashes is None:
         return state

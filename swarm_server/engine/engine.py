@@ -30,16 +30,16 @@ from swarm_server.engine.batch import (
     positions_seen,
 )
 from swarm_server.engine.content import followed, hashed, hiding, same_mask
-from swarm_server.engine.session_state import HistoryChange, Session, SessionStep, State, changed, cropped, forgotten
+from swarm_server.engine.session_state import HistoryChange, KvState, Session, SessionStep, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
 from swarm_server.engine.ways import Ways, fastest_ways, steps_of_two_lengths
 from swarm_server.gpu.copies import moved
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.kv_layout import StackLayout
-from swarm_server.kv.kv_rows import PageLayout, Parts, Row, grow, runs
+from swarm_server.kv.kv_rows import KvRow, PageLayout, Parts, grow, runs
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import PrefixCache
-from swarm_server.kv.row_states import Room, RowStates, Slot, state_layers, states_after
+from swarm_server.kv.row_states import RowStates, RowStatesRoom, Slot, state_layers, states_after
 from swarm_server.kv.rows_cache import BlockRuns, RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
 
@@ -144,7 +144,7 @@ class Engine:
             owner: the peer id of the client; the prefix cache says whether different owners share.
         """
         layout = self.layout_of(blocks, keeps_outputs)
-        state = State((Row.empty(layout),) * batch_size, settled=0 if records_past else None)
+        state = KvState((KvRow.empty(layout),) * batch_size, settled=0 if records_past else None)
         if shares and self.prefix_cache is not None and not layout.slots:  # states are not known page by page
             adapter_key = b"" if adapter is None else adapter.key
             seed = self.prefix_cache.seed(owner, f"{blocks} {keeps_outputs}", adapter_key)
@@ -154,7 +154,7 @@ class Engine:
     def close(self, session: Session) -> None:
         """Give back the session's room. Pages that the prefix cache keeps shrink to their filled part."""
         rows = session.state.rows
-        session.enter(State(()))
+        session.enter(KvState(()))
         session.lease.close()
         for page in {part.page for row in rows for parts in row.parts for part in parts}:
             if page.lease is session.lease and any(page.pinned):
@@ -279,7 +279,7 @@ class Engine:
             state = replace(state, rows=growth.rows)
         return Prepared(session, step, state, num_matched, growth)
 
-    def _with_states(self, state: State, session: Session) -> State:
+    def _with_states(self, state: KvState, session: Session) -> KvState:
         """Return ``state`` with the states before the next step, and with room for the states after it.
 
         Raises:
@@ -294,16 +294,16 @@ class Engine:
             )
         num_rows, states = len(state.rows), state.states
         if states is None:
-            room = Room(num_rows, session.layout.state_bytes, session.lease)
+            room = RowStatesRoom(num_rows, session.layout.state_bytes, session.lease)
             return replace(state, states=RowStates(0, (), room))
         if states.room.num_rows == num_rows:
             return state
-        room = Room(num_rows, session.layout.state_bytes, session.lease)
+        room = RowStatesRoom(num_rows, session.layout.state_bytes, session.lease)
         return replace(state, states=replace(states, room=room))
 
     def _match(
-        self, state: State, step: SessionStep, keeps_outputs: bool
-    ) -> tuple[State, list[list[tuple[Parts, ...]]]]:
+        self, state: KvState, step: SessionStep, keeps_outputs: bool
+    ) -> tuple[KvState, list[list[tuple[Parts, ...]]]]:
         """Add the step to the content hashes. Return the new state and, page by page, where each row's content is."""
         if state.hashes is None:
             return state, []
@@ -341,7 +341,7 @@ class Engine:
         assert output is not None
         return output
 
-    def _add_pages(self, state: State, first_page: int) -> None:
+    def _add_pages(self, state: KvState, first_page: int) -> None:
         assert self.prefix_cache is not None
         for row, digests in zip(state.rows, state.digests, strict=True):
             for page in range(first_page, len(digests)):
@@ -384,7 +384,7 @@ class Engine:
         stored.require_fit(session.layout, len(state.rows))
         room = None
         if session.layout.slots:
-            room = Room(len(state.rows), session.layout.state_bytes, session.lease)
+            room = RowStatesRoom(len(state.rows), session.layout.state_bytes, session.lease)
         with torch.inference_mode():
             growth = grow(
                 session.state.rows,
@@ -513,7 +513,7 @@ def _most_matched_pages(step: SessionStep, keeps_outputs: bool) -> int:
     return max(0, num_tokens - num_wanted) // PAGE_TOKENS  # outputs that are wanted must be computed
 
 
-def _with_states_after(work: Prepared) -> State:
+def _with_states_after(work: Prepared) -> KvState:
     """Return the session's state after the step, with the recurrent states that the step has computed."""
     old = work.state.states
     assert old is not None  # ``_with_states`` made them

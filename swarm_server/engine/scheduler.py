@@ -33,7 +33,7 @@ _LEAST_ALONE = 16  # rows × positions: smaller decoding steps always share batc
 MAX_POSITIONS = 256  # rows × positions that a batch of decoding steps has at most
 
 
-class Kind(IntEnum):
+class WorkKind(IntEnum):
     """A kind of work. Users watch decoding; prompts come in chunks, short ones in one batch; training can wait."""
 
     DECODE = 0
@@ -42,7 +42,7 @@ class Kind(IntEnum):
 
 
 @dataclass(eq=False)
-class Work:
+class WorkItem:
     """A step of a session, or a function call, with the future that its caller awaits.
 
     Attributes:
@@ -51,7 +51,7 @@ class Work:
         cost: rows × positions, roughly proportional to the time that the work takes.
     """
 
-    kind: Kind
+    kind: WorkKind
     done: asyncio.Future[Any] = field(repr=False)
     session: Session | None = None
     step: SessionStep | None = None
@@ -100,25 +100,25 @@ class WorkQueue:
         alone: the next server can start on this lane of a large batch while the other lanes are computed here.
         """
         self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
-        self._waiting: dict[Kind, FairQueue[Work]] = {kind: FairQueue(num_levels=2) for kind in Kind}
+        self._waiting: dict[WorkKind, FairQueue[WorkItem]] = {kind: FairQueue(num_levels=2) for kind in WorkKind}
         self._prompts = PromptOrder()  # keyed by the id() of each session
-        self._last = Kind.TRAINING
+        self._last = WorkKind.TRAINING
         self._num_prefills = 0  # since the last training
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: WorkKind) -> int:
         return len(self._waiting[kind])
 
-    def add(self, work: Work) -> None:
+    def add(self, work: WorkItem) -> None:
         names = work.client, work.user
         place: tuple[float, ...] = ()
-        if work.kind is Kind.PREFILL and work.step is not None:
+        if work.kind is WorkKind.PREFILL and work.step is not None:
             place = self._prompts.place(id(work.session), names, work.num_left)
         self._waiting[work.kind].add(work, names, work.cost, place)
 
-    def discard(self, work: Work) -> None:
+    def discard(self, work: WorkItem) -> None:
         """Remove work whose caller has gone."""
         self._waiting[work.kind].remove(work)
         self.forget(work.session)
@@ -131,35 +131,35 @@ class WorkQueue:
         """Forget the session's prompt, of which no more chunks will come."""
         self._prompts.forget(id(session))
 
-    def next_batch(self) -> list[Work]:
+    def next_batch(self) -> list[WorkItem]:
         """Return what to compute now: one piece of work, or steps of several sessions; empty if nothing waits."""
         if not len(self):
             return []
         self._last = kind = self._next_kind()
-        if kind is Kind.DECODE:
+        if kind is WorkKind.DECODE:
             return self._batch(kind, MAX_POSITIONS, max(_LEAST_ALONE, self._chunk_positions // 4))
-        self._num_prefills = 0 if kind is Kind.TRAINING else self._num_prefills + 1
+        self._num_prefills = 0 if kind is WorkKind.TRAINING else self._num_prefills + 1
         return self._batch(kind, self._chunk_positions, self._chunk_positions)
 
-    def clear(self) -> list[Work]:
+    def clear(self) -> list[WorkItem]:
         """Take out and return all waiting work."""
         return [work for waiting in self._waiting.values() for work in waiting.clear()]
 
-    def _next_kind(self) -> Kind:
-        decode, prefill, training = (bool(self._waiting[kind]) for kind in Kind)
-        if decode and (self._last is not Kind.DECODE or not (prefill or training)):
-            return Kind.DECODE
+    def _next_kind(self) -> WorkKind:
+        decode, prefill, training = (bool(self._waiting[kind]) for kind in WorkKind)
+        if decode and (self._last is not WorkKind.DECODE or not (prefill or training)):
+            return WorkKind.DECODE
         if training and (not prefill or self._num_prefills >= _PREFILLS_PER_TRAINING):
-            return Kind.TRAINING
-        return Kind.PREFILL
+            return WorkKind.TRAINING
+        return WorkKind.PREFILL
 
-    def _batch(self, kind: Kind, most_positions: int, alone_positions: int) -> list[Work]:
+    def _batch(self, kind: WorkKind, most_positions: int, alone_positions: int) -> list[WorkItem]:
         """Take the first work, and steps with as many new positions. Steps of ``alone_positions`` or more run alone."""
         waiting = self._waiting[kind]
         first = waiting.pop()
         assert first is not None
         batch = [first]
-        if kind is Kind.PREFILL:
+        if kind is WorkKind.PREFILL:
             self._prompts.has_turn(id(first.session))
         if first.step is not None and self._mixes_sessions and first.num_positions < alone_positions:
             batch += _companions(first, waiting, most_positions - first.num_positions, alone_positions)
@@ -169,10 +169,12 @@ class WorkQueue:
         return batch
 
 
-def _companions(first: Work, waiting: FairQueue[Work], num_left: int, alone_positions: int) -> Iterator[Work]:
+def _companions(
+    first: WorkItem, waiting: FairQueue[WorkItem], num_left: int, alone_positions: int
+) -> Iterator[WorkItem]:
     """Take out and yield steps with as many new positions as ``first``, of ``num_left`` positions together."""
 
-    def fits(work: Work) -> bool:
+    def fits(work: WorkItem) -> bool:
         if work.step is None or work.num_tokens != first.num_tokens:
             return False
         return work.num_positions < alone_positions and work.num_positions <= num_left
@@ -210,9 +212,9 @@ class Scheduler:
         self._changed = threading.Condition()
         self._stopping = False
         self._delay_s, self._delay_time = 0.0, time.monotonic()
-        self._costs = dict.fromkeys(Kind, 0)  # of waiting and running work; only used on the event loop
+        self._costs = dict.fromkeys(WorkKind, 0)  # of waiting and running work; only used on the event loop
         self._num_waiting = 0
-        self._pace_s = dict.fromkeys(Kind, 0.0)  # seconds per unit of cost, an exponential average; 0 if not known
+        self._pace_s = dict.fromkeys(WorkKind, 0.0)  # seconds per unit of cost, an exponential average; 0 if not known
         self._stepped_s: dict[int, float] = {}  # time of the last step by id() of the session, latest last
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
@@ -230,8 +232,8 @@ class Scheduler:
 
         The estimate uses the time that recent work of the same kind took.
         """
-        costs = self._costs | {Kind.TRAINING: self._costs[Kind.TRAINING] / max(1, self._training.used)}
-        return sum(costs[kind] * self._pace_s[kind] for kind in Kind)
+        costs = self._costs | {WorkKind.TRAINING: self._costs[WorkKind.TRAINING] / max(1, self._training.used)}
+        return sum(costs[kind] * self._pace_s[kind] for kind in WorkKind)
 
     @property
     def num_waiting(self) -> int:
@@ -262,9 +264,9 @@ class Scheduler:
         rows, num_tokens, _ = step.inputs.hidden.shape
         is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
         is_chunk = step.num_following > 0 or self._queue.is_prompt(session)
-        kind = Kind.DECODE if is_short and not is_chunk else Kind.PREFILL
+        kind = WorkKind.DECODE if is_short and not is_chunk else WorkKind.PREFILL
         output: torch.Tensor = await self._submit(
-            Work(kind, _future(), session=session, step=step, client=client, user=user, cost=rows * num_tokens)
+            WorkItem(kind, _future(), session=session, step=step, client=client, user=user, cost=rows * num_tokens)
         )
         return output
 
@@ -281,7 +283,7 @@ class Scheduler:
                 f"the server's queue is full: {self._training.used} of {self._training.capacity} requests are waiting, "
                 f"{self._training.held(client)} of this client"
             )
-        work = Work(Kind.TRAINING, _future(), call=call, client=client.peer_id, cost=num_positions)
+        work = WorkItem(WorkKind.TRAINING, _future(), call=call, client=client.peer_id, cost=num_positions)
         self._training.add(client, 1)
         work.done.add_done_callback(lambda _done: self._training.add(client, -1))
         result: T = await self._submit(work)
@@ -289,7 +291,7 @@ class Scheduler:
 
     async def call(self, call: Callable[[], T], client: str = "") -> T:
         """Call a short function on the compute thread in a decoding turn, and return its result."""
-        result: T = await self._submit(Work(Kind.DECODE, _future(), call=call, client=client))
+        result: T = await self._submit(WorkItem(WorkKind.DECODE, _future(), call=call, client=client))
         return result
 
     def stop(self) -> None:
@@ -299,7 +301,7 @@ class Scheduler:
             self._changed.notify()
         self._thread.join()
 
-    async def _submit(self, work: Work) -> Any:
+    async def _submit(self, work: WorkItem) -> Any:
         work.submitted_s = time.monotonic()
         with self._changed:
             if self._stopping:
@@ -326,7 +328,7 @@ class Scheduler:
             _resolve([work.done for work in batch], results)
             del batch, results  # free their memory before waiting for more work
 
-    def _next_batch(self) -> list[Work]:
+    def _next_batch(self) -> list[WorkItem]:
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) or self._stopping)
             if self._stopping:
@@ -342,16 +344,16 @@ class Scheduler:
         self._delay_time = now
         return batch
 
-    def _count(self, batch: list[Work], seconds: float) -> None:
+    def _count(self, batch: list[WorkItem], seconds: float) -> None:
         kind = batch[0].kind
         self._counters.batches += 1
         self._counters.compute_s[kind.name.lower()] += seconds
-        if batch[0].call is not None and kind is not Kind.TRAINING:
+        if batch[0].call is not None and kind is not WorkKind.TRAINING:
             return  # a short call says nothing about the pace of steps
         pace_s = seconds / max(1, sum(work.cost for work in batch))
         self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
 
-    def _run(self, batch: list[Work]) -> list[Any]:
+    def _run(self, batch: list[WorkItem]) -> list[Any]:
         """Return each result, or the exception that ended its work."""
         try:
             if batch[0].call is not None:

@@ -14,7 +14,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.kv.kv_cache import Lease
-from swarm_server.kv.kv_rows import PageLayout, Row
+from swarm_server.kv.kv_rows import KvRow, PageLayout
 from swarm_server.kv.prefix_cache import ContentHash
 from swarm_server.kv.row_states import RowStates
 
@@ -63,7 +63,7 @@ class SessionStep:
 
 
 @dataclass(frozen=True)
-class State:
+class KvState:
     """The part of a session that steps change.
 
     Attributes:
@@ -76,7 +76,7 @@ class State:
         unhashed: the last steps, whose content is not in ``hashes`` yet because they have not filled a page.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[KvRow, ...]
     settled: int | None = None
     hashes: tuple[ContentHash, ...] | None = None
     digests: tuple[tuple[bytes, ...], ...] = ()
@@ -103,7 +103,7 @@ class Session:
     layout: PageLayout
     lease: Lease = field(repr=False)
     reserved: int
-    state: State = field(repr=False)
+    state: KvState = field(repr=False)
     adapter: PlacedAdapter | None = field(default=None, repr=False)
 
     @property
@@ -125,7 +125,7 @@ class Session:
     def keeps_outputs(self) -> bool:
         return self.layout.outputs_group is not None
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: KvState) -> None:
         """Replace the state, once whatever leads to it has been computed."""
         self.state = state
 
@@ -142,7 +142,7 @@ class Session:
         self.reserved = self.length if self.batch_size else 0
 
 
-def changed(state: State, change: HistoryChange, layout: PageLayout) -> State:
+def changed(state: KvState, change: HistoryChange, layout: PageLayout) -> KvState:
     """Return ``state`` after ``change``; raise RequestRejected if the change is impossible."""
     if isinstance(change, RecordPast):
         return replace(state, settled=state.length)
@@ -163,7 +163,7 @@ def changed(state: State, change: HistoryChange, layout: PageLayout) -> State:
     return state if state.settled is None else replace(state, settled=change.length)
 
 
-def cropped(state: State, length: int, layout: PageLayout) -> State:
+def cropped(state: KvState, length: int, layout: PageLayout) -> KvState:
     if length > state.length:
         raise RequestRejected(f"a step begins at position {length}, but the session has {state.length}")
     if length == state.length:
@@ -177,6 +177,6 @@ def cropped(state: State, length: int, layout: PageLayout) -> State:
     return forgotten(replace(state, rows=rows))
 
 
-def forgotten(state: State) -> State:
+def forgotten(state: KvState) -> KvState:
     """Return ``state`` without its content hashes, so that none of its further pages are shared."""
     return replace(state, hashes=None, digests=(), mask=None, can_match=False, unhashed=())

@@ -9,14 +9,14 @@ import torch
 
 from swarm_models.kernels.int4_linear import KernelInt4Weight
 from swarm_models.kernels.kernel_weight import KernelWeight
-from swarm_models.kernels.program import MAX_DIMENSIONS, NOTHING, Instruction, Kind, Operand, Program
+from swarm_models.kernels.program import MAX_DIMENSIONS, NOTHING, Instruction, Opcode, Operand, Program
 from swarm_models.kernels.quantized_linear import QuantizedWeight
-from swarm_server.graph.lowering import Lowered, Place
+from swarm_server.graph.lowering import Lowered, StridedAddress
 from swarm_server.graph.recording import Memory, NotCapturable
 
 _ALIGNMENT = 16  # floats: a cache line
-_WHOLE = {Kind.PRODUCT, Kind.ATTEND}  # kinds whose sizes have their own meaning
-_OF_VECTORS = {Kind.MEAN, Kind.LAYER_NORM}  # kinds that treat the innermost dimension as one vector
+_WHOLE = {Opcode.PRODUCT, Opcode.ATTEND}  # kinds whose sizes have their own meaning
+_OF_VECTORS = {Opcode.MEAN, Opcode.LAYER_NORM}  # kinds that treat the innermost dimension as one vector
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Captured:
     num_rows: int
     code: tuple[Lowered, ...]
     memories: Mapping[int, Memory]
-    hidden: Place
-    positions: Place
-    output: Place
+    hidden: StridedAddress
+    positions: StridedAddress
+    output: StridedAddress
     windows: Mapping[int, int | None]
 
 
@@ -108,9 +108,9 @@ class Assembled:
         self,
         code: Sequence[Lowered],
         sizes: Mapping[int, int],
-        hidden: Place,
-        positions: Place,
-        output: Place,
+        hidden: StridedAddress,
+        positions: StridedAddress,
+        output: StridedAddress,
         room: Callable[[int], torch.Tensor],
     ) -> None:
         self._constants: list[object] = [code]  # kept alive: the program has only their addresses
@@ -132,18 +132,18 @@ class Assembled:
         self._arena = arena
 
     def _instruction(self, lowered: Lowered, addresses: Mapping[int, int]) -> Instruction:
-        places: list[Place | None] = [*lowered.places, *[None] * (4 - len(lowered.places))]
+        places: list[StridedAddress | None] = [*lowered.places, *[None] * (4 - len(lowered.places))]
         sizes = lowered.sizes
         if lowered.kind not in _WHOLE:
             sizes, places = _folded(lowered.kind, sizes, places)
         operands = [self._operand(place, addresses) for place in places]
-        if lowered.kind == Kind.PRODUCT:
+        if lowered.kind == Opcode.PRODUCT:
             operands[2:] = _weight_operands(lowered.weight)
         out, a, b, c = operands
         sizes = (*sizes, *[0] * (MAX_DIMENSIONS - len(sizes)))
         return Instruction(lowered.kind, sizes, (out, a, b, c), lowered.scalar, lowered.number, lowered.other)
 
-    def _operand(self, place: Place | None, addresses: Mapping[int, int]) -> Operand:
+    def _operand(self, place: StridedAddress | None, addresses: Mapping[int, int]) -> Operand:
         if place is None:
             return NOTHING
         constant = place.memory.constant
@@ -165,7 +165,7 @@ def _weight_operands(weight: QuantizedWeight | None) -> list[Operand]:
     return [Operand(weight.address), NOTHING]
 
 
-def _ends(captured: Captured) -> tuple[Place, Place, Place]:
+def _ends(captured: Captured) -> tuple[StridedAddress, StridedAddress, StridedAddress]:
     return captured.hidden, captured.positions, captured.output
 
 
@@ -175,7 +175,7 @@ def _same_kind(a: Lowered, b: Lowered) -> bool:
     return len(a.sizes) == len(b.sizes) and all(map(_same_place, a.places, b.places))
 
 
-def _same_place(a: Place | None, b: Place | None) -> bool:
+def _same_place(a: StridedAddress | None, b: StridedAddress | None) -> bool:
     """Return whether two places are alike, apart from their offsets and strides."""
     if a is None or b is None:
         return a is b
@@ -197,13 +197,13 @@ def _between(less: Lowered, more: Lowered, at: Callable[[int, int], int]) -> Low
     return less.with_numbers(tuple(map(at, less.sizes, more.sizes)), places)
 
 
-def _place_between(less: Place, more: Place, at: Callable[[int, int], int]) -> Place:
-    return Place(less.memory, at(less.offset, more.offset), tuple(map(at, less.strides, more.strides)))
+def _place_between(less: StridedAddress, more: StridedAddress, at: Callable[[int, int], int]) -> StridedAddress:
+    return StridedAddress(less.memory, at(less.offset, more.offset), tuple(map(at, less.strides, more.strides)))
 
 
 def _folded(
-    kind: Kind, sizes: Sequence[int], places: Sequence[Place | None]
-) -> tuple[tuple[int, ...], list[Place | None]]:
+    kind: Opcode, sizes: Sequence[int], places: Sequence[StridedAddress | None]
+) -> tuple[tuple[int, ...], list[StridedAddress | None]]:
     """Drop dimensions of size one, join dimensions that are contiguous for all operands, and pad to four."""
     strides = [place.strides for place in places if place is not None]
     folded = _folded_dimensions(kind, sizes, strides)
@@ -211,12 +211,14 @@ def _folded(
         raise NotCapturable(f"an operation over {len(folded)} dimensions")
     folded = [(1, [0] * len(strides))] * (MAX_DIMENSIONS - len(folded)) + folded
     shorter = iter(zip(*[here for _, here in folded], strict=True))
-    new_places = [None if place is None else Place(place.memory, place.offset, next(shorter)) for place in places]
+    new_places = [
+        None if place is None else StridedAddress(place.memory, place.offset, next(shorter)) for place in places
+    ]
     return tuple(size for size, _ in folded), new_places
 
 
 def _folded_dimensions(
-    kind: Kind, sizes: Sequence[int], strides: Sequence[Sequence[int]]
+    kind: Opcode, sizes: Sequence[int], strides: Sequence[Sequence[int]]
 ) -> list[tuple[int, list[int]]]:
     """Return the size of each dimension that is left, with the strides of all operands."""
     folded: list[tuple[int, list[int]]] = []

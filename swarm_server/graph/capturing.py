@@ -10,8 +10,8 @@ import torch
 from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Captured
-from swarm_server.graph.lowering import Place, lowered
-from swarm_server.graph.recording import Recorder, View, needed
+from swarm_server.graph.lowering import StridedAddress, lowered
+from swarm_server.graph.recording import OperationRecorder, TensorView, needed
 from swarm_server.graph.stand_in import StandInCache
 from swarm_server.kv.rows_cache import attention_in_place
 
@@ -22,7 +22,7 @@ def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
     Raises:
         NotCapturable: the stack does something for which there are no instructions.
     """
-    recorder = Recorder()
+    recorder = OperationRecorder()
     cache = _RecordingCache(stack.num_blocks, length, recorder)
     hidden = torch.zeros(num_rows, 1, stack.hidden_size, dtype=stack.dtype)
     positions = torch.full((num_rows, 1), length - 1)
@@ -42,14 +42,14 @@ def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
     return Captured(num_rows, code, by_number, *places, _place(output), cache.windows)
 
 
-def _place(view: View) -> Place:
-    return Place(view.memory, view.offset, view.strides)
+def _place(view: TensorView) -> StridedAddress:
+    return StridedAddress(view.memory, view.offset, view.strides)
 
 
 class _RecordingCache(StandInCache):
     """A cache that reports attention to the recorder."""
 
-    def __init__(self, num_blocks: int, length: int, recorder: Recorder) -> None:
+    def __init__(self, num_blocks: int, length: int, recorder: OperationRecorder) -> None:
         super().__init__(num_blocks, length)
         self._recorder = recorder
 
@@ -67,7 +67,7 @@ def _with_rows_of_floats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _recorded_products(stack: BlockStack, recorder: Recorder) -> Iterator[None]:
+def _recorded_products(stack: BlockStack, recorder: OperationRecorder) -> Iterator[None]:
     """Make quantised layers report their products to the recorder, and not compute, while the context is active."""
     layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
     weights = [layer.quantized for layer in layers]
@@ -81,7 +81,7 @@ def _recorded_products(stack: BlockStack, recorder: Recorder) -> Iterator[None]:
 
 
 class _RecordedWeight(QuantizedWeight):
-    def __init__(self, weight: QuantizedWeight, recorder: Recorder) -> None:
+    def __init__(self, weight: QuantizedWeight, recorder: OperationRecorder) -> None:
         self._weight, self._recorder = weight, recorder
         self.shape = weight.shape
 

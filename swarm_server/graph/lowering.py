@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from swarm_models.kernels.program import Kind
+from swarm_models.kernels.program import Opcode
 from swarm_models.kernels.quantized_linear import QuantizedWeight
-from swarm_server.graph.recording import Memory, NotCapturable, Operation, View
+from swarm_server.graph.recording import Memory, NotCapturable, Operation, TensorView
 
 
 @dataclass(frozen=True)
-class Place:
+class StridedAddress:
     """A place of elements in a memory. Offset and strides are in elements, one stride per size of the instruction."""
 
     memory: Memory
@@ -31,15 +31,15 @@ class Lowered:
         weight: the weight of a product.
     """
 
-    kind: Kind
+    kind: Opcode
     sizes: tuple[int, ...]
-    places: tuple[Place | None, ...]
+    places: tuple[StridedAddress | None, ...]
     scalar: float = 0.0
     number: int = 0
     other: int = 0
     weight: QuantizedWeight | None = None
 
-    def with_numbers(self, sizes: tuple[int, ...], places: tuple[Place | None, ...]) -> Lowered:
+    def with_numbers(self, sizes: tuple[int, ...], places: tuple[StridedAddress | None, ...]) -> Lowered:
         return Lowered(self.kind, sizes, places, self.scalar, self.number, self.other, self.weight)
 
 
@@ -51,34 +51,34 @@ def lowered(operation: Operation) -> list[Lowered]:
     return lower(operation)
 
 
-def _spread(view: View, sizes: Sequence[int]) -> Place:
+def _spread(view: TensorView, sizes: Sequence[int]) -> StridedAddress:
     """Return the place of a view that is broadcast to ``sizes`` as torch does."""
     missing = len(sizes) - len(view.sizes)
     strides = [0] * missing
     for have, want, stride in zip(view.sizes, sizes[missing:], view.strides, strict=True):
         strides.append(0 if have == 1 and want != 1 else stride)
-    return Place(view.memory, view.offset, tuple(strides))
+    return StridedAddress(view.memory, view.offset, tuple(strides))
 
 
-def _floats(*views: View) -> None:
+def _floats(*views: TensorView) -> None:
     for view in views:
         if view.dtype != torch.float32:
             raise NotCapturable(f"a tensor is {view.dtype}")
 
 
-def _operand(value: Any, sizes: Sequence[int]) -> Place:
+def _operand(value: Any, sizes: Sequence[int]) -> StridedAddress:
     """Return the place of a tensor, or of a number as a constant."""
-    if isinstance(value, View):
+    if isinstance(value, TensorView):
         if value.sizes == () and value.memory.constant is not None:
             value = value.memory.constant.item()
         else:
             _floats(value)
             return _spread(value, sizes)
     number = torch.tensor([float(value)], dtype=torch.float32)
-    return Place(Memory(-1, 1, number), 0, (0,) * len(sizes))
+    return StridedAddress(Memory(-1, 1, number), 0, (0,) * len(sizes))
 
 
-def _unary(kind: Kind) -> Callable[[Operation], list[Lowered]]:
+def _unary(kind: Opcode) -> Callable[[Operation], list[Lowered]]:
     def lower(operation: Operation) -> list[Lowered]:
         out, a = operation.output, operation.arguments[0]
         _floats(out, a)
@@ -87,7 +87,7 @@ def _unary(kind: Kind) -> Callable[[Operation], list[Lowered]]:
     return lower
 
 
-def _binary(kind: Kind) -> Callable[[Operation], list[Lowered]]:
+def _binary(kind: Opcode) -> Callable[[Operation], list[Lowered]]:
     def lower(operation: Operation) -> list[Lowered]:
         out, (a, b, *others) = operation.output, operation.arguments
         if others or any(value != 1 for value in operation.options.values()):
@@ -102,8 +102,8 @@ def _binary(kind: Kind) -> Callable[[Operation], list[Lowered]]:
 def _to_copy(operation: Operation) -> list[Lowered]:
     out, a = operation.output, operation.arguments[0]
     _floats(out)
-    kind = Kind.FROM_INT64 if a.dtype == torch.int64 else Kind.COPY
-    if kind == Kind.COPY:
+    kind = Opcode.FROM_INT64 if a.dtype == torch.int64 else Opcode.COPY
+    if kind == Opcode.COPY:
         _floats(a)
     return [Lowered(kind, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
 
@@ -111,15 +111,15 @@ def _to_copy(operation: Operation) -> list[Lowered]:
 def _copy_into(operation: Operation) -> list[Lowered]:
     out, a = operation.arguments[:2]
     _floats(out, a)
-    return [Lowered(Kind.COPY, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
+    return [Lowered(Opcode.COPY, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
 
 
 def _gelu(operation: Operation) -> list[Lowered]:
-    return _unary(Kind.GELU_TANH if operation.options.get("approximate") == "tanh" else Kind.GELU)(operation)
+    return _unary(Opcode.GELU_TANH if operation.options.get("approximate") == "tanh" else Opcode.GELU)(operation)
 
 
 def _pow(operation: Operation) -> list[Lowered]:
-    kinds = {2: Kind.SQUARE, 3: Kind.CUBE, -0.5: Kind.RSQRT}
+    kinds = {2: Opcode.SQUARE, 3: Opcode.CUBE, -0.5: Opcode.RSQRT}
     exponent = operation.arguments[1]
     if exponent not in kinds:
         raise NotCapturable(f"a power of {exponent}")
@@ -133,8 +133,8 @@ def _mean(operation: Operation) -> list[Lowered]:
     if [dim % len(a.sizes) for dim in dims] != [len(a.sizes) - 1] or operation.options:
         raise NotCapturable("a mean over other than the last dimension")
     strides = out.strides[:-1] if keeps and keeps[0] else out.strides
-    places = Place(out.memory, out.offset, (*strides, 0)), _spread(a, a.sizes)
-    return [Lowered(Kind.MEAN, a.sizes, places)]
+    places = StridedAddress(out.memory, out.offset, (*strides, 0)), _spread(a, a.sizes)
+    return [Lowered(Opcode.MEAN, a.sizes, places)]
 
 
 def _layer_norm(operation: Operation) -> list[Lowered]:
@@ -146,9 +146,12 @@ def _layer_norm(operation: Operation) -> list[Lowered]:
     _floats(a, out, *given)
     if any(view.memory.constant is None or view.strides != (1,) for view in given):
         raise NotCapturable("a layer norm whose weights are computed")
-    flat = [None if view is None else Place(view.memory, view.offset, (0,) * len(a.sizes)) for view in (weight, bias)]
+    flat = [
+        None if view is None else StridedAddress(view.memory, view.offset, (0,) * len(a.sizes))
+        for view in (weight, bias)
+    ]
     places = _spread(out, out.sizes), _spread(a, out.sizes), *flat
-    return [Lowered(Kind.LAYER_NORM, a.sizes, places, scalar=epsilon)]
+    return [Lowered(Opcode.LAYER_NORM, a.sizes, places, scalar=epsilon)]
 
 
 def _cat(operation: Operation) -> list[Lowered]:
@@ -160,8 +163,8 @@ def _cat(operation: Operation) -> list[Lowered]:
     for view in views:
         if 0 in view.sizes:
             continue
-        place = Place(out.memory, out.offset + start * out.strides[dim], out.strides)
-        copies.append(Lowered(Kind.COPY, view.sizes, (place, _spread(view, view.sizes))))
+        place = StridedAddress(out.memory, out.offset + start * out.strides[dim], out.strides)
+        copies.append(Lowered(Opcode.COPY, view.sizes, (place, _spread(view, view.sizes))))
         start += view.sizes[dim]
     return copies
 
@@ -174,9 +177,9 @@ def _stack(operation: Operation) -> list[Lowered]:
     strides = out.strides[:dim] + out.strides[dim + 1 :]
     return [
         Lowered(
-            Kind.COPY,
+            Opcode.COPY,
             view.sizes,
-            (Place(out.memory, out.offset + i * out.strides[dim], strides), _spread(view, view.sizes)),
+            (StridedAddress(out.memory, out.offset + i * out.strides[dim], strides), _spread(view, view.sizes)),
         )
         for i, view in enumerate(views)
     ]
@@ -186,18 +189,21 @@ def _product(operation: Operation) -> list[Lowered]:
     (x,), out, weight = operation.arguments, operation.output, operation.weight
     assert weight is not None
     _floats(x, out)
-    places = Place(out.memory, out.offset, ()), Place(x.memory, x.offset, ())
-    return [Lowered(Kind.PRODUCT, (x.sizes[0], *reversed(weight.shape)), places, weight=weight)]
+    places = StridedAddress(out.memory, out.offset, ()), StridedAddress(x.memory, x.offset, ())
+    return [Lowered(Opcode.PRODUCT, (x.sizes[0], *reversed(weight.shape)), places, weight=weight)]
 
 
 def _attend(operation: Operation) -> list[Lowered]:
     query, keys, values = operation.arguments
     out, options = operation.output, operation.options
     _floats(query, keys, values, out)
-    places = Place(out.memory, out.offset, ()), *(Place(v.memory, v.offset, v.strides[:2]) for v in operation.arguments)
+    places = (
+        StridedAddress(out.memory, out.offset, ()),
+        *(StridedAddress(v.memory, v.offset, v.strides[:2]) for v in operation.arguments),
+    )
     sizes = query.sizes[0], query.sizes[1], keys.sizes[1], query.sizes[3]
     return [
-        Lowered(Kind.ATTEND, sizes, places, scalar=options["scaling"], number=options["block"], other=values.sizes[3])
+        Lowered(Opcode.ATTEND, sizes, places, scalar=options["scaling"], number=options["block"], other=values.sizes[3])
     ]
 
 
@@ -205,7 +211,7 @@ _TABLE: dict[str, Callable[[Operation], list[Lowered]]] = {
     "product": _product,
     "attend": _attend,
     "aten._to_copy.default": _to_copy,
-    "aten.clone.default": _unary(Kind.COPY),
+    "aten.clone.default": _unary(Opcode.COPY),
     "aten.copy_.default": _copy_into,
     "aten.gelu.default": _gelu,
     "aten.pow.Tensor_Scalar": _pow,
@@ -216,20 +222,20 @@ _TABLE: dict[str, Callable[[Operation], list[Lowered]]] = {
     **{
         f"aten.{name}{suffix}.default": _unary(kind)
         for name, kind in (
-            ("neg", Kind.NEG),
-            ("rsqrt", Kind.RSQRT),
-            ("silu", Kind.SILU),
-            ("sigmoid", Kind.SIGMOID),
-            ("tanh", Kind.TANH),
-            ("relu", Kind.RELU),
-            ("cos", Kind.COS),
-            ("sin", Kind.SIN),
+            ("neg", Opcode.NEG),
+            ("rsqrt", Opcode.RSQRT),
+            ("silu", Opcode.SILU),
+            ("sigmoid", Opcode.SIGMOID),
+            ("tanh", Opcode.TANH),
+            ("relu", Opcode.RELU),
+            ("cos", Opcode.COS),
+            ("sin", Opcode.SIN),
         )
         for suffix in ("", "_")
     },
     **{
         f"aten.{name}{suffix}.{overload}": _binary(kind)
-        for name, kind in (("add", Kind.ADD), ("sub", Kind.SUB), ("mul", Kind.MUL), ("div", Kind.DIV))
+        for name, kind in (("add", Opcode.ADD), ("sub", Opcode.SUB), ("mul", Opcode.MUL), ("div", Opcode.DIV))
         for suffix in ("", "_")
         for overload in ("Tensor", "Scalar")
     },

@@ -34,7 +34,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """A tensor, described by where its elements are. Offset and strides are in elements."""
 
     memory: Memory
@@ -55,17 +55,17 @@ class Operation:
     """
 
     name: str
-    output: View
+    output: TensorView
     arguments: tuple[Any, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     weight: QuantizedWeight | None = None
 
     @property
-    def inputs(self) -> list[View]:
-        return [leaf for leaf in tree_leaves((self.arguments, dict(self.options))) if isinstance(leaf, View)]
+    def inputs(self) -> list[TensorView]:
+        return [leaf for leaf in tree_leaves((self.arguments, dict(self.options))) if isinstance(leaf, TensorView)]
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """A dispatch mode that records, while it is active, every operation whose result depends on marked tensors.
 
     A tensor that depends on no marked tensor is a constant. Views are not operations: tensors are known by their place.
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
         self._memories: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
         self._num_dynamic = 0
 
-    def mark(self, tensor: torch.Tensor) -> View:
+    def mark(self, tensor: torch.Tensor) -> TensorView:
         """Mark a tensor that differs from step to step, as does whatever is computed from it; return its view."""
         key = tensor.untyped_storage()
         if key not in self._memories:
@@ -90,13 +90,13 @@ class Recorder(TorchDispatchMode):
             self._num_dynamic += 1
         return self.view(tensor)
 
-    def view(self, tensor: torch.Tensor) -> View:
+    def view(self, tensor: torch.Tensor) -> TensorView:
         key = tensor.untyped_storage()
         memory = self._memories.get(key)
         if memory is None:
             memory = self._memories[key] = Memory(-1, _room(tensor), tensor)
         offset = int(tensor.storage_offset())
-        return View(memory, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()))
+        return TensorView(memory, tensor.dtype, offset, tuple(tensor.shape), tuple(tensor.stride()))
 
     def add(self, name: str, output: torch.Tensor, *inputs: torch.Tensor, **more: Any) -> None:
         """Record an operation that torch does not see."""
@@ -141,7 +141,7 @@ def _room(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
 
 
-def needed(operations: Sequence[Operation], output: View) -> list[Operation]:
+def needed(operations: Sequence[Operation], output: TensorView) -> list[Operation]:
     """Return the operations on which the output depends, or what attention stores, in their order."""
     wanted = {output.memory}
     kept = []

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionAndFullAttenti
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
-from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout
+from swarm_server.kv.kv_rows import Channel, ChannelPlace, KvGroup, PageLayout
 from swarm_server.kv.row_states import Slot
 from swarm_server.kv.rows_cache import StatesCache
 
@@ -92,7 +92,7 @@ class StackLayout:
         if keeps_outputs:
             outputs_group = numbers.setdefault(None, len(numbers))
             channels.setdefault(None, []).append(self.outputs[span.end - 1 - self.hosted.start])
-        groups = tuple(Group(tuple(channels[window]), window) for window in numbers)
+        groups = tuple(KvGroup(tuple(channels[window]), window) for window in numbers)
         slots = tuple(block.slots for block in facts)
         return PageLayout(groups, tuple(places), outputs_group, slots if any(slots) else ())
 

@@ -48,7 +48,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Group:
+class KvGroup:
     """Channels that keep the same positions: all of them, or a window.
 
     Attributes:
@@ -108,7 +108,7 @@ class PageLayout:
         slots: the states of fixed size that each block stores besides.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[KvGroup, ...]
     blocks: tuple[ChannelPlace | None, ...]
     outputs_group: int | None = None
     slots: tuple[tuple[Slot, ...], ...] = ()
@@ -138,7 +138,7 @@ class Page:
         pinned: for each row, how many positions may not be filled again because the prefix cache refers to them.
     """
 
-    def __init__(self, group: Group, num_rows: int, capacity: int, lease: Lease) -> None:
+    def __init__(self, group: KvGroup, num_rows: int, capacity: int, lease: Lease) -> None:
         """Allocate the page; raise PeerBusy if the lease finds no room."""
         self.lease = lease
         self.capacity = capacity
@@ -182,7 +182,7 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Part:
+class PageSlice:
     """The positions ``start`` … ``end`` of one row of a page."""
 
     page: Page
@@ -194,24 +194,24 @@ class Part:
         return self.end - self.start
 
 
-Parts = tuple[Part, ...]
+Parts = tuple[PageSlice, ...]
 
 
 @dataclass(frozen=True)
-class Row:
+class KvRow:
     """One sequence: for each group of the layout, the parts of pages that hold the kept positions."""
 
     length: int
     parts: tuple[Parts, ...]
 
     @classmethod
-    def empty(cls, layout: PageLayout) -> Row:
+    def empty(cls, layout: PageLayout) -> KvRow:
         return cls(0, ((),) * len(layout.groups))
 
     def kept(self, group: int) -> int:
         return sum(map(len, self.parts[group]))
 
-    def crop(self, length: int, layout: PageLayout) -> Row | None:
+    def crop(self, length: int, layout: PageLayout) -> KvRow | None:
         """Return the first ``length`` positions; None if a window has dropped positions that the next one looks at."""
         removed = self.length - length
         for number, group in enumerate(layout.groups):
@@ -232,10 +232,10 @@ class Row:
         first = self.length - self.kept(group)
         return _take(self.parts[group], max(start, first) - first, max(end, first) - first)
 
-    def extended(self, parts: tuple[Parts, ...], num_tokens: int) -> Row:
+    def extended(self, parts: tuple[Parts, ...], num_tokens: int) -> KvRow:
         """Return the row with ``num_tokens`` further positions, which are in ``parts``."""
         joined = tuple(_join(ours, more) for ours, more in zip(self.parts, parts, strict=True))
-        return Row(self.length + num_tokens, joined)
+        return KvRow(self.length + num_tokens, joined)
 
 
 def _drop_last(parts: Parts, count: int) -> Parts:
@@ -270,17 +270,17 @@ def _join(parts: Parts, more: Parts) -> Parts:
 class Growth:
     """Room for new positions of rows, taken before the positions are computed. ``undo`` gives the room back."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[KvRow, ...]
     _filled: list[tuple[Page, int, int]] = field(default_factory=list)
 
     def undo(self) -> None:
         for page, row, filled in reversed(self._filled):
             page.filled[row] = filled
 
-    def claim(self, page: Page, row: int, count: int) -> Part:
+    def claim(self, page: Page, row: int, count: int) -> PageSlice:
         start = page.filled[row]
         self.fill(page, row, start + count)
-        return Part(page, row, start, start + count)
+        return PageSlice(page, row, start, start + count)
 
     def fill(self, page: Page, row: int, filled: int) -> None:
         self._filled.append((page, row, page.filled[row]))
@@ -288,8 +288,8 @@ class Growth:
 
 
 def grow(
-    before: tuple[Row, ...],
-    rows: tuple[Row, ...],
+    before: tuple[KvRow, ...],
+    rows: tuple[KvRow, ...],
     count: int,
     layout: PageLayout,
     lease: Lease,
@@ -320,13 +320,13 @@ def grow(
             for number, group in enumerate(layout.groups)
         ]
         undo.pop_all()
-    growth.rows = tuple(Row(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
+    growth.rows = tuple(KvRow(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
     return growth
 
 
 def _grow_group(
     growth: Growth,
-    group: Group,
+    group: KvGroup,
     number: int,
     count: int,
     lease: Lease,
@@ -371,12 +371,12 @@ def _grow_in_place(
     return grown, homeless
 
 
-def _best_room(group: Group, kept: int, reserved: int) -> int:
+def _best_room(group: KvGroup, kept: int, reserved: int) -> int:
     """Return for how many positions a new page should have room, beside the ``kept`` ones."""
     return max(min(reserved, group.most) - kept, max(GROWTH_TOKENS, kept // 4) if kept else 0)
 
 
-def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease) -> Page:
+def _page(group: KvGroup, num_rows: int, least: int, best: int, lease: Lease) -> Page:
     """Return a page for ``best`` positions, or for ``least`` positions if there is no room for ``best``."""
     try:
         return Page(group, num_rows, max(best, least), lease)
@@ -388,7 +388,7 @@ def _page(group: Group, num_rows: int, least: int, best: int, lease: Lease) -> P
 
 def _compacted(
     growth: Growth,
-    group: Group,
+    group: KvGroup,
     all_parts: list[Parts],
     excess: int,
     count: int,
@@ -410,7 +410,7 @@ def _compacted(
     return compacted
 
 
-def _given_back(before: Sequence[Row], after: Sequence[Row], lease: Lease) -> Iterator[tuple[Page, int, int]]:
+def _given_back(before: Sequence[KvRow], after: Sequence[KvRow], lease: Lease) -> Iterator[tuple[Page, int, int]]:
     """Yield each page and row of the session whose end is no longer used, with how many positions stay filled."""
     ends = {
         (part.page, part.row): 0
@@ -452,7 +452,7 @@ class Run:
             yield page.data[channel][rows, :, positions]
 
 
-def runs(rows: Sequence[Row], group: int, first: int) -> list[Run]:
+def runs(rows: Sequence[KvRow], group: int, first: int) -> list[Run]:
     """Return where to read the rows of one session, which begin at row ``first`` of the batch."""
     result: list[Run] = []
     start = 0

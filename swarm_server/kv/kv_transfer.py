@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm_protocol.errors import RequestRejected
-from swarm_server.kv.kv_rows import PageLayout, Row, runs
+from swarm_server.kv.kv_rows import KvRow, PageLayout, runs
 from swarm_server.kv.row_states import States
 
 
@@ -17,7 +17,7 @@ class Stored:
     """The data that a session keeps of ``num_tokens`` successive positions.
 
     Attributes:
-        num_kept: for each group of the layout, how many of the last positions the group has (see ``Group.window``).
+        num_kept: for each group of the layout, how many of the last positions the group has (see ``KvGroup.window``).
         data: bytes; for each group all its channels, [batch, heads, num_kept, width]; then the states of the blocks, if
             these positions are the session's last.
     """
@@ -52,7 +52,7 @@ class Stored:
         return batch_size * sum(count * group.token_bytes for count, group in kept)
 
 
-def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) -> torch.Tensor:
+def read(rows: Sequence[KvRow], group: int, start: int, end: int, channel: int) -> torch.Tensor:
     """Return one channel of the positions ``start`` … ``end`` that the group has, [rows, heads, positions, width]."""
     result = []
     for row in rows:
@@ -61,7 +61,7 @@ def read(rows: Sequence[Row], group: int, start: int, end: int, channel: int) ->
     return torch.stack(result)
 
 
-def pack(rows: Sequence[Row], layout: PageLayout, start: int, end: int, states: States = ()) -> Stored:
+def pack(rows: Sequence[KvRow], layout: PageLayout, start: int, end: int, states: States = ()) -> Stored:
     """Return what the rows of one session keep of these positions. ``states``: the states after them, if known."""
     num_kept, data = [], []
     for number, group in enumerate(layout.groups):
@@ -75,7 +75,7 @@ def pack(rows: Sequence[Row], layout: PageLayout, start: int, end: int, states: 
     return Stored(end - start, tuple(num_kept), torch.cat(data) if data else torch.empty(0, dtype=torch.uint8))
 
 
-def unpack(stored: Stored, rows: Sequence[Row], layout: PageLayout) -> States | None:
+def unpack(stored: Stored, rows: Sequence[KvRow], layout: PageLayout) -> States | None:
     """Write to the last positions of the rows, which have room. Return the states after these positions, if stored."""
     offset = 0
 

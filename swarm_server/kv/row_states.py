@@ -40,7 +40,7 @@ class Slot:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class Room:
+class RowStatesRoom:
     """The room for the states of a session's rows, charged to its lease for as long as this object lives."""
 
     def __init__(self, num_rows: int, row_bytes: int, lease: Lease) -> None:
@@ -63,7 +63,7 @@ class RowStates:
 
     length: int
     states: States
-    room: Room
+    room: RowStatesRoom
     before: RowStates | None = None
 
     def picked(self, indices: Sequence[int]) -> RowStates:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization.eight_bits import eight_bit_layers
 
 _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
@@ -27,7 +27,7 @@ def available_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def hosted_bytes(checkpoint: Checkpoint, quant: str) -> list[int]:
+def hosted_bytes(checkpoint: ModelCheckpoint, quant: str) -> list[int]:
     """Return the bytes that each block of the model takes once it is loaded with this quantisation."""
     family, weight_bytes = checkpoint.family, _BYTES_PER_WEIGHT[quant]
     sizes = [weight_bytes * checkpoint.block_parameters(index) for index in range(family.num_blocks)]

@@ -56,9 +56,9 @@ class Arrivals:
     def give_back(self, size_bytes: int) -> None:
         self._shares.add(_NOBODY, -size_bytes)
 
-    def pace(self) -> Pace:
+    def pace(self) -> TransferDeadline:
         """Return the pace of one request."""
-        return Pace(self.stall_timeout_s, self.min_bytes_per_s)
+        return TransferDeadline(self.stall_timeout_s, self.min_bytes_per_s)
 
 
 class _ClientArrivals(Arrivals):
@@ -81,7 +81,7 @@ class _ClientArrivals(Arrivals):
         self._shares.add(self._caller, -size_bytes)
 
 
-class Pace:
+class TransferDeadline:
     """The time that the rest of a request may take.
 
     A sender may be silent for ``stall_timeout_s`` plus the time of one part at the lowest rate. Data that come at
@@ -99,7 +99,7 @@ class Pace:
         self.left_s = min(self._most_s, self.left_s - waited_s + size_bytes / self._min_bytes_per_s)
 
 
-class Reservation:
+class ByteReservation:
     """Bytes that count as used until the reservation is closed; also a context manager."""
 
     def __init__(self, arrivals: Arrivals) -> None:
@@ -132,7 +132,7 @@ class ArrivingTensor:
     def __init__(self, arrivals: Arrivals, assembler: Assembler, waits: bool = False) -> None:
         """Create the tensor. If ``waits``, it counts even if it came in one part, since it waits to be computed."""
         self._assembler = assembler
-        self._reservation = Reservation(arrivals)
+        self._reservation = ByteReservation(arrivals)
         if waits or not assembler.complete:
             self._reservation.take(assembler.received_bytes)
         self._parts_left = _FEW_PARTS + assembler.size_bytes // _LEAST_PART_BYTES

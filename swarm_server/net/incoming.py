@@ -11,7 +11,7 @@ import torch
 
 from swarm_protocol.errors import RequestRejected, SessionLost
 from swarm_protocol.wire.codec import Assembler
-from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Pace
+from swarm_server.net.arrivals import Arrivals, ArrivingTensor, TransferDeadline
 
 _LARGE_BYTES = 16 * 1024  # of a message that takes a while on a slow line, unlike a step of one token
 
@@ -33,7 +33,7 @@ class Incoming:
         self._arrivals = arrivals
         self._reads_ahead = reads_ahead
         self._ahead: asyncio.Future[Any] | None = None
-        self._pace: Pace | None = None  # of the request that has begun to arrive
+        self._pace: TransferDeadline | None = None  # of the request that has begun to arrive
 
     async def begin(self, idle_timeout_s: float | None) -> Any:
         """Return the next request, before which the stream may be silent, or None at the end of the stream.

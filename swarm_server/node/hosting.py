@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import max_positions
 from swarm_models.quantization import Report, quantize_, require_device
 from swarm_protocol.process.logs import shows_progress
@@ -114,7 +114,7 @@ class SpanLoader:
     def __init__(
         self,
         config: ServerConfig,
-        checkpoint: Checkpoint,
+        checkpoint: ModelCheckpoint,
         cores: CoreShare,
         devices: Sequence[torch.device],
         dtype: torch.dtype,

@@ -37,7 +37,7 @@ _STEADY_S = 60.0  # a daemon that has run for so long counts as healthy
 _logger = logging.getLogger(__name__)
 
 
-class Membership:
+class SwarmMembership:
     """A server's membership in its swarm: its DHT node, and its registry entry for other servers of this machine.
 
     A swarm can start as two separate halves if servers start while others are frozen, cut off or too busy to answer.
@@ -160,7 +160,7 @@ class Membership:
             self._entry_fails = True
 
 
-async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitStack) -> Membership:
+async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitStack) -> SwarmMembership:
     """Return a DHT node that stores records for others, and that others of this machine find until ``cleanup``.
 
     Raises:
@@ -195,7 +195,7 @@ async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitSta
         cleanup.push_async_callback(dht.shutdown)
         addresses = await dht.addresses()
         advertise = None if discovery is None else partial(discovery.advertise, dht.peer_id)
-        membership = Membership(config, registry, dht, addresses, host, discovered, joined_through, advertise)
+        membership = SwarmMembership(config, registry, dht, addresses, host, discovered, joined_through, advertise)
         cleanup.callback(membership.leave)
         if advertise is not None and not await advertise(addresses):
             _logger.warning("nobody can discover this server: %s is no address of a local network", addresses[0])

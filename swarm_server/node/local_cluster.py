@@ -39,12 +39,12 @@ def _warm_up() -> None:
     import_transformers()
     import swarm_server.command_line
     import swarm_server.node.server  # noqa: F401
-    from swarm_models.checkpoints.checkpoint import Checkpoint
+    from swarm_models.checkpoints.checkpoint import ModelCheckpoint
     from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
     from swarm_models.checkpoints.describing import describe
     from swarm_protocol.net.hivemind_parts import Multiaddr
 
-    describe(Checkpoint.open(locate(DEFAULT_MODEL)).config)
+    describe(ModelCheckpoint.open(locate(DEFAULT_MODEL)).config)
     str(Multiaddr("/ip4/127.0.0.1/tcp/1/p2p/QmR4TDUsi3uun3zmW681rpWdk4avvY9jhyfFH5E55pPZNm"))
     gc.collect()
     gc.freeze()  # a collection in a fork would write to every object, and so copy the pages that the object is on

@@ -14,7 +14,7 @@ from swarm_server.core.prefix_sharing import prefix_sharing
 from swarm_server.machine.memory import available_bytes, hosted_bytes, num_that_fit
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.network_probe import NetworkProbe
-from swarm_server.node.presence import Presence
+from swarm_server.node.presence import RecordPublisher
 from swarm_server.node.states import Draining, Joined, Loading, Serving, Starting, Unloaded
 from swarm_server.placement.placement import (
     CONFIRM_S,
@@ -96,10 +96,10 @@ class PeerMonitor:
         await self._network_probe.measure(await self.view(own), own)
 
 
-class Mover:
+class SpanMover:
     """The mover of a server: it hosts one span after the other, and keeps the published record up to date."""
 
-    def __init__(self, joined: Joined, monitor: PeerMonitor, presence: Presence) -> None:
+    def __init__(self, joined: Joined, monitor: PeerMonitor, presence: RecordPublisher) -> None:
         starting = joined.starting
         self._loader = starting.loader
         self._neighbours = Neighbours(starting.channels, monitor.servers)

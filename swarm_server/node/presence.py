@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from swarm_models.checkpoints.default_model import is_packaged
-from swarm_models.checkpoints.files import Directory
+from swarm_models.checkpoints.files import LocalFiles
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process.routine import repeat
@@ -17,7 +17,7 @@ from swarm_server.core.config import AUTO
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.states import Draining, Joined, Loading, Serving, Starting, State, end, with_speeds
 from swarm_server.sessions.host import SessionManager
-from swarm_server.weights.offering import Load, Offering
+from swarm_server.weights.offering import CompetingTraffic, Offering
 
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.1  # between the restart of a libp2p daemon and watching the new one
@@ -36,14 +36,14 @@ def offered_bytes_per_s(starting: Starting) -> float | None:
     Files that lie in a local directory may be secret.
     """
     config, files = starting.config, starting.checkpoint.files
-    if offers_public_only(starting) and isinstance(files, Directory) and not is_packaged(files.location):
+    if offers_public_only(starting) and isinstance(files, LocalFiles) and not is_packaged(files.location):
         _logger.info("%s is not offered to members that have none: --share-weights always offers it", files.location)
         return 0.0
     return config.share_bytes_per_s
 
 
-class Presence:
-    """The state of a server, and its record in the DHT.
+class RecordPublisher:
+    """The publisher of a server's state, and of its record in the DHT.
 
     Attributes:
         offering: the offer of the checkpoint's files, whose digest the record contains.
@@ -96,10 +96,10 @@ class Presence:
         network = self._network_probe.bytes_per_s / self._hidden_bytes if self._measures_network else 0.0
         return state.measured(self._network_probe.rtts_s, network)
 
-    def _load(self) -> Load:
+    def _load(self) -> CompetingTraffic:
         sessions = self.sessions
         has_sessions = sessions is not None and sessions.services.scheduler.num_active > 0
-        return Load(has_sessions, self._network_probe.bytes_per_s)
+        return CompetingTraffic(has_sessions, self._network_probe.bytes_per_s)
 
     async def publish(self) -> None:
         if not await self._dht.publish(self.record()):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_models.checkpoints.family import has_experts
 from swarm_models.checkpoints.files import HubUnreachable
@@ -26,7 +26,7 @@ from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.process.routine import repeat
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.dialing import Dialer
-from swarm_protocol.tunnel.members import Membership as TunnelMembership
+from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.verification.statements import Signer
 from swarm_server.blocks.products import described, multiplied_by
 from swarm_server.core.access import ServerAccess
@@ -39,16 +39,16 @@ from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
 from swarm_server.node.addresses import bind
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
-from swarm_server.node.joining import Membership, join
-from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
+from swarm_server.node.joining import SwarmMembership, join
+from swarm_server.node.moving import PeerMonitor, SpanMover, num_hosted
 from swarm_server.node.preloaded import check_adapters
-from swarm_server.node.presence import Presence
+from swarm_server.node.presence import RecordPublisher
 from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
 from swarm_server.reach.reach import Reach
 from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService, CallerChecks
-from swarm_server.verification.judge import Judge
+from swarm_server.verification.judge import AnswerJudge
 from swarm_server.verification.liars import Liars
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Server:
             liars = Liars()
             monitor = PeerMonitor(joined, network_probe, liars)
             loading = joined.load(starting.span or await monitor.choose_span(num_hosted(starting)))
-            presence = Presence(joined, network_probe, loading)
+            presence = RecordPublisher(joined, network_probe, loading)
             if exporter is not None:
                 exporter.show_state(presence.record, lambda: presence.sessions)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
@@ -104,7 +104,7 @@ class Server:
             cleanup.callback(reaching.cancel)
             keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(presence.keep_membership, (RENEW_S, RENEW_S)))
             cleanup.callback(keeping.cancel)
-            mover = Mover(joined, monitor, presence)
+            mover = SpanMover(joined, monitor, presence)
             if starting.span is None:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s
@@ -134,7 +134,7 @@ class Server:
             raise losing_daemon.result()
 
     async def _serve(
-        self, presence: Presence, mover: Mover, judge: Judge, losing_daemon: asyncio.Task[SwarmError]
+        self, presence: RecordPublisher, mover: SpanMover, judge: AnswerJudge, losing_daemon: asyncio.Task[SwarmError]
     ) -> None:
         """Run the periodic tasks until ``stop``, or until the libp2p daemon cannot be started any more."""
         offering = asyncio.ensure_future(presence.keep_offer())
@@ -173,11 +173,11 @@ async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitSt
 
 async def _start(
     config: ServerConfig, counters: Counters, cleanup: AsyncExitStack
-) -> tuple[Starting, Membership | None]:
+) -> tuple[Starting, SwarmMembership | None]:
     """Find the model and prepare to load it. The membership is None unless the swarm was needed to find the model."""
     access, streams = ServerAccess.of(config), DaemonStreams()
     credentials = ClientCredentials(access.identity, access.token)
-    dialer = Dialer(credentials, streams, TunnelMembership(access.identity, access.token))
+    dialer = Dialer(credentials, streams, RelayCredentials(access.identity, access.token))
     cleanup.push_async_callback(dialer.close)
     channels = ChannelPool(dialer.connect)
     cleanup.push_async_callback(channels.close)
@@ -198,12 +198,12 @@ async def _start(
 
 async def _open(
     config: ServerConfig, access: ServerAccess, streams: DaemonStreams, channels: ChannelPool, cleanup: AsyncExitStack
-) -> tuple[Checkpoint, Membership | None]:
+) -> tuple[ModelCheckpoint, SwarmMembership | None]:
     """Open the model that is configured, or that the swarm serves; get it from the swarm if the hub is unreachable."""
     failure: HubUnreachable | None = None
     if not config.model.startswith(FROM_SWARM):
         try:
-            return await asyncio.to_thread(Checkpoint.open, locate(config.model), config.model_revision), None
+            return await asyncio.to_thread(ModelCheckpoint.open, locate(config.model), config.model_revision), None
         except HubUnreachable as error:
             if not (config.initial_peers or config.discover):
                 raise
@@ -219,7 +219,7 @@ async def _open(
     return found, membership
 
 
-async def _join(starting: Starting, membership: Membership | None, cleanup: AsyncExitStack) -> Joined:
+async def _join(starting: Starting, membership: SwarmMembership | None, cleanup: AsyncExitStack) -> Joined:
     config = starting.config
     membership = membership or await join(config, starting.access, cleanup)
     certificate = Certificate.generate()
@@ -245,9 +245,9 @@ def _reach(joined: Joined, monitor: PeerMonitor) -> Reach:
     return joined.reach
 
 
-def _judge(joined: Joined, presence: Presence, liars: Liars) -> Judge:
+def _judge(joined: Joined, presence: RecordPublisher, liars: Liars) -> AnswerJudge:
     checkpoint, access = joined.starting.checkpoint, joined.starting.access
-    return Judge(
+    return AnswerJudge(
         lambda: None if presence.sessions is None else presence.sessions.services,
         presence.record,
         has_experts(checkpoint.config),

@@ -14,7 +14,7 @@ from typing import Self
 import grpc
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
@@ -25,7 +25,7 @@ from swarm_server.core.counters import Counters
 from swarm_server.engine.throughput import Speeds
 from swarm_server.net.push import ChannelPool
 from swarm_server.node.hosting import SpanLoader, SpanRuntime
-from swarm_server.node.joining import Membership
+from swarm_server.node.joining import SwarmMembership
 from swarm_server.node.preloaded import adapter_names
 from swarm_server.reach.reach import Reach
 
@@ -36,7 +36,7 @@ class Starting:
 
     config: ServerConfig
     access: ServerAccess
-    checkpoint: Checkpoint
+    checkpoint: ModelCheckpoint
     devices: tuple[torch.device, ...]
     dtype: torch.dtype
     channels: ChannelPool
@@ -59,7 +59,7 @@ class Joined:
     """
 
     starting: Starting
-    membership: Membership
+    membership: SwarmMembership
     grpc_server: grpc.aio.Server
     address: str
     tls_fingerprint: bytes

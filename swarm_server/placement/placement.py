@@ -29,7 +29,7 @@ _MAX_PAIRS = 2048
 
 
 @dataclass(frozen=True)
-class Move:
+class PlannedMove:
     """A planned move: one server is to host other blocks."""
 
     peer_id: str
@@ -70,7 +70,7 @@ def others_first(view: SwarmView, peer_id: str) -> SwarmView:
     )
 
 
-def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tuple[Move, ...]:
+def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tuple[PlannedMove, ...]:
     """Return moves that together raise the throughput by more than ``margin``, relative, or none if there are none.
 
     All servers find the same moves in the same view: repeatedly the most helpful ones, until none helps. Last moves
@@ -78,7 +78,7 @@ def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tupl
     already moving stay.
     """
     layout = Coverage.of(view, num_blocks)
-    moves: list[Move] = []
+    moves: list[PlannedMove] = []
     now = reached = layout.balance()
     num_kept = 0
     while len(moves) < _MAX_MOVES and now.tokens_per_s * (1 + margin) < layout.upper_bound():
@@ -86,7 +86,7 @@ def plan_moves(view: SwarmView, num_blocks: int, margin: float = MARGIN) -> tupl
         if found is None:
             break
         steps, layout, now = found
-        moves += [Move(layout.peer_ids[index], to) for index, to in steps]
+        moves += [PlannedMove(layout.peer_ids[index], to) for index, to in steps]
         if now.num_missing < reached.num_missing or now.tokens_per_s > reached.tokens_per_s * (1 + margin):
             reached, num_kept = now, len(moves)
     return tuple(moves[:num_kept])
@@ -120,7 +120,7 @@ def _others_hold_all(view: SwarmView, peer_id: str, num_blocks: int) -> bool:
     return all(held[block] for span in spans for block in span)
 
 
-def _closes_gaps(view: SwarmView, moves: Sequence[Move], num_blocks: int) -> bool:
+def _closes_gaps(view: SwarmView, moves: Sequence[PlannedMove], num_blocks: int) -> bool:
     """Return whether blocks are missing now, and none will be after these moves and those under way."""
     present = [server for server in view.servers if server.state is not ServerState.JOINING]
     if all(any(block in server.span for server in present) for block in range(num_blocks)):

@@ -20,9 +20,9 @@ from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.accepting import Acceptor
 from swarm_protocol.tunnel.circuit import Circuit
 from swarm_protocol.tunnel.dial_back import ask_dial_back, ips_of, serve_dial_back
-from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
-from swarm_protocol.tunnel.reserving import Reservation, reserve
+from swarm_protocol.tunnel.reserving import RelayReservation, reserve
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.reach.choosing import WANTED, best, candidates, is_unreachable, serves_others
@@ -57,9 +57,9 @@ class Reach:
     ) -> None:
         """Prepare the upkeep; ``members`` returns multiaddrs of initial peers and of other peers found before."""
         self._config, self._dht, self._streams, self._own = config, dht, streams, own
-        self._membership = Membership(access.identity, access.token)
+        self._membership = RelayCredentials(access.identity, access.token)
         self._members = members
-        self._reservations: dict[str, Reservation] = {}  # by the relay's peer id
+        self._reservations: dict[str, RelayReservation] = {}  # by the relay's peer id
         self._failed: dict[str, float] = {}
         self._peer_address = ""  # of the libp2p daemon, for others
         self._takes_tunnels = False  # others reach the libp2p daemon, though not gRPC
@@ -184,7 +184,7 @@ class Reach:
             held.lost.add_done_callback(lambda _: self._wake.set())
             _logger.info("others reach this server through relay %s", short_id(held.relay_id))
 
-    async def _reserve(self, relay: str) -> Reservation | None:
+    async def _reserve(self, relay: str) -> RelayReservation | None:
         peer_id = relay.rpartition("/p2p/")[2]
         try:
             held = await reserve(self._streams, relay, self._membership, self._config.relay_keepalive_s)

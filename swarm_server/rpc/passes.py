@@ -20,13 +20,13 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import encode, shown_shape
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import PlacedAdapter
-from swarm_server.adapters.store import Arriving
+from swarm_server.adapters.store import IncomingAdapter
 from swarm_server.engine.engine import Engine
 from swarm_server.net.incoming import Incoming
 from swarm_server.net.validation import RequestValidator, require_key
 from swarm_server.sessions.services import SpanServices
 from swarm_server.training.gradient_sums import require_summand
-from swarm_server.training.training_memory import KeptPass
+from swarm_server.training.training_memory import RecordedPass
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ async def forward(
 
 
 def _forward_rows(
-    services: SpanServices, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: KeptPass | None
+    services: SpanServices, asked: _Pass, inputs: BlockInput, dropout: Dropout | None, kept: RecordedPass | None
 ) -> torch.Tensor:
     """Compute some rows of the pass, on the compute thread, and add them to ``kept`` if there is room."""
     max_bytes = 0 if kept is None else services.training.room(kept)
@@ -150,7 +150,7 @@ async def _go_back(
         return blocks, torch.cat(hidden_grads), sums
 
 
-def _through_kept(take: Callable[[], KeptPass], number: int, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _through_kept(take: Callable[[], RecordedPass], number: int, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return gradients of some rows from the kept pass; runs on the compute thread, like ``_recomputing``."""
     return take().pieces[number].backward(grad)
 
@@ -181,7 +181,7 @@ def _num_positions(hidden: torch.Tensor) -> int:
 
 async def put_adapter(services: SpanServices, client: Caller, incoming: Incoming) -> bytes:
     """Read, parse and keep an adapter; return its key."""
-    with Arriving(services.adapters, client) as arriving:
+    with IncomingAdapter(services.adapters, client) as arriving:
         while (message := await incoming.next()) is not None:
             if not message.part:
                 raise RequestRejected("a part of the adapter is empty")

@@ -22,14 +22,14 @@ from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
-from swarm_server.net.arrivals import Arrivals, Reservation
+from swarm_server.net.arrivals import Arrivals, ByteReservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import bundles, passes
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.reading import StepReader, read_resent
 from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession
-from swarm_server.verification.judge import Judge
+from swarm_server.verification.judge import AnswerJudge
 from swarm_server.weights.offering import Offering
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class BlocksService(BlocksServicer):
         arrivals: Arrivals | None = None,
         callers: CallerChecks | None = None,
         signer: Signer | None = None,
-        judge: Judge | None = None,
+        judge: AnswerJudge | None = None,
         offering: Offering | None = None,
     ) -> None:
         """Create the service.
@@ -200,7 +200,7 @@ class BlocksService(BlocksServicer):
         if first is None:
             raise RequestRejected("a reroute has no messages: expected one with the session's key")
         hosted = self._sessions().find(first.session_key, client)
-        reservation = Reservation(arrivals)  # closed when the steps have been sent
+        reservation = ByteReservation(arrivals)  # closed when the steps have been sent
         with ExitStack() as undo:
             undo.callback(reservation.close)
             steps = await read_resent(incoming, first, reservation)
@@ -274,7 +274,7 @@ class BlocksService(BlocksServicer):
         await judge.doubt(request.peer_id, client)
         return pb.DoubtReply()
 
-    def _judging(self, context: _Context) -> tuple[Judge, Caller]:
+    def _judging(self, context: _Context) -> tuple[AnswerJudge, Caller]:
         """Return the judge and the calling client. Raise RequestRejected if this server judges nobody."""
         client = self._callers.admit(context)
         self._present()

@@ -104,14 +104,16 @@ class RoomQueue:
 
 
 @dataclass(frozen=True)
-class Holder:
+class AdmittedSession:
     """An admitted session and the bytes that its preemption would free; a lower seniority means an older session."""
 
     seniority: tuple[float, ...]
     size_bytes: int
 
 
-def choose_victims(missing_bytes: int, holders: Sequence[Holder], seniority: tuple[float, ...]) -> list[Holder]:
+def choose_victims(
+    missing_bytes: int, holders: Sequence[AdmittedSession], seniority: tuple[float, ...]
+) -> list[AdmittedSession]:
     """Return the youngest sessions, as few as possible, to preempt for a session that needs more bytes.
 
     Return an empty list if all younger sessions together would not suffice; then the session itself is preempted.

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from swarm_protocol.net.shares import Caller
 from swarm_server.kv.kv_cache import Lease, NoRoom
-from swarm_server.sessions.admission import Admission, Holder, choose_victims
+from swarm_server.sessions.admission import Admission, AdmittedSession, choose_victims
 from swarm_server.sessions.pressure import Held, Need, Tenant, juniors_last, relief
 
 T = TypeVar("T")
@@ -123,7 +123,8 @@ class Preemption:
         if not any(other.is_preempted for other in self._claims):
             seniority = juniors_last(self._admission.shares, self._held(), claim.client, shortage.missing_bytes)
             others = {
-                Holder(seniority(other.client, other.seniority), other.lease.charged): other for other in self._claims
+                AdmittedSession(seniority(other.client, other.seniority), other.lease.charged): other
+                for other in self._claims
             }
             own = seniority(claim.client, claim.seniority)
             victims = choose_victims(shortage.missing_bytes, list(others), own)

@@ -7,7 +7,7 @@ from typing import Any, Self
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_BYTES, MAX_RESENT_STEPS
-from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Reservation
+from swarm_server.net.arrivals import Arrivals, ArrivingTensor, ByteReservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.sessions.sessions import HostedSession
 
@@ -96,7 +96,7 @@ class StepReader:
         self.close()
 
 
-async def read_resent(incoming: Incoming, first: pb.RerouteRequest, reservation: Reservation) -> list[pb.Step]:
+async def read_resent(incoming: Incoming, first: pb.RerouteRequest, reservation: ByteReservation) -> list[pb.Step]:
     """Read and return the steps that a reroute resends, and count their memory in ``reservation``.
 
     Raises:

@@ -10,7 +10,7 @@ from swarm_models.activation_limit import ActivationLimit
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.dropout import Dropout
-from swarm_server.adapters.lora import Patches, PlacedAdapter, Share
+from swarm_server.adapters.lora import AdapterRows, Patches, PlacedAdapter
 from swarm_server.blocks.recording import Recorded, require_finite
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.core.counters import Counters
@@ -97,7 +97,7 @@ class StatelessPasses:
         self, blocks: Span, inputs: BlockInput, adapter: PlacedAdapter | None, dropout: Dropout | None
     ) -> torch.Tensor:
         hidden, (num_rows, num_tokens, _) = inputs.hidden, inputs.hidden.shape
-        shares = [] if adapter is None else [Share(slice(0, num_rows), adapter, dropout=dropout)]
+        shares = [] if adapter is None else [AdapterRows(slice(0, num_rows), adapter, dropout=dropout)]
         with self._patches.applied(shares, num_rows, num_tokens):
             for view in self._stack.views(blocks):
                 device = view.device

@@ -36,7 +36,7 @@ class KeptSizes:
 
 
 @dataclass(eq=False)
-class KeptPass:
+class RecordedPass:
     """One request's forward pass through ``blocks``, in pieces of its rows.
 
     Attributes:
@@ -104,7 +104,7 @@ class TrainingMemory:
         self._weights = _fitting(weights, max_bytes * _TRANSPOSED_SHARE)
         self._max_bytes = max_bytes - sum(weight.transpose_bytes for weight in self._weights)  # for passes
         self._used_bytes = 0  # by passes, including passes that are incomplete or in use
-        self._passes: OrderedDict[bytes, KeptPass] = OrderedDict()
+        self._passes: OrderedDict[bytes, RecordedPass] = OrderedDict()
         self._transposed: list[_Transposed] = []  # the first ones of ``_weights``
         self._sweeping: asyncio.TimerHandle | None = None
         self._resting: asyncio.TimerHandle | None = None  # until the transposed weights are dropped
@@ -116,12 +116,12 @@ class TrainingMemory:
     # ------------------------------------------------------------ passes
 
     @contextmanager
-    def keeping(self, blocks: Span) -> Iterator[KeptPass]:
+    def keeping(self, blocks: Span) -> Iterator[RecordedPass]:
         """Yield a pass to which pieces are added, and which is dropped afterwards unless it was kept.
 
         If the client has gone, the compute thread may still add a piece afterwards. That piece is refused.
         """
-        kept = KeptPass(blocks)
+        kept = RecordedPass(blocks)
         try:
             yield kept
         finally:
@@ -129,14 +129,14 @@ class TrainingMemory:
                 if kept not in self._passes.values():
                     self._refuse(kept)
 
-    def room(self, kept: KeptPass) -> int:
+    def room(self, kept: RecordedPass) -> int:
         """Return the bytes that the next piece of the pass may take."""
         with self._budget.lock:
             if kept.refused or self._closed:
                 return 0
             return max(0, min(self._max_bytes, self._budget.bytes_left) - self._used_bytes)
 
-    def add(self, kept: KeptPass, piece: Recorded | None) -> None:
+    def add(self, kept: RecordedPass, piece: Recorded | None) -> None:
         """Add a piece if there is room; refuse the pass otherwise. None: there was too little room to record it."""
         with self._budget.lock:
             if piece is None or piece.size_bytes > self.room(kept):
@@ -149,7 +149,7 @@ class TrainingMemory:
             kept.pieces.append(piece)
             kept.charges.append(charge)
 
-    def keep(self, key: bytes, kept: KeptPass) -> bool:
+    def keep(self, key: bytes, kept: RecordedPass) -> bool:
         """Keep a complete pass; return False if it was refused. Only call this on the event loop."""
         with self._budget.lock:
             if kept.refused or self._closed:
@@ -179,15 +179,15 @@ class TrainingMemory:
             return KeptSizes((sum(num_rows), *outputs[0].shape[1:]), num_rows)
 
     @contextmanager
-    def taking(self, key: bytes) -> Iterator[Callable[[], KeptPass]]:
+    def taking(self, key: bytes) -> Iterator[Callable[[], RecordedPass]]:
         """Yield a function that takes the pass when its turn has come; the pass is freed at the end of the context.
 
         The function raises CacheMiss if the pass is gone by then, or if the context has ended.
         """
-        taken: list[KeptPass] = []
+        taken: list[RecordedPass] = []
         is_over = False
 
-        def take() -> KeptPass:
+        def take() -> RecordedPass:
             with self._budget.lock:
                 if not taken:
                     if key not in self._passes or is_over:
@@ -203,7 +203,7 @@ class TrainingMemory:
                 for kept in taken:
                     self._free(kept)
 
-    def _refuse(self, kept: KeptPass) -> None:
+    def _refuse(self, kept: RecordedPass) -> None:
         kept.refuse()
         self._free(kept)
 
@@ -211,7 +211,7 @@ class TrainingMemory:
         if key in self._passes:
             self._free(self._passes.pop(key))
 
-    def _free(self, kept: KeptPass) -> None:
+    def _free(self, kept: RecordedPass) -> None:
         """Release the memory of a pass. The caller holds the lock."""
         self._used_bytes -= kept.free()
 

@@ -10,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
-from swarm_protocol.dht.notices.accusations import Accusations
+from swarm_protocol.dht.notices.accusations import AccusationRegistry
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.verification.comparison import Kind
+from swarm_protocol.verification.comparison import RoundingKind
 from swarm_protocol.verification.evidence import Evidence
 from swarm_protocol.verification.statements import SKETCH_POSITIONS
 from swarm_protocol.wire.constants import MAX_NAME_CHARS
@@ -29,7 +29,7 @@ _MAX_READ = 8  # accusations of others to judge at a time
 _logger = logging.getLogger(__name__)
 
 
-class Judge:
+class AnswerJudge:
     """One server's judgement of other servers' answers. It trusts only results that it has computed itself."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Judge:
         services: Callable[[], SpanServices | None],
         record: Callable[[], ServerRecord],
         routed: bool,
-        accusations: Accusations,
+        accusations: AccusationRegistry,
         token: bytes,
         liars: Liars,
         clock: Callable[[], float] = time.time,
@@ -133,7 +133,7 @@ class Judge:
         await self._check_accused(statement.peer_id, services)
         compute = partial(services.engine.stateless.forward, statement.span, evidence.inputs)
         output = await services.scheduler.train(compute, client, SKETCH_POSITIONS)
-        excess = evidence.excess(output[0], Kind(*own.kind), self._routed)
+        excess = evidence.excess(output[0], RoundingKind(*own.kind), self._routed)
         return excess is not None and excess >= 1
 
     async def _check_accused(self, peer_id: str, services: SpanServices) -> None:

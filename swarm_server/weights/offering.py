@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
-from swarm_models.checkpoints.files import Directory, HubModel
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.checkpoints.files import HubModel, LocalFiles
 from swarm_models.sharing.download import LEAST_BYTES_PER_S
 from swarm_models.sharing.hashing import FileHashes, lower_priority
 from swarm_models.sharing.manifest import PIECE_BYTES, SMALL_FILES, HeldPieces, Manifest, SharedFile, may_be_shared
 from swarm_models.sharing.swarm_files import SwarmFiles
 from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
-from swarm_protocol.streams.limits import Budget, Places
+from swarm_protocol.streams.limits import BandwidthBudget, Places
 from swarm_protocol.wire.constants import MIB, PART_BYTES
 
 _MAX_SENT, _MAX_SENT_TO_ONE = 16, 4  # pieces sent at a time
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Load:
+class CompetingTraffic:
     """The other use of the server's bandwidth.
 
     Attributes:
@@ -42,7 +42,7 @@ class Load:
     line_bytes_per_s: float = 0.0
 
 
-def rate_beside(load: Load) -> float:
+def rate_beside(load: CompetingTraffic) -> float:
     """Return how many bytes per second may be sent: no limit without sessions, else a share of the bandwidth."""
     if not load.has_sessions:
         return inf
@@ -67,9 +67,9 @@ class Offering:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: ModelCheckpoint,
         rate: float | None,
-        load: Callable[[], Load] = Load,
+        load: Callable[[], CompetingTraffic] = CompetingTraffic,
         hashes: FileHashes | None = None,
         *,
         public_only: bool = False,
@@ -84,7 +84,7 @@ class Offering:
         self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
         self._offered: _Offered | None = None
         self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # the places of these bytes, by digest
-        self._budget = Budget()
+        self._budget = BandwidthBudget()
         self._places = Places("pieces of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
         self._offers = Places("offers of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
 
@@ -130,7 +130,7 @@ class Offering:
         files = self._checkpoint.files
         if isinstance(files, SwarmFiles):
             return _Offered(files.store.manifest)
-        assert isinstance(files, Directory | HubModel)
+        assert isinstance(files, LocalFiles | HubModel)
         if self._public_only and isinstance(files, HubModel) and not files.is_public:
             _logger.info(
                 "%s is not offered to members that have none, since the hub does not say that anybody can have it: "
@@ -146,7 +146,7 @@ class Offering:
             return None
         return _Offered(Manifest(self._checkpoint.name, self._checkpoint.revision, tuple(shared)), paths)
 
-    def _paths(self, files: Directory | HubModel) -> dict[str, tuple[Path, int]]:
+    def _paths(self, files: LocalFiles | HubModel) -> dict[str, tuple[Path, int]]:
         """Return the paths of the files to share, with their times of change; stop early if the offering stops."""
         paths = {}
         for name in (*SMALL_FILES, *self._checkpoint.weight_files):

@@ -48,7 +48,7 @@ def nothing() -> None:
     """Return None in place of a mean."""
 
 
-class Attempt:
+class DirectAttempt:
     """One member's part in an attempt in which all send their parts directly to the owners; compare ``GridAttempt``.
 
     Attributes:

@@ -20,7 +20,7 @@ _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMember:
     record: Progress
     weight: int  # samples behind its gradient
     share: float  # share of the adding up, relative to other members
@@ -43,7 +43,7 @@ class Group:
     id: str
     step: int
     ballot: int
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     deadline_s: float
     continues: str = ""
     layout: tuple[float, ...] = ()
@@ -56,7 +56,7 @@ class Group:
     @classmethod
     def parse(cls, message: pb.Group) -> Group:
         """Return the group in the message. Raise ValueError if such a group is not possible."""
-        members = tuple(Member(read_signed(m.record), m.weight, m.share) for m in message.members)
+        members = tuple(GroupMember(read_signed(m.record), m.weight, m.share) for m in message.members)
         _check_members(members, message.deadline_s)
         layout, roster = tuple(message.layout), tuple(message.roster)
         _check_layout(layout, message, members)
@@ -102,7 +102,7 @@ class Group:
         return tuple(member.record.peer_id for member in self.members)
 
 
-def _check_members(members: tuple[Member, ...], deadline_s: float) -> None:
+def _check_members(members: tuple[GroupMember, ...], deadline_s: float) -> None:
     if not 0 < len(members) <= MAX_MEMBERS or len({m.record.peer_id for m in members}) < len(members):
         raise ValueError(f"a group has {len(members)} members: expected 1 to {MAX_MEMBERS} different ones")
     if not all(0 <= m.share < _MAX_SHARE and (m.record.is_reachable or not m.share) for m in members):
@@ -111,14 +111,14 @@ def _check_members(members: tuple[Member, ...], deadline_s: float) -> None:
         raise ValueError("a group has nobody to add up, or no possible deadline")
 
 
-def _check_layout(layout: tuple[float, ...], message: pb.Group, members: tuple[Member, ...]) -> None:
+def _check_layout(layout: tuple[float, ...], message: pb.Group, members: tuple[GroupMember, ...]) -> None:
     if not 0 < len(layout) <= MAX_MEMBERS or not all(0 <= share < _MAX_SHARE for share in layout) or not any(layout):
         raise ValueError("the layout of a group is not understood")
     if not message.continues and layout != tuple(m.share for m in members):
         raise ValueError("the layout of a group is not that of its members")
 
 
-def _num_micro_batches(members: tuple[Member, ...], is_new: bool) -> int:
+def _num_micro_batches(members: tuple[GroupMember, ...], is_new: bool) -> int:
     """Return the batch's number of micro-batches; 0 if samples are counted. ``is_new``: the sums are added up now."""
     records = [member.record for member in members]
     if not any(record.counts_exactly for record in records):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Repair:
+class RepairPlan:
     """A plan for missing chunks.
 
     Attributes:
@@ -22,7 +22,7 @@ class Repair:
 
 def repair(
     num_chunks: int, held: Mapping[int, Collection[int]], reachable: Collection[int], shares: Sequence[float]
-) -> Repair:
+) -> RepairPlan:
     """Plan a repair. ``held``: the chunks that each living member has; ``reachable``: members that others can call.
 
     A chunk that reachable members have is fetched from one of them, in turns. Reachable members with a share add up
@@ -43,4 +43,4 @@ def repair(
             redo[chunk] = owners[len(redo) % len(owners)]
         else:
             lost = True
-    return Repair(fetch, redo, lost)
+    return RepairPlan(fetch, redo, lost)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_training.averaging.attempt import Attempt, Encode, InThread
+from swarm_training.averaging.attempt import DirectAttempt, Encode, InThread
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.grid_attempt import GridAttempt
@@ -43,7 +43,7 @@ class VectorCoding:
     encoder: Encoder | None = None
 
 
-class Round:
+class AveragingRound:
     """One member's part in one phase of an averaging.
 
     Attributes:
@@ -63,7 +63,7 @@ class Round:
         coding: VectorCoding,
         clipping: InThread | None = None,
     ) -> None:
-        """Cut the vector. ``me``: this member's number in the group. ``clipping``: see ``Attempt``."""
+        """Cut the vector. ``me``: this member's number in the group. ``clipping``: see ``DirectAttempt``."""
         self.group = group
         self.phase = phase
         self.chunks = cut(len(vector), group.layout, coding.chunk_elements)
@@ -76,7 +76,7 @@ class Round:
         self._codec, self._encoder = coding.codec, coding.encoder
         self._clipping = clipping
         self._dropped: set[int] = set()
-        self._attempts: list[Attempt | GridAttempt] = []
+        self._attempts: list[DirectAttempt | GridAttempt] = []
         self._opened = asyncio.Condition()
         self._exchanges: dict[int, asyncio.Task[None]] = {}  # by owner
 
@@ -93,7 +93,7 @@ class Round:
             mean[chunk.start : chunk.stop] = self._codec.decode(self.results[number], chunk.stop - chunk.start)
         return mean
 
-    def take_over(self, earlier: Round) -> None:
+    def take_over(self, earlier: AveragingRound) -> None:
         """Take over the results of an earlier round of another group."""
         self.results = dict(earlier.results)
 
@@ -164,18 +164,18 @@ class Round:
                 self.bytes_sent += len(data)
                 yield pb.Chunk(index=number, data=data)
 
-    def _flat(self, owners: Mapping[int, int]) -> Attempt:
+    def _flat(self, owners: Mapping[int, int]) -> DirectAttempt:
         """Return an attempt without a grid at the chunks in ``owners``, by their owners."""
         weights = {j: float(m.weight) for j, m in enumerate(self.group.members) if m.weight}
         num_micro_batches = self.group.num_micro_batches
         if not num_micro_batches:
             weights = {j: weight for j, weight in weights.items() if j not in self._dropped}
-        attempt = Attempt(owners, self._me, weights, self._mean_encoder(), self._clipping, num_micro_batches)
+        attempt = DirectAttempt(owners, self._me, weights, self._mean_encoder(), self._clipping, num_micro_batches)
         for member in self._dropped if num_micro_batches else ():  # there is no mean without them
             attempt.leave_out(member)
         return attempt
 
-    async def _try(self, attempt: Attempt | GridAttempt) -> None:
+    async def _try(self, attempt: DirectAttempt | GridAttempt) -> None:
         """Run an attempt until all means that will arrive are there."""
         async with self._opened:
             self._attempts.append(attempt)
@@ -202,13 +202,13 @@ class Round:
             attempt.end()  # members that are no longer waited for still get an answer
             await _end(tasks)
 
-    async def _own(self, attempt: Attempt | GridAttempt) -> None:
+    async def _own(self, attempt: DirectAttempt | GridAttempt) -> None:
         for number in attempt.own:
             data = await attempt.mean_of(number)
             if data is not None:
                 self.results[number] = data
 
-    async def _exchange(self, target: int, attempt: Attempt | GridAttempt, index: int) -> None:
+    async def _exchange(self, target: int, attempt: DirectAttempt | GridAttempt, index: int) -> None:
         """Send this member's parts or row means of the target's chunks, and receive the means."""
         opening = pb.ReduceOpen(group=self.group.id, phase=self.phase, attempt=index)
         numbers = attempt.targets[target]
@@ -261,7 +261,7 @@ class Round:
         self.bytes_received += len(message.data)
 
     async def _take_parts(
-        self, member: int, attempt: Attempt | GridAttempt, talk: Talk[pb.Chunk, pb.ReduceRequest]
+        self, member: int, attempt: DirectAttempt | GridAttempt, talk: Talk[pb.Chunk, pb.ReduceRequest]
     ) -> None:
         across = _across(attempt, member)
         numbers = attempt.serves(member)
@@ -311,7 +311,7 @@ class Round:
         return self._encoder.encode(f"{what}/{self.phase}/{chunk.start}:{chunk.stop}", vector)
 
 
-def _across(attempt: Attempt | GridAttempt, member: int) -> GridAttempt | None:
+def _across(attempt: DirectAttempt | GridAttempt, member: int) -> GridAttempt | None:
     """Return the attempt if this peer and the member exchange row means, else None."""
     return attempt if isinstance(attempt, GridAttempt) and attempt.is_across(member) else None
 

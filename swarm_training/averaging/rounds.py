@@ -6,18 +6,18 @@ import asyncio
 from hashlib import sha256
 
 from swarm_protocol.errors import RequestRejected
-from swarm_training.averaging.round import Round
+from swarm_training.averaging.round import AveragingRound
 
 _KEPT = 3  # groups
 
 
 class Rounds:
     def __init__(self) -> None:
-        self._groups: dict[str, list[Round]] = {}  # by group id, one round for each phase
+        self._groups: dict[str, list[AveragingRound]] = {}  # by group id, one round for each phase
         self._ended: frozenset[str] = frozenset()  # groups of the last step
         self._changed = asyncio.Condition()
 
-    async def add(self, new: Round, accepted: str = "") -> None:
+    async def add(self, new: AveragingRound, accepted: str = "") -> None:
         """Add a round. ``accepted``: the group whose result this peer holds; later failed groups do not displace it."""
         async with self._changed:
             for group in self._ended:
@@ -29,7 +29,7 @@ class Rounds:
                 del self._groups[oldest]
             self._changed.notify_all()
 
-    async def find(self, group: str, phase: int, timeout_s: float) -> Round:
+    async def find(self, group: str, phase: int, timeout_s: float) -> AveragingRound:
         """Wait for a round and return it: other peers may hear of a group, or reach a phase, before this peer does.
 
         Raises:
@@ -43,7 +43,7 @@ class Rounds:
             raise RequestRejected("this peer takes no part in the group") from None
         return self._groups[group][phase]
 
-    def of(self, group: str) -> list[Round]:
+    def of(self, group: str) -> list[AveragingRound]:
         """Return one round for each phase that this peer has reached."""
         return list(self._groups.get(group, ()))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from swarm_training.broadcast.signed import Statement
+from swarm_training.broadcast.signed import SignedStatement
 
 _MOST = 2  # statements of a peer kept in one place: two different ones prove that it equivocates
 
@@ -35,8 +35,8 @@ class Agreement:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.expected: tuple[str, ...] = ()
-        self.statements: dict[str, list[Statement]] = {}
-        self._votes: dict[str, list[Statement]] = {}
+        self.statements: dict[str, list[SignedStatement]] = {}
+        self._votes: dict[str, list[SignedStatement]] = {}
         self._electorate: tuple[str, ...] = ()
         self._deadline_s: float | None = None  # None: this peer has not reached the phase yet
         self._spread_s = 0.0
@@ -57,7 +57,7 @@ class Agreement:
         """Return whether a statement that is accepted now may reach other peers after the deadline."""
         return self._deadline_s is not None and now > self._deadline_s - self._spread_s
 
-    def take(self, statement: Statement, endorsers: Iterable[str], now: float) -> bool:
+    def take(self, statement: SignedStatement, endorsers: Iterable[str], now: float) -> bool:
         """Accept a statement if it is new and counts. Return whether it does; then it must be passed on to all."""
         if statement.place.kind == self.kind:
             known = self.statements.setdefault(statement.sender, [])
@@ -82,7 +82,7 @@ class Agreement:
         self.has_voted = True
         return tuple(self.statements[name][0].digest for name in self.expected)
 
-    def outcome(self, now: float) -> Mapping[str, Statement] | None:
+    def outcome(self, now: float) -> Mapping[str, SignedStatement] | None:
         """Return the statements that count, one of each sender; None while that is open. If a sender has two at the
         end, the one with the lower digest counts."""
         if self._deadline_s is None:
@@ -99,11 +99,11 @@ class Agreement:
         expected = set(self.expected).intersection(self._electorate)
         return 2 * len(expected) <= len(self._electorate) or 2 * len(expected.intersection(heard)) > len(expected)
 
-    def equivocations(self) -> dict[str, tuple[Statement, Statement]]:
+    def equivocations(self) -> dict[str, tuple[SignedStatement, SignedStatement]]:
         """Return, by sender, the two different statements of each peer that equivocates."""
         return {name: (each[0], each[1]) for name, each in self.statements.items() if len(each) == _MOST}
 
-    def _certified(self) -> Mapping[str, Statement] | None:
+    def _certified(self) -> Mapping[str, SignedStatement] | None:
         counts: dict[tuple[bytes, ...], set[str]] = {}
         for voter in set(self._electorate).intersection(self._votes):
             for statement in self._votes[voter]:
@@ -118,5 +118,5 @@ class Agreement:
                     return complete
         return None
 
-    def _find(self, name: str, digest: bytes) -> Statement | None:
+    def _find(self, name: str, digest: bytes) -> SignedStatement | None:
         return next((each for each in self.statements.get(name, ()) if each.digest == digest), None)

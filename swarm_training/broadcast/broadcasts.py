@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 
 from swarm_protocol.net.identity import Identity
 from swarm_training.broadcast.agreement import Agreement
-from swarm_training.broadcast.outbox import Outbox
-from swarm_training.broadcast.signed import Statement, endorse, endorsers_of
-from swarm_training.broadcast.wire import Place
+from swarm_training.broadcast.outbox import BroadcastOutbox
+from swarm_training.broadcast.signed import SignedStatement, endorse, endorsers_of
+from swarm_training.broadcast.wire import StatementSlot
 from swarm_training.core.robust_network import RobustNetwork
 from swarm_training.pb import training_robust_pb2 as pb
 
@@ -30,10 +30,10 @@ class Broadcasts:
         self._identity = identity
         self._network = network
         self._changed = changed
-        self._agreements: dict[Place, Agreement] = {}
+        self._agreements: dict[StatementSlot, Agreement] = {}
         self._taken: dict[bytes, int] = {}  # digests of statements, and their steps
-        self._outboxes: dict[str, Outbox] = {}
-        self._finishing: list[Outbox] = []  # of peers that take part no more
+        self._outboxes: dict[str, BroadcastOutbox] = {}
+        self._finishing: list[BroadcastOutbox] = []  # of peers that take part no more
         self._step = self._attempt = 0
 
     def at(self, step: int, attempt: int) -> None:
@@ -50,7 +50,7 @@ class Broadcasts:
             outbox.finish()
             self._finishing.append(outbox)
 
-    def agreement(self, place: Place) -> Agreement:
+    def agreement(self, place: StatementSlot) -> Agreement:
         if place not in self._agreements:
             self._agreements[place] = Agreement(place.kind)
         return self._agreements[place]
@@ -58,14 +58,14 @@ class Broadcasts:
     def agreements_of(self, step: int, attempt: int) -> list[Agreement]:
         return [each for place, each in self._agreements.items() if (place.step, place.attempt) == (step, attempt)]
 
-    def say(self, said: pb.Said) -> Statement:
+    def say(self, said: pb.Said) -> SignedStatement:
         """Sign a statement, and broadcast it to all peers, including this one."""
         said.session = self.session
-        statement = Statement.make(said, self._identity)
+        statement = SignedStatement.make(said, self._identity)
         self.take(statement, (), self._identity.peer_id)
         return statement
 
-    def is_expected(self, statement: Statement) -> bool:
+    def is_expected(self, statement: SignedStatement) -> bool:
         """Return whether this peer can take the statement and has not done so. Raise ValueError if it is invalid."""
         if statement.digest in self._taken:
             return False
@@ -74,7 +74,7 @@ class Broadcasts:
         is_next = place.step == self._step + 1 and place.attempt == 0
         return said.session == self.session and (is_here or is_next) and statement.sender in self.peers
 
-    def take(self, statement: Statement, endorsements: Iterable[pb.Endorsement], teller: str) -> None:
+    def take(self, statement: SignedStatement, endorsements: Iterable[pb.Endorsement], teller: str) -> None:
         """Take a statement that ``is_expected``, and relay it if it counts."""
         agreement, now = self._of(statement.place), asyncio.get_running_loop().time()
         endorsers = endorsers_of(statement, endorsements)
@@ -93,10 +93,10 @@ class Broadcasts:
         for outbox in (*self._outboxes.values(), *self._finishing):
             outbox.close()
 
-    def _of(self, place: Place) -> Agreement:
-        return self.agreement(Place(place.step, place.attempt, place.kind.removeprefix(_VOTE)))
+    def _of(self, place: StatementSlot) -> Agreement:
+        return self.agreement(StatementSlot(place.step, place.attempt, place.kind.removeprefix(_VOTE)))
 
-    def _outbox(self, peer_id: str) -> Outbox:
+    def _outbox(self, peer_id: str) -> BroadcastOutbox:
         if peer_id not in self._outboxes:
-            self._outboxes[peer_id] = Outbox(lambda request: self._network.tell(peer_id, request))
+            self._outboxes[peer_id] = BroadcastOutbox(lambda request: self._network.tell(peer_id, request))
         return self._outboxes[peer_id]

@@ -16,7 +16,7 @@ _RETRY_S = 0.2
 _TIMEOUT_S = 10.0
 
 
-class Outbox:
+class BroadcastOutbox:
     def __init__(self, tell: Callable[[pb.TellRequest], Awaitable[None]]) -> None:
         self._tell = tell
         self._waiting: deque[pb.Statement] = deque(maxlen=_MAX_WAITING)

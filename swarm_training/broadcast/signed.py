@@ -11,7 +11,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 
 from swarm_protocol.net.hivemind_parts import RSAPublicKey
 from swarm_protocol.net.identity import Identity, peer_id_of
-from swarm_training.broadcast.wire import Place, parse, place_of
+from swarm_training.broadcast.wire import StatementSlot, parse, place_of
 from swarm_training.pb import training_robust_pb2 as pb
 
 MAX_ENDORSEMENTS = 64
@@ -20,7 +20,7 @@ _ENDORSEMENT = b"swarm.training.robust.v1.Endorsement:"
 
 
 @dataclass(frozen=True)
-class Statement:
+class SignedStatement:
     """A signed statement of a peer. ``digest`` identifies it: the SHA-256 of the key and the content."""
 
     content: bytes
@@ -37,7 +37,7 @@ class Statement:
         return parse(self.content)
 
     @cached_property
-    def place(self) -> Place:
+    def place(self) -> StatementSlot:
         return place_of(self.said)
 
     @cached_property
@@ -46,13 +46,13 @@ class Statement:
         return _signer_of(_SAID + self.content, self.public_key, self.signature)
 
     @classmethod
-    def make(cls, said: pb.Said, identity: Identity) -> Statement:
+    def make(cls, said: pb.Said, identity: Identity) -> SignedStatement:
         content = said.SerializeToString(deterministic=True)
         key = identity.private_key
         return cls(content, key.get_public_key().to_bytes(), key.sign(_SAID + content))
 
     @classmethod
-    def from_proto(cls, message: pb.Statement) -> Statement:
+    def from_proto(cls, message: pb.Statement) -> SignedStatement:
         return cls(message.content, message.public_key, message.signature)
 
     def to_proto(self, endorsements: Iterable[pb.Endorsement] = ()) -> pb.Statement:
@@ -61,14 +61,14 @@ class Statement:
         )
 
 
-def endorse(statement: Statement, identity: Identity) -> pb.Endorsement:
+def endorse(statement: SignedStatement, identity: Identity) -> pb.Endorsement:
     key = identity.private_key
     return pb.Endorsement(
         public_key=key.get_public_key().to_bytes(), signature=key.sign(_ENDORSEMENT + statement.digest)
     )
 
 
-def endorsers_of(statement: Statement, endorsements: Iterable[pb.Endorsement]) -> dict[str, pb.Endorsement]:
+def endorsers_of(statement: SignedStatement, endorsements: Iterable[pb.Endorsement]) -> dict[str, pb.Endorsement]:
     """Return the valid endorsements by peer id, the first of each peer, without the sender's."""
     found: dict[str, pb.Endorsement] = {}
     for endorsement in list(endorsements)[:MAX_ENDORSEMENTS]:

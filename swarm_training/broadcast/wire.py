@@ -15,7 +15,7 @@ _MAX_NAME = 128
 
 
 @dataclass(frozen=True)
-class Place:
+class StatementSlot:
     """The place of a statement: an honest peer makes one statement of each kind in each attempt.
 
     Attributes:
@@ -27,7 +27,7 @@ class Place:
     kind: str
 
 
-def place_of(said: pb.Said) -> Place:
+def place_of(said: pb.Said) -> StatementSlot:
     """Return the place of a statement. Raise ValueError if it says nothing, or votes on no phase."""
     kind = said.WhichOneof("kind")
     if kind is None:
@@ -37,14 +37,14 @@ def place_of(said: pb.Said) -> Place:
         if field is None or field.name not in (*_READ, "welcome"):
             raise ValueError("a vote is on no phase")
         kind = vote_on(field.name)
-    return Place(said.step, said.attempt, kind)
+    return StatementSlot(said.step, said.attempt, kind)
 
 
 def vote_on(kind: str) -> str:
     return f"vote on {kind}"
 
 
-def kind_of(phase: type[msg.Message]) -> str:
+def kind_of(phase: type[msg.BroadcastMessage]) -> str:
     return _KINDS[phase]
 
 
@@ -58,7 +58,7 @@ def parse(content: bytes) -> pb.Said:
         raise ValueError("the bytes are no statement") from None
 
 
-def to_said(message: msg.Message) -> pb.Said:
+def to_said(message: msg.BroadcastMessage) -> pb.Said:
     """Return the wire form of a message, without the session."""
     said = pb.Said(step=message.step, attempt=message.attempt)
     match message:
@@ -87,7 +87,7 @@ def to_said(message: msg.Message) -> pb.Said:
     return said
 
 
-def to_message(sender: str, said: pb.Said) -> msg.Message:
+def to_message(sender: str, said: pb.Said) -> msg.BroadcastMessage:
     """Return the message. Raise ValueError if a name in it is too long; the state machine checks the rest."""
     kind = said.WhichOneof("kind")
     assert kind in _READ, kind
@@ -145,7 +145,7 @@ def _names(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(_name, texts))
 
 
-_READ: Mapping[str, Callable[[Stamp, pb.Said], msg.Message]] = {
+_READ: Mapping[str, Callable[[Stamp, pb.Said], msg.BroadcastMessage]] = {
     "commitment": lambda stamp, said: msg.Commitment(
         *stamp, said.commitment.seed_hash, said.commitment.distance, tuple(said.commitment.parts)
     ),
@@ -165,7 +165,7 @@ _READ: Mapping[str, Callable[[Stamp, pb.Said], msg.Message]] = {
         *stamp, tuple(tuple(row.values) for row in said.measurements.rows)
     ),
 }
-_KINDS: Mapping[type[msg.Message], str] = {
+_KINDS: Mapping[type[msg.BroadcastMessage], str] = {
     msg.Commitment: "commitment",
     msg.Receipt: "receipt",
     msg.PartsOpened: "parts_opened",

@@ -23,7 +23,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchSizeLimits:
     """The limits of the search.
 
     Attributes:
@@ -36,7 +36,7 @@ class Limits:
     memory_bytes: int | None = None
 
 
-def next_size(trials: list[Trial], limits: Limits) -> int | None:
+def next_size(trials: list[Trial], limits: BatchSizeLimits) -> int | None:
     """Return the size to try next; None: keep the last one. Twice as many samples cost about twice as much."""
     if not trials:
         return 1
@@ -47,7 +47,7 @@ def next_size(trials: list[Trial], limits: Limits) -> int | None:
     return 2 * last.batch_size
 
 
-def find_batch_size(compute: Callable[[int], Trial], limits: Limits) -> int:
+def find_batch_size(compute: Callable[[int], Trial], limits: BatchSizeLimits) -> int:
     """Return the batch size, a power of 2. ``compute``: does forward and backward passes of so many samples.
 
     Raises:

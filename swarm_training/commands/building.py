@@ -12,7 +12,7 @@ from torch import nn
 
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
-from swarm_training.data.opening import Reader, open_batches, open_blocks
+from swarm_training.data.opening import DataReader, open_batches, open_blocks
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
 from swarm_training.optim.by_name import optimizer_by_name
@@ -69,7 +69,7 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.opti
 
 
 def build_batches(
-    data: DataSettings, reader: Reader, tokenizer: PreTrainedTokenizerBase, batch_size: int, cache: Path
+    data: DataSettings, reader: DataReader, tokenizer: PreTrainedTokenizerBase, batch_size: int, cache: Path
 ) -> BlockBatches | StreamBatches:
     """Open the batches. ``cache``: a directory for tokens of all data. Raises ValueError if there is no such data."""
     directory = cache / _fingerprint(data, tokenizer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_protocol.dht.addresses import check_peer
 from swarm_training.contract.backend import Joining
-from swarm_training.data.order import Part
+from swarm_training.data.order import DataShard
 from swarm_training.runfile.settings import RunFile
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ def joining_as(
     return Joining(*common, credentials.identity_or(own), organiser, credentials.token, **settings)
 
 
-def parse_part(text: str) -> Part:
+def parse_part(text: str) -> DataShard:
     """Parse a part: ``2/5`` is the second of five. Raises ValueError if the text is no part."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ValueError(f"--part is {text!r}: expected K/N, such as 2/5 for the second of five parts")
-    return Part(int(found[1]) - 1, int(found[2]))
+    return DataShard(int(found[1]) - 1, int(found[2]))
 
 
 def parse_batch_size(text: str) -> int:

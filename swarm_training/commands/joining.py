@@ -16,21 +16,21 @@ from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
-from swarm_training.commands.batch_size import Limits, computing, find_batch_size, free_memory_bytes
+from swarm_training.commands.batch_size import BatchSizeLimits, computing, find_batch_size, free_memory_bytes
 from swarm_training.commands.building import build_batches, build_model, build_optimizer, build_tokenizer
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
 from swarm_training.core.moment import Moment
 from swarm_training.data.loader import Batches, Prefetcher
-from swarm_training.data.opening import Reader
-from swarm_training.data.order import Part
+from swarm_training.data.opening import DataReader
+from swarm_training.data.order import DataShard
 from swarm_training.runfile.settings import RunFile
 
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingSetup:
     """The model that is trained here, with its run file, optimizer and batches."""
 
     file: RunFile
@@ -49,7 +49,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 class Writing:
     """The writer of checkpoints when they are due, and of their copies on the hub. The run goes on if writing fails."""
 
-    def __init__(self, trained: Trained, copies: HubCopies | None, say: Say) -> None:
+    def __init__(self, trained: TrainingSetup, copies: HubCopies | None, say: Say) -> None:
         settings = trained.file.run
         directory = Path(settings.checkpoints) if settings.checkpoints else None
         self._directory = CheckpointDirectory(directory, settings.keep) if directory else None
@@ -104,7 +104,7 @@ def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], ru
         hook.remove()
 
 
-def train(trained: Trained, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
+def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
     """Train until ``stopping`` is set, or the schedule is at its end. The caller closes the run.
 
     The learning rate is set when the run steps, from the number of that global step: a share can complete several
@@ -138,10 +138,10 @@ def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
         return loss_of(model, torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
 
     most = min(file.batch.max_size, file.run.target_batch_size)
-    return find_batch_size(computing(model, loss), Limits(most, memory_bytes=free_memory_bytes(device)))
+    return find_batch_size(computing(model, loss), BatchSizeLimits(most, memory_bytes=free_memory_bytes(device)))
 
 
-def prepare(file: RunFile, who: Joining, part: Part | None, device: str, say: Say) -> Trained:
+def prepare(file: RunFile, who: Joining, part: DataShard | None, device: str, say: Say) -> TrainingSetup:
     """Build everything before any peer is called. Raises ValueError if there is no such model, or no such data."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -149,13 +149,13 @@ def prepare(file: RunFile, who: Joining, part: Part | None, device: str, say: Sa
     model = build_model(file.model, len(tokenizer), file.data.block_length).to(device)
     batch_size = fitting_batch_size(file, model)
     say(f"{batch_size} samples at once on {device}")
-    reader = Reader(file.run.name, who.identity.peer_id, part)
+    reader = DataReader(file.run.name, who.identity.peer_id, part)
     cache = platformdirs.user_cache_path("swarm") / "tokens"
     batches = build_batches(file.data, reader, tokenizer, batch_size, cache)
-    return Trained(file, model, build_optimizer(file.optimizer, model), batches)
+    return TrainingSetup(file, model, build_optimizer(file.optimizer, model), batches)
 
 
-def resume(trained: Trained, say: Say) -> Moment | None:
+def resume(trained: TrainingSetup, say: Say) -> Moment | None:
     """Load model, optimizer and data of the newest intact checkpoint here, and return its moment; None: there is none.
 
     Raises:
@@ -181,7 +181,7 @@ def resume(trained: Trained, say: Say) -> Moment | None:
     return content.moment
 
 
-def take_part(trained: Trained, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:
+def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:
     """Join the run, or start it at its last checkpoint here. Train, and leave the run however training ends."""
     settings = trained.file.run
     if settings.checkpoints:

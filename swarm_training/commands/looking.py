@@ -11,7 +11,7 @@ from swarm_training.contract.run_like import BanView, PeerView, RunView, UserVie
 from swarm_training.core.record import PRESENT, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.ledger.ledger import UserTotal
-from swarm_training.ledger.orders import Ban, Order
+from swarm_training.ledger.orders import Ban, ModeratorOrder
 
 if TYPE_CHECKING:
     from swarm_training.pb import training_pb2 as pb
@@ -35,7 +35,7 @@ def peers_of(run: str, records: Iterable[pb.SignedProgress], banned: Collection[
     return tuple(peer for peer in present if peer.model == usual)
 
 
-def shown_bans(bans: Mapping[str, Order]) -> tuple[BanView, ...]:
+def shown_bans(bans: Mapping[str, ModeratorOrder]) -> tuple[BanView, ...]:
     return tuple(
         BanView(peer_id, order.expires_at, order.action.reason)
         for peer_id, order in sorted(bans.items())

@@ -49,7 +49,7 @@ class Network(Protocol):
         """Return whether the peer's process has evidently ended: its host answers, but refuses connections."""
 
 
-class Handlers(Protocol):
+class PeerHandlers(Protocol):
     """The answers of a peer; ``peer_id`` is the id of the caller, which the network has authenticated."""
 
     async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
-from swarm_training.data.order import EVERYTHING, Order, Part, PartCursor, derived_seed
+from swarm_training.data.order import EVERYTHING, DataShard, PartCursor, SampleOrder, derived_seed
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.sources import FileTexts, StreamedTexts, TextSource, local_texts
 from swarm_training.data.streaming import StreamBatches, StreamSettings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reader:
+class DataReader:
     """The peer that reads the data.
 
     Attributes:
@@ -27,7 +27,7 @@ class Reader:
 
     run: str
     peer_id: str
-    part: Part | None = None
+    part: DataShard | None = None
 
     @property
     def seed(self) -> str:
@@ -35,7 +35,7 @@ class Reader:
         return derived_seed(self.run) if self.part is not None else derived_seed(self.run, self.peer_id)
 
 
-def open_source(data: DataSettings, reader: Reader) -> TextSource:
+def open_source(data: DataSettings, reader: DataReader) -> TextSource:
     """Return the source of the texts. Raise ValueError if there are no such data."""
     part = reader.part or EVERYTHING
     path = Path(data.source).expanduser()
@@ -45,7 +45,7 @@ def open_source(data: DataSettings, reader: Reader) -> TextSource:
 
 
 def open_batches(
-    data: DataSettings, reader: Reader, tokenize: Tokenize, end: int | None, batch_size: int, cache: Path
+    data: DataSettings, reader: DataReader, tokenize: Tokenize, end: int | None, batch_size: int, cache: Path
 ) -> BlockBatches | StreamBatches:
     """Return the reader's batches. ``cache``: a directory for the tokens of these data, unused if they are streamed.
 
@@ -56,12 +56,14 @@ def open_batches(
         settings = StreamSettings(tokenize, end, data.block_length, data.buffer_size, batch_size, reader.seed)
         return StreamBatches(open_source(data, reader), settings)
     blocks = open_blocks(data, reader.run, tokenize, end, cache)
-    return BlockBatches(blocks, PartCursor(Order(reader.seed, len(blocks)), reader.part or EVERYTHING), batch_size)
+    return BlockBatches(
+        blocks, PartCursor(SampleOrder(reader.seed, len(blocks)), reader.part or EVERYTHING), batch_size
+    )
 
 
 def open_blocks(data: DataSettings, run: str, tokenize: Tokenize, end: int | None, cache: Path) -> TokenBlocks:
     """Return all data, in an order that is the same for all peers of the run. Raise ValueError if there are none."""
-    texts = _one_epoch(open_source(data, Reader(run, "", EVERYTHING)))
+    texts = _one_epoch(open_source(data, DataReader(run, "", EVERYTHING)))
     return TokenBlocks.pack_to_disk(cache, texts, tokenize, end, data.block_length)
 
 

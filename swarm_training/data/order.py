@@ -12,7 +12,7 @@ from swarm_training.data.permutation import Indices, Permutation
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """An endless series of samples: positions 0..num_samples−1 are the first epoch, and each epoch has its own order.
 
     Attributes:
@@ -43,7 +43,7 @@ def derived_seed(*parts: str | int) -> str:
     return hashlib.sha256(message).hexdigest()
 
 
-def batch_of_step(order: Order, step: int, batch_size: int, first: int, count: int) -> Indices:
+def batch_of_step(order: SampleOrder, step: int, batch_size: int, first: int, count: int) -> Indices:
     """Return samples ``first``..``first + count − 1`` of a step's batch, which peers divide among themselves.
 
     Batches of successive steps follow one another in the order: no sample comes twice in an epoch.
@@ -59,12 +59,12 @@ def samples_of_peer(run: str, step: int, peer_id: str, first: int, count: int, n
 
     Peers do not coordinate here, so two peers may draw the same sample.
     """
-    order = Order(derived_seed(run, "step", step, peer_id), num_samples)
+    order = SampleOrder(derived_seed(run, "step", step, peer_id), num_samples)
     return order.samples(np.arange(first, first + count))
 
 
 @dataclass(frozen=True)
-class Part:
+class DataShard:
     """The part of an order that one of ``count`` peers takes: positions ``index``, ``index + count``, ….
 
     Together the parts take every position once. ``EVERYTHING`` is the whole order as its only part.
@@ -82,13 +82,13 @@ class Part:
         return self.index + self.count * np.arange(start, start + count)
 
 
-EVERYTHING = Part(0, 1)
+EVERYTHING = DataShard(0, 1)
 
 
 class PartCursor:
     """The progress of a peer in its part: the number of samples taken."""
 
-    def __init__(self, order: Order, part: Part = EVERYTHING) -> None:
+    def __init__(self, order: SampleOrder, part: DataShard = EVERYTHING) -> None:
         self.order = order
         self.part = part
         self.taken = 0

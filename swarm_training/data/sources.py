@@ -11,7 +11,7 @@ import numpy as np
 
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import parse_object
-from swarm_training.data.order import EVERYTHING, Order, Part
+from swarm_training.data.order import EVERYTHING, DataShard, SampleOrder
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -58,12 +58,12 @@ class FileTexts:
     A line of .jsonl is an object with a string "text". Each part takes every ``count``-th line of a file.
     """
 
-    def __init__(self, files: Sequence[Path], seed: str, part: Part = EVERYTHING) -> None:
+    def __init__(self, files: Sequence[Path], seed: str, part: DataShard = EVERYTHING) -> None:
         """Start at the first file. Raise ValueError if there are no files."""
         if not files:
             raise ValueError(f"there are no files of text: expected some {' or '.join(SUFFIXES)}")
         self._files = sorted(files)
-        self._order = Order(seed, len(files))
+        self._order = SampleOrder(seed, len(files))
         self._part = part
         self._epoch = self._place = self._offset = self._line = 0  # offset: bytes of the file at this place
 
@@ -100,11 +100,11 @@ class StreamedTexts:
     example of all shards. Peers that do not divide the data take everything, each with its own seed.
     """
 
-    def __init__(self, dataset: IterableDataset, seed: str, part: Part = EVERYTHING, column: str = "text") -> None:
+    def __init__(self, dataset: IterableDataset, seed: str, part: DataShard = EVERYTHING, column: str = "text") -> None:
         self._dataset = dataset
         self._column = column
         self._num_shards: int = dataset.num_shards
-        self._order = Order(seed, self._num_shards)
+        self._order = SampleOrder(seed, self._num_shards)
         by_shards = self._num_shards >= part.count
         self._shards, self._examples = (part, EVERYTHING) if by_shards else (EVERYTHING, part)
         self._epoch = self._place = self._example = 0  # example: number read of the shard at this place

@@ -12,7 +12,7 @@ from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.ledger.archive import Archive
 from swarm_training.ledger.collecting import Collector, InThread
-from swarm_training.ledger.contributions import Round, verify_round
+from swarm_training.ledger.contributions import RoundContributions, verify_round
 from swarm_training.ledger.crediting import Crediting
 from swarm_training.ledger.ledger import Ledger
 from swarm_training.pb import training_pb2 as pb
@@ -66,7 +66,7 @@ class Book:
         except ValueError as error:
             _logger.warning("the ledger lacks step %d, which %s led: %s", moment.step + 1, leader, error)
 
-    async def _keep(self, data: bytes, round_: Round) -> bool:
+    async def _keep(self, data: bytes, round_: RoundContributions) -> bool:
         is_new = self.ledger.take(data, round_)
         if is_new and self._archive is not None:
             archive = self._archive

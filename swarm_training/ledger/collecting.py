@@ -13,7 +13,7 @@ from swarm_protocol.wire.printable import printable
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
-from swarm_training.ledger.contributions import Round, verify_round
+from swarm_training.ledger.contributions import RoundContributions, verify_round
 from swarm_training.ledger.ledger import Ledger
 from swarm_training.pb import training_pb2 as pb
 
@@ -36,7 +36,7 @@ class Collector:
         network: Network,
         peers: Callable[[], Sequence[Progress]],
         newest: Callable[[], Moment | None],
-        keep: Callable[[bytes, Round], Awaitable[bool]],
+        keep: Callable[[bytes, RoundContributions], Awaitable[bool]],
         in_thread: InThread,
         rng: random.Random,
     ) -> None:

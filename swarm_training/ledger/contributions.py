@@ -12,14 +12,14 @@ from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.net.identity import Identity
 from swarm_training.core.moment import Moment
-from swarm_training.ledger.signing import Kind, claimed_signer_of, parsed, sign, signer_of
+from swarm_training.ledger.signing import ContentKind, claimed_signer_of, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as pb
 
 MAX_ROUND_BYTES = 1 << 18  # enough for a group of some 130 peers with the longest tokens
 MAX_SIGNED_CONTRIBUTION_BYTES = 4096  # with key, signature and token
 _MAX_CONTRIBUTION_BYTES = 1024
 _MAX_KNOWN_TOKENS = 1024
-SignerOf = Callable[[Kind, pb.SignedByPeer], str]
+SignerOf = Callable[[ContentKind, pb.SignedByPeer], str]
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Contribution:
             peer_id=self.peer_id,
             samples=self.samples,
         )
-        return sign(Kind.CONTRIBUTION, message, identity, token)
+        return sign(ContentKind.CONTRIBUTION, message, identity, token)
 
     @classmethod
     def parse(cls, signed: pb.SignedByPeer, signer: SignerOf = signer_of) -> Contribution:
         """Parse a contribution. Raises ValueError unless the peer that it names has signed it."""
         message = parsed(pb.Contribution, signed.content, _MAX_CONTRIBUTION_BYTES)
-        if signer(Kind.CONTRIBUTION, signed) != message.peer_id:
+        if signer(ContentKind.CONTRIBUTION, signed) != message.peer_id:
             raise ValueError("a contribution is not signed by the peer that it speaks of")
         moment = Moment(message.rollbacks, message.step)
         return cls(message.run, moment, message.peer_id, message.samples)
@@ -60,7 +60,7 @@ class Credited:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundContributions:
     """The contributions to one meeting. ``ended_at``: Unix time in seconds, as the leader says."""
 
     run: str
@@ -82,7 +82,7 @@ def countersign(
     message = pb.Round(
         run=run, rollbacks=moment.rollbacks, step=moment.step, ended_at=ended_at, contributions=contributions
     )
-    return sign(Kind.ROUND, message, leader, token).SerializeToString()
+    return sign(ContentKind.ROUND, message, leader, token).SerializeToString()
 
 
 def verify_contribution(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float) -> Credited:
@@ -90,7 +90,7 @@ def verify_contribution(signed: pb.SignedByPeer, organiser: SwarmKey | None, at:
     return _credited(signed, organiser, at, signer_of)
 
 
-def verify_round(data: bytes, organiser: SwarmKey | None) -> Round:
+def verify_round(data: bytes, organiser: SwarmKey | None) -> RoundContributions:
     """Verify a round. ``organiser``: only its members may contribute and lead; None: any peer may.
 
     Raises:
@@ -99,7 +99,7 @@ def verify_round(data: bytes, organiser: SwarmKey | None) -> Round:
     return _round_of(data, organiser, signer_of)
 
 
-def restore_round(data: bytes, organiser: SwarmKey | None) -> Round:
+def restore_round(data: bytes, organiser: SwarmKey | None) -> RoundContributions:
     """Parse a round that was verified before, and kept safe from changes: peers' signatures are not checked."""
     return _round_of(data, organiser, claimed_signer_of)
 
@@ -113,10 +113,10 @@ def moment_of(data: bytes, run: str) -> Moment:
     return Moment(message.rollbacks, message.step)
 
 
-def _round_of(data: bytes, organiser: SwarmKey | None, signer: SignerOf) -> Round:
+def _round_of(data: bytes, organiser: SwarmKey | None, signer: SignerOf) -> RoundContributions:
     signed = parsed(pb.SignedByPeer, data, MAX_ROUND_BYTES)
     message = parsed(pb.Round, signed.content, MAX_ROUND_BYTES)
-    leader, moment = signer(Kind.ROUND, signed), Moment(message.rollbacks, message.step)
+    leader, moment = signer(ContentKind.ROUND, signed), Moment(message.rollbacks, message.step)
     if not isfinite(message.ended_at):
         raise ValueError("a round ended at no time")
     _user(organiser, leader, signed.token, message.ended_at)
@@ -125,7 +125,7 @@ def _round_of(data: bytes, organiser: SwarmKey | None, signer: SignerOf) -> Roun
         raise ValueError("a round has a contribution to another run or step")
     if len({each.contribution.peer_id for each in credited}) != len(credited):
         raise ValueError("a round has a peer twice")
-    return Round(message.run, moment, leader, message.ended_at, credited)
+    return RoundContributions(message.run, moment, leader, message.ended_at, credited)
 
 
 def _credited(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float, signer: SignerOf) -> Credited:

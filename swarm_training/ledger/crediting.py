@@ -14,7 +14,7 @@ from swarm_training.ledger.contributions import (
     MAX_ROUND_BYTES,
     MAX_SIGNED_CONTRIBUTION_BYTES,
     Contribution,
-    Round,
+    RoundContributions,
     countersign,
     verify_contribution,
 )
@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Member:
+class LedgerCredentials:
     """A peer's key and token.
 
     Attributes:
@@ -44,7 +44,11 @@ class Crediting:
     """A peer's signer and checker of contributions. Training goes on whatever is wrong with the ledger."""
 
     def __init__(
-        self, ledger: Ledger, member: Member, moment: Callable[[], Moment], clock: Callable[[], float] = time.time
+        self,
+        ledger: Ledger,
+        member: LedgerCredentials,
+        moment: Callable[[], Moment],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """Sign as ``member``. ``moment``: returns where the run is; ``clock``: returns Unix time in seconds."""
         self._ledger = ledger
@@ -119,7 +123,9 @@ class Crediting:
         data = countersign(self._ledger.run, moment, kept, now, own.identity, own.token)
         return data if len(data) <= MAX_ROUND_BYTES else b""
 
-    def require_fair(self, round_: Round, moment: Moment, leader: str, weights: Mapping[str, int], given: int) -> None:
+    def require_fair(
+        self, round_: RoundContributions, moment: Moment, leader: str, weights: Mapping[str, int], given: int
+    ) -> None:
         """Check the round of a meeting at ``moment`` under ``leader``. ``weights``: the samples that each member came
         with; ``given``: this peer's samples.
 

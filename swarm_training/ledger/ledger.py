@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.core.moment import Moment
-from swarm_training.ledger.contributions import Round, moment_of, restore_round, verify_round
+from swarm_training.ledger.contributions import RoundContributions, moment_of, restore_round, verify_round
 
 _MAX_BATCHES = 4  # most batches credited to one peer in one round: an honest call can bring more than one
 _DIGEST_BYTES = 8  # of SHA-256: nobody can make another round with a given round's digest
@@ -75,7 +75,7 @@ class Ledger:
         self._size_bytes = 0  # of their rounds
         self._since = FIRST  # rounds of earlier moments are refused
 
-    def add(self, data: bytes) -> Round | None:
+    def add(self, data: bytes) -> RoundContributions | None:
         """Verify and add a countersigned round. Return the round; None if it adds nothing new.
 
         Raises:
@@ -104,7 +104,7 @@ class Ledger:
         is_due = self._since <= moment and (newest is None or moment <= newest)
         return is_due and not self._is_seen(data, moment)
 
-    def take(self, data: bytes, round_: Round) -> bool:
+    def take(self, data: bytes, round_: RoundContributions) -> bool:
         """Add ``round_``, as ``verify_round`` parsed ``data``. Return whether it adds anything. Raises as ``add``."""
         step = self._steps.get(round_.moment, _Step())
         digest = digest_of(data)
@@ -167,7 +167,7 @@ class Ledger:
     def _is_seen(self, data: bytes, moment: Moment) -> bool:
         return moment in self._steps and digest_of(data) in self._steps[moment].seen
 
-    def _require_fitting(self, round_: Round, step: _Step, users: Iterable[str]) -> None:
+    def _require_fitting(self, round_: RoundContributions, step: _Step, users: Iterable[str]) -> None:
         if round_.run != self.run:
             raise ValueError("the round is of another run")
         if round_.moment < self._since:

@@ -13,7 +13,7 @@ from swarm_protocol.access.tokens import ID_BYTES, Role
 from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.printable import printable
-from swarm_training.ledger.signing import Kind, parsed, sign, signer_of
+from swarm_training.ledger.signing import ContentKind, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as pb
 
 MAX_ORDER_BYTES = 4096
@@ -37,7 +37,7 @@ class GoBack:
 
 
 @dataclass(frozen=True)
-class Order:
+class ModeratorOrder:
     """An order with its Unix times in seconds; a ban lasts until it expires. Raises ValueError if a field is wrong."""
 
     run: str
@@ -61,7 +61,7 @@ class Order:
             raise ValueError(f"a rollback to step {self.action.step}: expected the step of a checkpoint")
 
     @classmethod
-    def new(cls, run: str, action: Ban | GoBack, now: float, lasts_s: float) -> Order:
+    def new(cls, run: str, action: Ban | GoBack, now: float, lasts_s: float) -> ModeratorOrder:
         return cls(run, secrets.token_bytes(ID_BYTES), now, now + lasts_s, action)
 
     def signed(self, moderator: Identity, token: bytes) -> bytes:
@@ -70,10 +70,10 @@ class Order:
             message.ban.CopyFrom(pb.Ban(peer_id=self.action.peer_id, reason=self.action.reason))
         else:
             message.go_back.CopyFrom(pb.GoBack(step=self.action.step, rollbacks=self.action.rollbacks))
-        return sign(Kind.ORDER, message, moderator, token).SerializeToString()
+        return sign(ContentKind.ORDER, message, moderator, token).SerializeToString()
 
     @classmethod
-    def parse(cls, signed: pb.SignedByPeer) -> Order:
+    def parse(cls, signed: pb.SignedByPeer) -> ModeratorOrder:
         """Parse an order, without a check of its signature. Raises ValueError if it is no order."""
         message = parsed(pb.Order, signed.content, MAX_ORDER_BYTES)
         match message.WhichOneof("action"):
@@ -88,7 +88,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Taken:
-    order: Order
+    order: ModeratorOrder
     moderator: str
     token: bytes
     data: bytes
@@ -103,7 +103,7 @@ class Orders:
         self._clock = clock
         self._taken: dict[bytes, _Taken] = {}  # by id, until they expire: expired orders are refused
 
-    def take(self, data: bytes) -> Order | None:
+    def take(self, data: bytes) -> ModeratorOrder | None:
         """Check an order and keep it. Return the order if it is new; None if it is known already.
 
         Raises:
@@ -111,12 +111,12 @@ class Orders:
             AccessDenied: the signer is no moderator.
         """
         signed = parsed(pb.SignedByPeer, data, MAX_ORDER_BYTES)
-        order, now = Order.parse(signed), self._clock()
+        order, now = ModeratorOrder.parse(signed), self._clock()
         if order.run != self._run:
             raise ValueError(f"the order is for run {printable(order.run, 60)!r}, and not for {self._run!r}")
         if now > order.expires_at or now < order.issued_at - CLOCK_SKEW_S:
             raise ValueError("the order has expired, or is of a time to come")
-        moderator = signer_of(Kind.ORDER, signed)
+        moderator = signer_of(ContentKind.ORDER, signed)
         self._access.require(Role.MODERATOR, moderator, signed.token)
         self._forget(now)
         if order.id in self._taken:
@@ -126,9 +126,9 @@ class Orders:
         self._taken[order.id] = _Taken(order, moderator, signed.token, data)
         return order
 
-    def bans(self) -> dict[str, Order]:
+    def bans(self) -> dict[str, ModeratorOrder]:
         """Return the bans in force now, by peer id; if a peer has several, the one that lasts longest."""
-        found: dict[str, Order] = {}
+        found: dict[str, ModeratorOrder] = {}
         for order in (taken.order for taken in self._in_force()):
             if isinstance(order.action, Ban):
                 longest = found.get(order.action.peer_id)

@@ -16,7 +16,7 @@ from swarm_training.pb import training_ledger_pb2 as pb
 M = TypeVar("M", bound=Message)
 
 
-class Kind(Enum):
+class ContentKind(Enum):
     """The kind of signed content. Signed bytes begin with its value, so that one kind is never taken for another."""
 
     CONTRIBUTION = b"swarm.training.v1.Contribution:"
@@ -25,7 +25,7 @@ class Kind(Enum):
     STATEMENT = b"swarm.stages.v1.Statement:"
 
 
-def sign(kind: Kind, content: Message, identity: Identity, token: bytes) -> pb.SignedByPeer:
+def sign(kind: ContentKind, content: Message, identity: Identity, token: bytes) -> pb.SignedByPeer:
     """Sign a message. ``token``: the peer's token in a private run; empty otherwise."""
     data = content.SerializeToString(deterministic=True)
     return pb.SignedByPeer(
@@ -36,12 +36,12 @@ def sign(kind: Kind, content: Message, identity: Identity, token: bytes) -> pb.S
     )
 
 
-def signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
+def signer_of(kind: ContentKind, signed: pb.SignedByPeer) -> str:
     """Return the id of the peer that has signed this as a ``kind``. Raises ValueError if the signature is wrong."""
     return _signer_of(kind, signed.content, signed.public_key, signed.signature)
 
 
-def claimed_signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
+def claimed_signer_of(kind: ContentKind, signed: pb.SignedByPeer) -> str:
     """Return the peer id of the key, without a check of the signature. Raises ValueError if it is no key of a peer."""
     try:
         return peer_id_of(signed.public_key)
@@ -50,7 +50,7 @@ def claimed_signer_of(kind: Kind, signed: pb.SignedByPeer) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _signer_of(kind: Kind, content: bytes, public_key: bytes, signature: bytes) -> str:
+def _signer_of(kind: ContentKind, content: bytes, public_key: bytes, signature: bytes) -> str:
     try:
         peer_id = peer_id_of(public_key)
         is_right = RSAPublicKey.from_bytes(public_key).verify(kind.value + content, signature)

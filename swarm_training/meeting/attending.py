@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_training.averaging.group import Group
-from swarm_training.averaging.round import Round
+from swarm_training.averaging.round import AveragingRound
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.compressor import Phases
 from swarm_training.core.bitmap import to_bits
@@ -24,7 +24,7 @@ from swarm_training.rollback.judging import digest_of
 
 _WATCH_S = 0.2
 _ALIVE = pb.MeetRequest(alive=pb.Alive())
-MakeRound = Callable[[Group, int, int, Tensor], Round]
+MakeRound = Callable[[Group, int, int, Tensor], AveragingRound]
 
 
 class Dismissed(Exception):
@@ -134,7 +134,7 @@ class Attendance:
         self._is_leader = is_leader
         self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
         self._replies: asyncio.Queue[pb.MeetReply] = asyncio.Queue()
-        self._round: Round | None = None
+        self._round: AveragingRound | None = None
         self._dropped: set[int] = set()
         self._has_group = False
 
@@ -278,7 +278,7 @@ class Attendance:
         return group
 
 
-def _replay(rounds: Sequence[Round], gradient: Tensor | None) -> Phases:
+def _replay(rounds: Sequence[AveragingRound], gradient: Tensor | None) -> Phases:
     """Yield the vectors that were averaged already; a compressor must not process a gradient twice."""
     assert gradient is not None
     for finished in rounds:
@@ -286,7 +286,7 @@ def _replay(rounds: Sequence[Round], gradient: Tensor | None) -> Phases:
     return gradient
 
 
-def _report_of(current: Round, attempt: int) -> pb.Report:
+def _report_of(current: AveragingRound, attempt: int) -> pb.Report:
     return pb.Report(
         phase=current.phase,
         attempt=attempt,

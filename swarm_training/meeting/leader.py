@@ -26,7 +26,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import has_quorum, rank
-from swarm_training.rollback.judging import Judge, proposal
+from swarm_training.rollback.judging import RollbackJudge, proposal
 
 _MAX_ATTEMPTS = 6
 _REPORT_DEADLINES = 2.0  # deadlines for the report of an attempt; a member gives the attempt up after 1.5
@@ -52,10 +52,10 @@ class Outlook:
     gone: Collection[str]
     wait_s: float
     deadline_s: float
-    judge: Judge = field(default_factory=Judge)
+    judge: RollbackJudge = field(default_factory=RollbackJudge)
 
 
-class Stage(Enum):
+class MeetingState(Enum):
     GATHERING = 1
     AVERAGING = 2
     OVER = 3
@@ -95,7 +95,7 @@ class Leader:
     def __init__(self, run: str, moment: Moment, name: str, countersign: Countersign = lambda _joins: b"") -> None:
         """Begin to gather members. ``name`` identifies this meeting. ``countersign`` makes the ledger's round."""
         self.moment = moment
-        self.stage = Stage.GATHERING
+        self.stage = MeetingState.GATHERING
         self._run = run
         self._name = name
         self._countersign = countersign
@@ -104,17 +104,17 @@ class Leader:
         self._group: _Averaging | None = None
 
     def join(self, peer_id: str, join: pb.Join, record: Progress, now: float) -> None:
-        assert self.stage is Stage.GATHERING
+        assert self.stage is MeetingState.GATHERING
         if self._began_s is None:
             self._began_s = now
         self._joined[peer_id] = _Joined(join, record)
 
     def leave(self, peer_id: str, outlook: Outlook, now: float) -> Replies:
         """Drop a peer whose stream has ended or that is silent, and return the replies that follow."""
-        if self.stage is Stage.GATHERING:
+        if self.stage is MeetingState.GATHERING:
             self._joined.pop(peer_id, None)
         group = self._group
-        if self.stage is not Stage.AVERAGING or group is None or peer_id not in group.members:
+        if self.stage is not MeetingState.AVERAGING or group is None or peer_id not in group.members:
             return []
         number = group.members.index(peer_id)
         if number not in group.alive:
@@ -126,7 +126,7 @@ class Leader:
 
     def report(self, peer_id: str, report: pb.Report, outlook: Outlook, now: float) -> Replies:
         group = self._group
-        if self.stage is not Stage.AVERAGING or group is None or peer_id not in group.members:
+        if self.stage is not MeetingState.AVERAGING or group is None or peer_id not in group.members:
             return []
         number = group.members.index(peer_id)
         if (report.phase, report.attempt) != (group.phase, group.attempt) or number not in group.alive:
@@ -136,10 +136,10 @@ class Leader:
 
     def tick(self, outlook: Outlook, now: float) -> Replies:
         """Return the replies that are due by now. Call this when a peer has joined, and at short intervals."""
-        if self.stage is Stage.GATHERING and self._is_full(outlook, now):
+        if self.stage is MeetingState.GATHERING and self._is_full(outlook, now):
             return self._form(outlook, now)
         group = self._group
-        if self.stage is not Stage.AVERAGING or group is None:
+        if self.stage is not MeetingState.AVERAGING or group is None:
             return []
         replies: Replies = []
         if now - group.began_s > _REPORT_DEADLINES * outlook.deadline_s:
@@ -192,7 +192,7 @@ class Leader:
         reachable = frozenset(number for number, peer in enumerate(joined) if peer.record.is_reachable)
         is_exact = joined[0].record.counts_exactly
         message = self._group_message(peers, shares, outlook)
-        self.stage = Stage.AVERAGING
+        self.stage = MeetingState.AVERAGING
         self._group = _Averaging(
             tuple(peers),
             shares,
@@ -229,8 +229,8 @@ class Leader:
     def _advance(self, group: _Averaging, outlook: Outlook, now: float) -> Replies:
         """Return the replies that follow once all living members have reported."""
         if not group.alive:
-            self.stage = Stage.OVER
-        if self.stage is Stage.OVER or not group.alive <= group.reports.keys():
+            self.stage = MeetingState.OVER
+        if self.stage is MeetingState.OVER or not group.alive <= group.reports.keys():
             return []
         reports = {number: group.reports[number] for number in group.alive}
         if all(report.digest for report in reports.values()):
@@ -272,7 +272,7 @@ class Leader:
         electorates = (outlook.roster, [group.members[number] for number in group.reachable])
         if not _is_quorum(holders, electorates, outlook.gone):
             return self._end(group, "those who are left are no quorum")
-        self.stage = Stage.OVER
+        self.stage = MeetingState.OVER
         credited = [self._joined[peer].join for peer in group.members if peer in holders and not group.goes_back]
         if group.continues:  # all contributors to its result hold that result
             credited = [join for join in credited if join.accepted.digest == digest]
@@ -281,7 +281,7 @@ class Leader:
         return [(peer, commit if peer in holders else odd) for peer in map(group.members.__getitem__, sorted(reports))]
 
     def _end(self, group: _Averaging, reason: str) -> Replies:
-        self.stage = Stage.OVER
+        self.stage = MeetingState.OVER
         return self._to_alive(group, pb.MeetReply(dismissal=pb.Dismissal(reason=reason)))
 
     def _to_alive(self, group: _Averaging, reply: pb.MeetReply) -> Replies:

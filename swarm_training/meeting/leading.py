@@ -15,7 +15,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
 from swarm_training.ledger.crediting import Crediting
-from swarm_training.meeting.leader import Leader, Outlook, Replies, Stage
+from swarm_training.meeting.leader import Leader, MeetingState, Outlook, Replies
 from swarm_training.pb import training_pb2 as pb
 
 MemberTalk = Talk[pb.MeetReply, pb.MeetRequest]
@@ -92,7 +92,7 @@ class Leading:
 
     def _leader_at(self, moment: Moment) -> Leader:
         gathering = self._gathering
-        if gathering is None or gathering.moment != moment or gathering.stage is not Stage.GATHERING:
+        if gathering is None or gathering.moment != moment or gathering.stage is not MeetingState.GATHERING:
             name = f"{self._run}/{moment}/{self._peer_id}/{next(self._numbers)}"
             self._gathering = gathering = Leader(self._run, moment, name, self._crediting.countersign)
         return gathering

@@ -12,7 +12,7 @@ from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.rpc.serving import admitted, errors_as_status, start_server
-from swarm_training.core.network import Handlers
+from swarm_training.core.network import PeerHandlers
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.pb.training_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
 
@@ -51,7 +51,7 @@ class _ServedTalk(Generic[Out, In]):
 
 
 class TrainingService(TrainingServicer):
-    def __init__(self, handlers: Handlers, access: AccessControl | None) -> None:
+    def __init__(self, handlers: PeerHandlers, access: AccessControl | None) -> None:
         """Serve ``handlers``. ``access``: the access control of a private run; None: any peer may take part."""
         self._handlers = handlers
         self._access = access
@@ -90,7 +90,7 @@ class TrainingService(TrainingServicer):
 
 
 async def start_service(
-    handlers: Handlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
+    handlers: PeerHandlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
 ) -> tuple[grpc.aio.Server, int]:
     """Return a server that listens, and its port.
 

@@ -24,7 +24,7 @@ _TIMEOUT_S = 10.0
 M = TypeVar("M", bound=Message)
 
 
-class Board(Protocol):
+class PeerRegistry(Protocol):
     async def publish(self, record: pb.SignedProgress) -> None: ...
 
     async def read(self) -> list[pb.SignedProgress]:
@@ -34,7 +34,7 @@ class Board(Protocol):
         """Return the orders of moderators, not yet verified."""
 
 
-class DhtBoard:
+class DhtPeerRegistry:
     """A DHT node inside this process, and the keys of one run on the DHT."""
 
     def __init__(self, node: DHTNode, run: str, identity: Identity, moderated_as: str | None = None) -> None:
@@ -52,7 +52,7 @@ class DhtBoard:
     @classmethod
     async def join(
         cls, run: str, initial_peers: Sequence[str], identity: Identity, listening: Listening, timeout_s: float
-    ) -> DhtBoard:
+    ) -> DhtPeerRegistry:
         """Join the DHT through ``initial_peers``, or start a new DHT if there are none.
 
         Raises:
@@ -67,9 +67,9 @@ class DhtBoard:
         """Return the DHT node, for keys of other kinds."""
         return self._node
 
-    def beside(self, run: str, moderated_as: str | None = None) -> DhtBoard:
+    def beside(self, run: str, moderated_as: str | None = None) -> DhtPeerRegistry:
         """Return the board of another run on the same node; closing this board ends both."""
-        return DhtBoard(self._node, run, self._identity, moderated_as)
+        return DhtPeerRegistry(self._node, run, self._identity, moderated_as)
 
     async def addresses(self) -> list[str]:
         """Return multiaddrs with which other peers can join through this node."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import LocalView
 
 
-def must_stand_aside(view: View, failing_s: Mapping[str, float], patience_s: float) -> bool:
+def must_stand_aside(view: LocalView, failing_s: Mapping[str, float], patience_s: float) -> bool:
     """Return whether this peer must take no part until it can call the others.
 
     The smaller part of a network stands aside. Between two peers or equal parts, the one that is behind stands aside,

@@ -28,7 +28,7 @@ _MIN_VOTES = 2  # to exclude a peer
 
 
 @dataclass(frozen=True)
-class View:
+class LocalView:
     """A peer's knowledge of its run at one time.
 
     Attributes:
@@ -52,12 +52,12 @@ class View:
         return tuple(peer for peer in self.all if peer.moment == moment and peer.state in PRESENT)
 
 
-def samples_at(view: View, moment: Moment) -> int:
+def samples_at(view: LocalView, moment: Moment) -> int:
     """Return the samples that all peers together have accumulated towards the next step."""
     return sum(peer.samples for peer in view.at(moment))
 
 
-def is_batch_complete(view: View) -> bool:
+def is_batch_complete(view: LocalView) -> bool:
     """Return whether the batch is complete in this view, or in that of a peer that already wants to meet."""
     peers = view.at(view.own.moment)
     if view.own.counts_exactly:
@@ -74,7 +74,7 @@ def _is_exactly_complete(peers: Collection[Progress], own: Progress) -> bool:
     return any(peer.accepted for peer in peers) or is_partition(parts, own.target_batch_size)
 
 
-def must_discard(view: View) -> bool:
+def must_discard(view: LocalView) -> bool:
     """Return whether this peer must discard its sums. Either a peer with a lower id, which keeps its sums, counts one
     of the same micro-batches; or the batch is decided without this peer, which could still hold up a barrier."""
     own = view.own
@@ -96,7 +96,7 @@ def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
     )
 
 
-def seconds_to_step(view: View) -> float | None:
+def seconds_to_step(view: LocalView) -> float | None:
     """Return the seconds until the batch is complete at the present speed; None if no speed has been measured yet."""
     peers = view.at(view.own.moment)
     missing = view.own.target_batch_size - sum(peer.samples for peer in peers)
@@ -106,7 +106,7 @@ def seconds_to_step(view: View) -> float | None:
     return missing / speed if speed > 0 else None
 
 
-def expected_at(view: View, moment: Moment, roster: Collection[str]) -> frozenset[str]:
+def expected_at(view: LocalView, moment: Moment, roster: Collection[str]) -> frozenset[str]:
     """Return the peers to wait for: all at this moment, and peers of its roster that are alive but lag behind."""
     lagging = (peer.peer_id for peer in view.all if peer.peer_id in roster and peer.moment < moment)
     return frozenset(peer.peer_id for peer in view.at(moment)) | frozenset(lagging)
@@ -117,7 +117,7 @@ def rank(run: str, moment: Moment, peer_id: str) -> bytes:
     return sha256(f"{run}/{moment}/{peer_id}".encode()).digest()
 
 
-def leader_of(view: View, unreachable: Collection[str] = ()) -> Progress | None:
+def leader_of(view: LocalView, unreachable: Collection[str] = ()) -> Progress | None:
     """Return the peer that leads the next meeting in this view; None if no peer can be called."""
     moment, run = view.own.moment, view.own.run
     candidates = [
@@ -137,20 +137,20 @@ def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection
     return 2 * votes == len(electorate) and electorate[0] in present
 
 
-def known_at(view: View, moment: Moment) -> frozenset[str]:
+def known_at(view: LocalView, moment: Moment) -> frozenset[str]:
     """Return all peers at this moment, including silent ones. Newcomers, which are in no roster yet, count as much as
     other peers when a group is formed."""
     silent = (peer.peer_id for peer in view.silent if peer.moment == moment)
     return frozenset(peer.peer_id for peer in view.at(moment)).union(silent)
 
 
-def is_behind(view: View, roster: Collection[str]) -> bool:
+def is_behind(view: LocalView, roster: Collection[str]) -> bool:
     """Return whether a quorum of this moment's roster, or half of the other peers, have gone on to a later moment."""
     later = {peer.peer_id for peer in view.others if peer.moment > view.own.moment}
     return bool(later) and (has_quorum(later, roster, view.gone) or 2 * len(later) >= len(view.others))
 
 
-def sources_of_state(view: View) -> tuple[Progress, ...]:
+def sources_of_state(view: LocalView) -> tuple[Progress, ...]:
     """Return the peers to ask for the state: the largest group that agrees on a moment and a digest, and is not behind
     this peer; of two equally large groups, the one that is further ahead."""
     least = view.own.moment if view.own.state in PRESENT else Moment(0, 0)
@@ -162,7 +162,7 @@ def sources_of_state(view: View) -> tuple[Progress, ...]:
     return tuple(max(groups.items(), key=lambda group: (len(group[1]), group[0]))[1]) if groups else ()
 
 
-def is_in_minority(view: View) -> bool:
+def is_in_minority(view: LocalView) -> bool:
     """Return whether the most common state of the peers at this moment is not this peer's."""
     return bool(view.own.state_digest) and majority_digest(view.at(view.own.moment)) != view.own.state_digest
 

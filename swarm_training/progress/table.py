@@ -13,7 +13,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, LEFT, PRESENT, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress.policy import View, majority_digest
+from swarm_training.progress.policy import LocalView, majority_digest
 
 MAX_PEERS = 4096
 _SILENT_S = 60.0  # for this long a view lists a peer as silent
@@ -175,7 +175,7 @@ class ProgressTable:
         if peer_id in self._entries:
             self._gone[peer_id] = self._entries[peer_id].record.version
 
-    def view(self, own: Progress, now: float) -> View:
+    def view(self, own: Progress, now: float) -> LocalView:
         others, silent = [], []
         long_ago = (peer_id for peer_id, since_s in self._ruled_out.items() if now - since_s > self._silence_s)
         gone = set(long_ago) - {self._own_id}
@@ -194,7 +194,7 @@ class ProgressTable:
             elif entry.record.state in PRESENT and silence_s < _SILENT_S:
                 silent.append(entry.record)
         others.sort(key=lambda peer: peer.peer_id)
-        return View(own, tuple(others), tuple(silent), frozenset(gone))
+        return LocalView(own, tuple(others), tuple(silent), frozenset(gone))
 
     def known(self) -> list[Progress]:
         """Return the records of all other peers, including silent ones, without those that are gone."""

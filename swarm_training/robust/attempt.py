@@ -8,12 +8,13 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from swarm_training.robust.instructions import Finished
+from swarm_training.robust.instructions import StepRecord
 from swarm_training.robust.jury import evidence, suspects
 from swarm_training.robust.messages import (
     Accusation,
     Accusations,
     AggregateOpened,
+    BroadcastMessage,
     Case,
     Commitment,
     EvidenceOpened,
@@ -21,12 +22,11 @@ from swarm_training.robust.messages import (
     FalseProjection,
     Item,
     Measurements,
-    Message,
     PartsOpened,
     Projections,
     Receipt,
     Reveal,
-    Round,
+    RobustRound,
 )
 from swarm_training.robust.phases import Spoken
 
@@ -35,7 +35,7 @@ _LONGEST = 1e6  # the largest projection, in units of tau: larger ones, or NaN, 
 
 
 @dataclass
-class Attempt:
+class AttemptState:
     """A peer's knowledge of one attempt, which grows with every phase.
 
     Attributes:
@@ -49,8 +49,8 @@ class Attempt:
         passed: targets of audits that nobody has accused.
     """
 
-    round: Round
-    last: Finished | None
+    round: RobustRound
+    last: StepRecord | None
     validators: Mapping[str, str]
     parts: dict[str, bytes] = field(default_factory=dict)
     aggregates: dict[str, bytes] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Attempt:
         assert self.last is not None
         return self.last.commitments[item.worker][self.last.round.owners.index(item.owner)]
 
-    def is_valid(self, message: Message) -> bool:
+    def is_valid(self, message: BroadcastMessage) -> bool:
         """Return whether a message is well formed and fits the commitments. Later checks find false claims in it."""
         owners, name = self.round.owners, message.sender
         match message:

@@ -25,20 +25,20 @@ from dataclasses import dataclass
 
 from swarm_training.robust import instructions as todo
 from swarm_training.robust import messages as msg
-from swarm_training.robust.attempt import Attempt
-from swarm_training.robust.instructions import Finished, Instruction
+from swarm_training.robust.attempt import AttemptState
+from swarm_training.robust.instructions import Instruction, StepRecord
 from swarm_training.robust.jury import evidence, judge, suspects
-from swarm_training.robust.messages import Event, Item, Message, Round
+from swarm_training.robust.messages import BroadcastMessage, Event, Item, RobustRound
 from swarm_training.robust.phases import PhaseMachine, Spoken
-from swarm_training.robust.roster import Roster, Rules, Standing, part_sizes, projection_limit
+from swarm_training.robust.roster import MemberRecord, MemberRoster, Rules, part_sizes, projection_limit
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class BtardSnapshot:
     """The state that a newcomer loads: standings, and the data of the next audits. All honest peers have the same."""
 
-    standings: Mapping[str, Standing]
-    last: Finished | None
+    standings: Mapping[str, MemberRecord]
+    last: StepRecord | None
     audits: Mapping[str, str]
     removed: Mapping[str, todo.Remove]
 
@@ -51,13 +51,13 @@ class Btard(PhaseMachine):
         super().__init__()
         self.me = me
         self.rules = rules or Rules()
-        self.roster = Roster(founders, self.rules)
+        self.roster = MemberRoster(founders, self.rules)
         self.num_elements = num_elements
         self.removed: dict[str, todo.Remove] = {}
-        self._last: Finished | None = None
+        self._last: StepRecord | None = None
         self._audits: dict[str, str] = {}  # targets by validator: audits of the last step
         self._absent: set[str] = set()  # peers that sent no commitment in this step
-        self._known = Attempt(Round(-1, 0, ()), None, {})
+        self._known = AttemptState(RobustRound(-1, 0, ()), None, {})
         self._gone: set[str] = set()  # peers removed in this attempt
         self._early: list[Event] = []  # events of rounds that have not begun here
         self._secret = b""
@@ -68,18 +68,18 @@ class Btard(PhaseMachine):
         self._take(event)
         return self._out
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> BtardSnapshot:
         """Return the state that a newcomer loads, between two steps."""
-        return Snapshot(dict(self.roster.standings), self._last, dict(self._audits), dict(self.removed))
+        return BtardSnapshot(dict(self.roster.standings), self._last, dict(self._audits), dict(self.removed))
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self, snapshot: BtardSnapshot) -> None:
         """Load a snapshot. The caller must know that honest peers agree on it."""
         self.roster.load(snapshot.standings)
         self._last = snapshot.last
         self._audits, self.removed = dict(snapshot.audits), dict(snapshot.removed)
 
     @property
-    def known(self) -> Attempt:
+    def known(self) -> AttemptState:
         """Return what this peer knows of the present attempt."""
         return self._known
 
@@ -118,7 +118,7 @@ class Btard(PhaseMachine):
             case msg.Checked():
                 wrong = [msg.Accusation(case, value) for case, value in event.measured if value is None or value > 1]
                 self._say(msg.Accusations(*self._stamp, tuple(wrong)))
-            case msg.Measured():
+            case msg.MeasuredCases():
                 self._say(msg.Measurements(*self._stamp, event.values))
 
     def _begin(self, event: msg.Begin) -> None:
@@ -139,7 +139,7 @@ class Btard(PhaseMachine):
         if len(validators) == len(owners):
             validators = {}
         validators = {name: target for name, target in validators.items() if target in self.roster.all}
-        self._known = Attempt(Round(step, attempt, owners), self._last, validators)
+        self._known = AttemptState(RobustRound(step, attempt, owners), self._last, validators)
         self._gone = set()
         self._forget()
         if self.me not in self.roster.all or not owners:
@@ -152,7 +152,7 @@ class Btard(PhaseMachine):
             self._take(event)
 
     @property
-    def _round(self) -> Round:
+    def _round(self) -> RobustRound:
         return self._known.round
 
     @property
@@ -165,10 +165,10 @@ class Btard(PhaseMachine):
     def _stamp(self) -> tuple[str, int, int]:
         return self.me, self._round.step, self._round.attempt
 
-    def _is_valid(self, message: Message) -> bool:
+    def _is_valid(self, message: BroadcastMessage) -> bool:
         return self._known.is_valid(message)
 
-    def _follow(self, phase: type[Message], spoken: Spoken, silent: list[str]) -> None:
+    def _follow(self, phase: type[BroadcastMessage], spoken: Spoken, silent: list[str]) -> None:
         if phase is msg.Commitment:
             self._after_commitments(spoken, silent)
             return
@@ -178,7 +178,7 @@ class Btard(PhaseMachine):
         if self._gone and phase not in (msg.Accusations, msg.EvidenceOpened, msg.Measurements):
             self._repeat()
             return
-        follow: dict[type[Message], Callable[[Spoken], None]] = {
+        follow: dict[type[BroadcastMessage], Callable[[Spoken], None]] = {
             msg.Receipt: self._after_receipts,
             msg.PartsOpened: self._aggregate,
             msg.AggregateCommitted: self._after_aggregates,
@@ -252,9 +252,9 @@ class Btard(PhaseMachine):
         else:
             self._aggregate()
 
-    def _open(self, phase: type[Message]) -> None:
+    def _open(self, phase: type[BroadcastMessage]) -> None:
         if self.me in self._known.demanded:
-            self._do(todo.Open(self._round, self._known.demanded[self.me], phase is msg.EvidenceOpened))
+            self._do(todo.OpenParts(self._round, self._known.demanded[self.me], phase is msg.EvidenceOpened))
         self._enter(phase, self._known.demanded)
 
     def _aggregate(self, _: Spoken | None = None) -> None:
@@ -294,7 +294,7 @@ class Btard(PhaseMachine):
                 self._known.cases[msg.FalseAggregate(owner)] = None
         if self.me in self._round.owners:
             target = self._known.validators.get(self.me)
-            self._do(todo.Check(self._round, self._known.projections, target, self._last))
+            self._do(todo.CheckProjections(self._round, self._known.projections, target, self._last))
         self._enter(msg.Accusations, self._round.owners)
 
     def _after_accusations(self, spoken: Spoken) -> None:
@@ -338,6 +338,6 @@ class Btard(PhaseMachine):
             return
         for name in self._known.passed:
             self.roster.passed_audit(name)
-        self._last = Finished(self._round, self._known.commitments, self._known.projections)
+        self._last = StepRecord(self._round, self._known.commitments, self._known.projections)
         self._audits = self.roster.audits(self._round.seed, self._known.commitments)
         self._do(todo.Finish(self._round))

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm_training.robust.messages import Case, Item, Message, Round
+from swarm_training.robust.messages import BroadcastMessage, Case, Item, RobustRound
 
 
 @dataclass(frozen=True)
-class Finished:
+class StepRecord:
     """The record of a step that counted, to which its audits refer.
 
     ``commitments``: digests of parts by worker, including newcomers; ``projections``: the published ones, by worker.
     """
 
-    round: Round
+    round: RobustRound
     commitments: Mapping[str, tuple[bytes, ...]]
     projections: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    message: Message
+    message: BroadcastMessage
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Compute:
     ``contributes``: False for a validator, which computes no gradient and has no parts.
     """
 
-    round: Round
+    round: RobustRound
     contributes: bool
 
 
@@ -48,28 +48,28 @@ class SendGradient:
 class SendParts:
     """The instruction to send this peer's parts to their owners."""
 
-    round: Round
+    round: RobustRound
 
 
 @dataclass(frozen=True)
 class Aggregate:
     """The instruction to aggregate this peer's part from the parts of all workers; gives ``Aggregated``."""
 
-    round: Round
+    round: RobustRound
 
 
 @dataclass(frozen=True)
 class SendAggregate:
     """The instruction to send the aggregate of this peer's part to all peers."""
 
-    round: Round
+    round: RobustRound
 
 
 @dataclass(frozen=True)
-class Open:
+class OpenParts:
     """The instruction to broadcast this peer's parts with their data, as evidence or because their owner lacks them."""
 
-    round: Round
+    round: RobustRound
     items: tuple[Item, ...]
     is_evidence: bool
 
@@ -78,33 +78,33 @@ class Open:
 class OpenAggregate:
     """The instruction to broadcast this peer's aggregate with its data."""
 
-    round: Round
+    round: RobustRound
 
 
 @dataclass(frozen=True)
 class Project:
     """The instruction to project this peer's parts on random directions; gives ``Projected``."""
 
-    round: Round
+    round: RobustRound
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckProjections:
     """The instruction to check all projections of this peer's part, and the audited target; gives ``Checked``."""
 
-    round: Round
+    round: RobustRound
     projections: Mapping[str, tuple[float, ...]]
     target: str | None
-    last: Finished | None
+    last: StepRecord | None
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The instruction to measure the suspects of every case from the evidence; gives ``Measured``."""
+    """The instruction to measure the suspects of every case from the evidence; gives ``MeasuredCases``."""
 
-    round: Round
+    round: RobustRound
     projections: Mapping[str, tuple[float, ...]]
-    last: Finished | None
+    last: StepRecord | None
     cases: tuple[Case, ...]
 
 
@@ -121,7 +121,7 @@ class Remove:
 class Finish:
     """The end of a step: the aggregates of this round are the step's gradient."""
 
-    round: Round
+    round: RobustRound
 
 
 Instruction = (
@@ -131,10 +131,10 @@ Instruction = (
     | SendParts
     | Aggregate
     | SendAggregate
-    | Open
+    | OpenParts
     | OpenAggregate
     | Project
-    | Check
+    | CheckProjections
     | Measure
     | Remove
     | Finish

@@ -6,22 +6,30 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm_training.robust.instructions import Finished
-from swarm_training.robust.messages import Accusation, Case, FalseAggregate, FalseGradient, FalseProjection, Item, Round
+from swarm_training.robust.instructions import StepRecord
+from swarm_training.robust.messages import (
+    Accusation,
+    Case,
+    FalseAggregate,
+    FalseGradient,
+    FalseProjection,
+    Item,
+    RobustRound,
+)
 from swarm_training.robust.roster import Rules
 
 _NEGLIGENCE = 2.0  # an owner may let a projection pass that is off by up to this: it may have measured less
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JuryVerdict:
     """A jury's verdict. ``banned``: reasons by name; ``unfounded``: accusers whose missing data was then shown."""
 
     banned: Mapping[str, str]
     unfounded: tuple[str, ...]
 
 
-def evidence(case: Case, current: Round, last: Finished | None) -> list[Item]:
+def evidence(case: Case, current: RobustRound, last: StepRecord | None) -> list[Item]:
     """Return the parts that a jury needs. Their workers must open them."""
     match case:
         case FalseProjection(worker, owner):
@@ -34,7 +42,7 @@ def evidence(case: Case, current: Round, last: Finished | None) -> list[Item]:
             return [Item(past.step, past.attempt, worker, owner) for owner in past.owners]
 
 
-def suspects(case: Case, current: Round, last: Finished | None) -> list[str]:
+def suspects(case: Case, current: RobustRound, last: StepRecord | None) -> list[str]:
     """Return the suspects of a case, the accused first.
 
     If projections do not add up, the owner or any of the workers may have lied. If a worker's projection in the last
@@ -55,7 +63,7 @@ def judge(
     accusations: Mapping[Case, tuple[str, Accusation]],
     measurements: Mapping[str, Sequence[Sequence[float]]],
     rules: Rules,
-) -> Verdict:
+) -> JuryVerdict:
     """Return the verdict by the median of the jurors' measurements: most jurors are honest.
 
     A juror or an accuser has lied if its measurement differs from the median.
@@ -83,7 +91,7 @@ def judge(
                 unfounded.append(accuser)
             elif _is_slander(accusation, medians[0], rules):
                 banned.setdefault(accuser, "slander")
-    return Verdict(banned, tuple(unfounded))
+    return JuryVerdict(banned, tuple(unfounded))
 
 
 _REASONS: dict[type[Case], tuple[str, str]] = {  # reasons to ban the accused, and the other suspects

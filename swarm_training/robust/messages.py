@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Round:
+class RobustRound:
     """One attempt at a step, as far as it is known.
 
     Attributes:
@@ -74,14 +74,14 @@ class Accusation:
 
 
 @dataclass(frozen=True)
-class Message:
+class BroadcastMessage:
     sender: str
     step: int
     attempt: int
 
 
 @dataclass(frozen=True)
-class Commitment(Message):
+class Commitment(BroadcastMessage):
     """A peer's commitment, made before the peer has seen another one.
 
     ``parts``: digests, none if it is a validator; ``distance``: of its gradient to the last result.
@@ -93,14 +93,14 @@ class Commitment(Message):
 
 
 @dataclass(frozen=True)
-class Receipt(Message):
+class Receipt(BroadcastMessage):
     """An owner's list of the workers whose parts have not come, or are not the committed ones."""
 
     missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class PartsOpened(Message):
+class PartsOpened(BroadcastMessage):
     """Parts that an owner lacks, opened to all peers. The receiver computes the digests from the data."""
 
     items: tuple[Item, ...]
@@ -108,14 +108,14 @@ class PartsOpened(Message):
 
 
 @dataclass(frozen=True)
-class AggregateCommitted(Message):
+class AggregateCommitted(BroadcastMessage):
     """An owner's commitment to its aggregate, before the seed is known."""
 
     digest: bytes
 
 
 @dataclass(frozen=True)
-class Reveal(Message):
+class Reveal(BroadcastMessage):
     """An owner's share of the seed. ``missing``: owners whose aggregates have not come, or are the wrong ones."""
 
     seed: bytes
@@ -123,28 +123,28 @@ class Reveal(Message):
 
 
 @dataclass(frozen=True)
-class AggregateOpened(Message):
+class AggregateOpened(BroadcastMessage):
     """An aggregate that some owner lacks, opened to all peers."""
 
     digest: bytes
 
 
 @dataclass(frozen=True)
-class Projections(Message):
+class Projections(BroadcastMessage):
     """A worker's projections: ⟨z_j, clip(g_ij − v_j)⟩ for every owner j."""
 
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Accusations(Message):
+class Accusations(BroadcastMessage):
     """The accusations of one owner or validator; usually none."""
 
     items: tuple[Accusation, ...] = ()
 
 
 @dataclass(frozen=True)
-class EvidenceOpened(Message):
+class EvidenceOpened(BroadcastMessage):
     """Parts that a jury needs, opened to all peers."""
 
     items: tuple[Item, ...]
@@ -152,7 +152,7 @@ class EvidenceOpened(Message):
 
 
 @dataclass(frozen=True)
-class Measurements(Message):
+class Measurements(BroadcastMessage):
     """A juror's measurements: for every case, how far each suspect is off, in units of the tolerance."""
 
     values: tuple[tuple[float, ...], ...]
@@ -174,14 +174,14 @@ class Begin:
 class Received:
     """A broadcast, possibly this peer's own. All honest peers receive the same ones before the same deadline."""
 
-    message: Message
+    message: BroadcastMessage
 
 
 @dataclass(frozen=True)
 class Computed:
     """This peer's gradient: the digests of its parts, and its distance to the last aggregate."""
 
-    round: Round
+    round: RobustRound
     parts: tuple[bytes, ...]
     distance: float
 
@@ -196,7 +196,7 @@ class PartArrived:
 class Aggregated:
     """The digest of the aggregate that this peer has computed."""
 
-    round: Round
+    round: RobustRound
     digest: bytes
 
 
@@ -210,7 +210,7 @@ class AggregateArrived:
 
 @dataclass(frozen=True)
 class Projected:
-    round: Round
+    round: RobustRound
     values: tuple[float, ...]
 
 
@@ -218,13 +218,13 @@ class Projected:
 class Checked:
     """The results of this peer's checks, in units of the tolerance; None: the data was not shown."""
 
-    round: Round
+    round: RobustRound
     measured: tuple[tuple[Case, float | None], ...]
 
 
 @dataclass(frozen=True)
-class Measured:
-    round: Round
+class MeasuredCases:
+    round: RobustRound
     values: tuple[tuple[float, ...], ...]
 
 
@@ -247,7 +247,7 @@ Event = (
     | AggregateArrived
     | Projected
     | Checked
-    | Measured
+    | MeasuredCases
     | Late
     | Deadline
 )
@@ -262,6 +262,6 @@ def place(event: Event) -> tuple[int, int]:
             return item.step, item.attempt
         case AggregateArrived():
             return event.step, event.attempt
-        case Computed() | Aggregated() | Projected() | Checked() | Measured():
+        case Computed() | Aggregated() | Projected() | Checked() | MeasuredCases():
             return event.round.step, event.round.attempt
     raise AssertionError(event)

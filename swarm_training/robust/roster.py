@@ -33,7 +33,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Standing:
+class MemberRecord:
     """The standing of one peer. ``absences``: the steps that it has missed in a row."""
 
     audits_passed: int
@@ -56,12 +56,12 @@ def projection_limit(rules: Rules, tau: float, size: int, num_elements: int) -> 
     return rules.projection_tolerance * part_tau(tau, size, num_elements) / math.sqrt(size)
 
 
-class Roster:
+class MemberRoster:
     """The registry of members and newcomers. Every honest peer has the same one."""
 
     def __init__(self, founders: Iterable[str], rules: Rules) -> None:
         self.rules = rules
-        self.standings = {name: Standing(rules.audits_to_join) for name in founders}
+        self.standings = {name: MemberRecord(rules.audits_to_join) for name in founders}
 
     @property
     def full(self) -> tuple[str, ...]:
@@ -76,11 +76,11 @@ class Roster:
     def all(self) -> tuple[str, ...]:
         return tuple(sorted(self.standings))
 
-    def load(self, standings: Mapping[str, Standing]) -> None:
+    def load(self, standings: Mapping[str, MemberRecord]) -> None:
         self.standings = dict(standings)
 
     def add(self, names: Iterable[str]) -> None:
-        self.standings |= {name: Standing(0) for name in names if name not in self.standings}
+        self.standings |= {name: MemberRecord(0) for name in names if name not in self.standings}
 
     def remove(self, name: str) -> None:
         self.standings.pop(name, None)

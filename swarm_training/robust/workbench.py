@@ -18,24 +18,25 @@ from swarm_training.robust.centered_clip import centered_clip, clip
 from swarm_training.robust.instructions import (
     Aggregate,
     Broadcast,
-    Check,
+    CheckProjections,
     Compute,
     Finish,
-    Finished,
     Instruction,
     Measure,
-    Open,
     OpenAggregate,
+    OpenParts,
     Project,
     SendAggregate,
     SendGradient,
     SendParts,
+    StepRecord,
 )
 from swarm_training.robust.jury import evidence
 from swarm_training.robust.messages import (
     AggregateArrived,
     Aggregated,
     AggregateOpened,
+    BroadcastMessage,
     Case,
     Checked,
     Computed,
@@ -45,13 +46,12 @@ from swarm_training.robust.messages import (
     FalseGradient,
     FalseProjection,
     Item,
-    Measured,
-    Message,
+    MeasuredCases,
     PartArrived,
     PartsOpened,
     Projected,
     Received,
-    Round,
+    RobustRound,
 )
 from swarm_training.robust.roster import Rules, part_sizes, part_tau, projection_limit
 
@@ -69,7 +69,7 @@ class Delivery:
     sender: str
     place: Place
     to: str | None = None
-    message: Message | None = None
+    message: BroadcastMessage | None = None
     parts: Mapping[Item, Tensor] = field(default_factory=dict)
     aggregate: Tensor | None = None
 
@@ -118,7 +118,7 @@ class Workbench:
             case SendAggregate(current):
                 own = self._aggregates[_place(current)][self.me]
                 return [Delivery(self.me, _place(current), aggregate=own)]
-            case Open(current, items, is_evidence):
+            case OpenParts(current, items, is_evidence):
                 kind = EvidenceOpened if is_evidence else PartsOpened
                 parts = {item: self.part(item) for item in items}
                 message = kind(self.me, *_place(current), items, ())
@@ -129,10 +129,10 @@ class Workbench:
                 return [Delivery(self.me, _place(current), message=message, aggregate=own)]
             case Project(current):
                 return [Projected(current, self.projections(current))]
-            case Check():
+            case CheckProjections():
                 return [Checked(instruction.round, tuple(self.check(instruction)))]
             case Measure(current, said, last, cases):
-                return [Measured(current, tuple(tuple(self.measure(case, current, said, last)) for case in cases))]
+                return [MeasuredCases(current, tuple(tuple(self.measure(case, current, said, last)) for case in cases))]
             case Finish(current):
                 self._finish(current)
         return []
@@ -166,19 +166,19 @@ class Workbench:
         owners = self._owners[_place(item)]
         return self._own[item.step].tensor_split(len(owners))[owners.index(item.owner)]
 
-    def aggregate(self, current: Round) -> Tensor:
+    def aggregate(self, current: RobustRound) -> Tensor:
         """Return the aggregate of the part that this peer owns, float32."""
         parts = torch.stack([self._parts[Item(*_place(current), worker, self.me)] for worker in current.workers])
         return centered_clip(parts, torch.ones(len(parts)), self._tau(current, self.me))
 
-    def projections(self, current: Round) -> tuple[float, ...]:
+    def projections(self, current: RobustRound) -> tuple[float, ...]:
         """Return the projections of this peer's parts, one for each owner."""
         return tuple(
             self._projection(current, owner, self.part(Item(*_place(current), self.me, owner)))
             for owner in current.owners
         )
 
-    def check(self, instruction: Check) -> list[tuple[Case, float | None]]:
+    def check(self, instruction: CheckProjections) -> list[tuple[Case, float | None]]:
         """Measure all projections on this peer's part, and the audited target's gradient; None: it was not shown."""
         cases: list[Case] = [FalseProjection(worker, self.me) for worker in instruction.round.workers]
         measured: list[tuple[Case, float | None]] = [
@@ -198,7 +198,7 @@ class Workbench:
         return measured
 
     def measure(
-        self, case: Case, current: Round, said: Mapping[str, Sequence[float]], last: Finished | None
+        self, case: Case, current: RobustRound, said: Mapping[str, Sequence[float]], last: StepRecord | None
     ) -> list[float]:
         """Return how far each suspect is off, in units of the tolerance."""
         match case:
@@ -218,7 +218,7 @@ class Workbench:
 
     # ---------------------------------------------------------------- helpers of these computations
 
-    def _compute(self, current: Round, contributes: bool) -> Computed:
+    def _compute(self, current: RobustRound, contributes: bool) -> Computed:
         self._owners[_place(current)] = current.owners
         if not contributes:
             return Computed(current, (), 1.0)
@@ -228,22 +228,24 @@ class Workbench:
         distance = max(float((own - self.result).norm()), _LEAST_DISTANCE * float(own.norm()))
         return Computed(current, tuple(digest(part) for part in own.tensor_split(len(current.owners))), distance)
 
-    def _tau(self, current: Round, owner: str) -> float:
+    def _tau(self, current: RobustRound, owner: str) -> float:
         sizes = part_sizes(self._num_elements, len(current.owners))
         return part_tau(current.tau, sizes[current.owners.index(owner)], self._num_elements)
 
-    def _projection(self, current: Round, owner: str, part: Tensor) -> float:
+    def _projection(self, current: RobustRound, owner: str, part: Tensor) -> float:
         aggregate = self._aggregates[_place(current)][owner]
         clipped = clip(part.double() - aggregate.double(), self._tau(current, owner))
         return float(direction(current.seed, owner, len(clipped)) @ clipped)
 
-    def _projection_error(self, current: Round, said: Mapping[str, Sequence[float]], worker: str, owner: str) -> float:
+    def _projection_error(
+        self, current: RobustRound, said: Mapping[str, Sequence[float]], worker: str, owner: str
+    ) -> float:
         part = self._parts[Item(*_place(current), worker, owner)]
         limit = projection_limit(self.rules, current.tau, len(part), self._num_elements)
         true = self._projection(current, owner, part)
         return _bounded(abs(said[worker][current.owners.index(owner)] - true) / limit)
 
-    def _gradient_errors(self, worker: str, last: Finished) -> list[float]:
+    def _gradient_errors(self, worker: str, last: StepRecord) -> list[float]:
         """Return the worker's largest error, then its projections' errors by owner if it had to publish them."""
         items = evidence(FalseGradient(worker), last.round, last)
         sent = torch.cat([self._parts[item] for item in items]).double()
@@ -257,7 +259,7 @@ class Workbench:
         projected = [self._projection_error(last.round, said, worker, owner) for owner in last.round.owners]
         return [max(error, *projected), *projected]
 
-    def _finish(self, current: Round) -> None:
+    def _finish(self, current: RobustRound) -> None:
         aggregates = self._aggregates[_place(current)]
         self.result = torch.cat([aggregates[owner] for owner in current.owners])
         place = _place(current)
@@ -274,7 +276,7 @@ def direction(seed: bytes, owner: str, size: int) -> Tensor:
     return (2.0 * signs.double() - 1) / math.sqrt(size)
 
 
-def _place(of: Round | Item) -> Place:
+def _place(of: RobustRound | Item) -> Place:
     return of.step, of.attempt
 
 

@@ -14,16 +14,16 @@ from torch import Tensor
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_training.core.robust_config import Deadlines, RobustConfig
 from swarm_training.core.robust_network import RobustNetwork
-from swarm_training.robust.attempt import Attempt
-from swarm_training.robust.instructions import Finished
+from swarm_training.robust.attempt import AttemptState
+from swarm_training.robust.instructions import StepRecord
 from swarm_training.robust.jury import evidence
 from swarm_training.robust.messages import (
     AggregateOpened,
+    BroadcastMessage,
     Event,
     EvidenceOpened,
     FalseGradient,
     Item,
-    Message,
     PartsOpened,
 )
 from swarm_training.robust.workbench import Delivery, Workbench
@@ -101,7 +101,7 @@ class StepData:
         async with self._using:
             return await self._in_thread(call)
 
-    async def give(self, delivery: Delivery) -> Message | None:
+    async def give(self, delivery: Delivery) -> BroadcastMessage | None:
         """Let other peers fetch a delivery's data. Return its message, if any, with the digests of that data."""
         readers = None if delivery.to is None else {delivery.to}
         step = max([delivery.place[0], *(item.step for item in delivery.parts)])
@@ -113,7 +113,7 @@ class StepData:
             return type(message)(message.sender, message.step, message.attempt, message.items, tuple(digests))
         return message
 
-    def parts_for(self, me: str, known: Attempt) -> list[Found]:
+    def parts_for(self, me: str, known: AttemptState) -> list[Found]:
         """Return coroutines that fetch the parts that other workers have committed for this peer."""
         current, place = known.round, (known.round.step, known.round.attempt)
         mine = current.owners.index(me)
@@ -123,7 +123,7 @@ class StepData:
             for worker, item in wanted.items()
         ]
 
-    def aggregates(self, me: str, known: Attempt, holders: Iterable[str]) -> list[Found]:
+    def aggregates(self, me: str, known: AttemptState, holders: Iterable[str]) -> list[Found]:
         """Return coroutines that fetch the aggregates of other owners, from the owner or else from any holder."""
         place, names = (known.round.step, known.round.attempt), [name for name in holders if name != me]
         digests = {owner: known.committed_aggregates[owner] for owner in known.round.owners if owner != me}
@@ -131,7 +131,7 @@ class StepData:
             self._soon("reveal", self.take_aggregate(owner, digest, names, place)) for owner, digest in digests.items()
         ]
 
-    def audited(self, target: str, last: Finished) -> Found:
+    def audited(self, target: str, last: StepRecord) -> Found:
         """Return a coroutine that fetches the parts of the last step that this peer must audit."""
         items = evidence(FalseGradient(target), last.round, last)
         parts = dict(zip(items, last.commitments.get(target, ()), strict=False))
@@ -160,7 +160,7 @@ class StepData:
         await self.blobs.put(data, place[0] + 1)  # other peers may ask this one, if the owner withholds it
         return await self._received(Delivery(owner, place, aggregate=to_tensor(data)))
 
-    async def take_message(self, message: Message) -> list[Event]:
+    async def take_message(self, message: BroadcastMessage) -> list[Event]:
         """Return the events of a message whose phase is over. Its data was fetched before the message was taken."""
         place = message.step, message.attempt
         if isinstance(message, PartsOpened | EvidenceOpened):

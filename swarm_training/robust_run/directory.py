@@ -12,21 +12,21 @@ from contextlib import suppress
 from swarm_protocol.net.identity import Identity
 from swarm_training.core.record import JOINING, TRAINING, Progress
 from swarm_training.core.signing import read_signed, sign
-from swarm_training.progress.board import Board
+from swarm_training.progress.board import PeerRegistry
 
 _PUBLISH_S, _READ_S, _READ_EARLY_S = 15.0, 2.0, 0.5
 _FRESH_S = 45.0  # records of peers that are gone stay on the DHT for a while
 _MOST_RECORDS = 1024
 
 
-class Directory:
+class PeerDirectory:
     """The registry of a run's peers on the DHT.
 
     Attributes:
         others: ids of peers of this run whose records say that they train another model, or by other rules.
     """
 
-    def __init__(self, own: Progress, identity: Identity, board: Board) -> None:
+    def __init__(self, own: Progress, identity: Identity, board: PeerRegistry) -> None:
         self.others: set[str] = set()
         self._heard_s: dict[str, float] = {}
         self._own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from swarm_training.broadcast import wire
 from swarm_training.broadcast.agreement import Agreement
-from swarm_training.broadcast.signed import Statement
+from swarm_training.broadcast.signed import SignedStatement
 from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust import messages as msg
 
@@ -31,18 +31,20 @@ def attached(agreements: Iterable[Agreement]) -> list[pb.Equivocation]:
     return list(found.values())
 
 
-def proven(statement: Statement, session: bytes) -> list[msg.Event]:
+def proven(statement: SignedStatement, session: bytes) -> list[msg.Event]:
     """Return both messages of each peer that the evidence convicts, as events. Invalid evidence is skipped."""
     events: list[msg.Event] = []
     for evidence in list(statement.said.equivocations)[:_MOST]:
         try:
-            events += _messages(Statement.from_proto(evidence.first), Statement.from_proto(evidence.second), session)
+            events += _messages(
+                SignedStatement.from_proto(evidence.first), SignedStatement.from_proto(evidence.second), session
+            )
         except ValueError:
             continue
     return events
 
 
-def _messages(first: Statement, second: Statement, session: bytes) -> list[msg.Event]:
+def _messages(first: SignedStatement, second: SignedStatement, session: bytes) -> list[msg.Event]:
     """Return two messages as events. Raises ValueError unless they are of one peer, in one phase of this session."""
     if (
         first.sender != second.sender

@@ -13,7 +13,7 @@ from swarm_training.run.state import TrainedState
 Loss = Callable[[int, str], Tensor]
 
 
-class Gradients:
+class PeerGradients:
     """The gradients of all peers. The last step's parameters are kept, because audits recompute its gradients."""
 
     def __init__(self, state: TrainedState, loss: Loss) -> None:

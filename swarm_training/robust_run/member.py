@@ -21,25 +21,25 @@ from swarm_protocol.net.identity import Identity
 from swarm_training.broadcast import wire
 from swarm_training.broadcast.agreement import Agreement
 from swarm_training.broadcast.broadcasts import Broadcasts
-from swarm_training.broadcast.signed import Statement
-from swarm_training.broadcast.wire import Place
+from swarm_training.broadcast.signed import SignedStatement
+from swarm_training.broadcast.wire import StatementSlot
 from swarm_training.core.robust_config import Deadlines, RobustConfig
 from swarm_training.core.robust_network import RobustNetwork
 from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust import instructions as todo
 from swarm_training.robust import messages as msg
-from swarm_training.robust.btard import Btard, Snapshot
+from swarm_training.robust.btard import Btard, BtardSnapshot
 from swarm_training.robust.workbench import Delivery, Workbench
 from swarm_training.robust_run.data import Found, InThread, StepData, to_bytes
 from swarm_training.robust_run.equivocations import attached, proven
 from swarm_training.robust_run.standings import Standings
 from swarm_training.robust_run.welcoming import Welcoming, proposal
 
-_NEEDS_MODEL = todo.Compute | todo.Check | todo.Measure
+_NEEDS_MODEL = todo.Compute | todo.CheckProjections | todo.Measure
 
 
 @dataclass(frozen=True)
-class Finished:
+class StepResult:
     """A finished step. ``gradient``: [n] float32, the same bits at all peers; ``removed``: since the last step."""
 
     step: int
@@ -53,11 +53,11 @@ class Finished:
 class Offered:
     """The state that newcomers are offered between two steps. ``result``: [n] float32, the last aggregate."""
 
-    snapshot: Snapshot
+    snapshot: BtardSnapshot
     result: Tensor
 
 
-class Member:
+class RobustMember:
     def __init__(
         self,
         identity: Identity,
@@ -80,12 +80,12 @@ class Member:
         self._candidates = candidates
         self._events: deque[msg.Event] = deque()
         self._is_pumping = self._is_closing = False
-        self._place: Place | None = None  # of the open phase
+        self._place: StatementSlot | None = None  # of the open phase
         self._agreement: Agreement | None = None
         self._welcoming: Welcoming | None = None
         self._offered: Offered | None = None  # for newcomers
         self._standings = b""
-        self._finished: asyncio.Queue[Finished | Exception] = asyncio.Queue()
+        self._finished: asyncio.Queue[StepResult | Exception] = asyncio.Queue()
         self._removed: list[todo.Remove] = []
         self._may_compute = asyncio.Event()
         self._audit: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class Member:
 
     # ------------------------------------------------------------ life
 
-    def load(self, snapshot: Snapshot, result: Tensor) -> None:
+    def load(self, snapshot: BtardSnapshot, result: Tensor) -> None:
         """Load what honest peers agree on after the last finished step, and the gradient of that step."""
         self.machine.load(snapshot)
         self.data.bench.load(result)
@@ -111,9 +111,9 @@ class Member:
 
     def ready(self) -> frozenset[str]:
         """Return the founders that have found all other founders."""
-        return frozenset(self.broadcasts.agreement(Place(0, 0, "ready")).statements)
+        return frozenset(self.broadcasts.agreement(StatementSlot(0, 0, "ready")).statements)
 
-    async def finished(self) -> Finished:
+    async def finished(self) -> StepResult:
         """Wait for the next finished step, and return it. This peer starts to compute gradients only during this call.
 
         Raises:
@@ -142,7 +142,7 @@ class Member:
         if peer_id not in self.broadcasts.peers:
             raise PeerUnavailable("this peer does not know the caller, or not yet")
         for message in request.statements:
-            statement = Statement.from_proto(message)
+            statement = SignedStatement.from_proto(message)
             try:
                 if not self.broadcasts.is_expected(statement):
                     continue
@@ -154,7 +154,7 @@ class Member:
             elif len(digests) <= 2 * len(self.broadcasts.peers):
                 self._spawn(self._take_with_data(statement, message, peer_id, digests))
 
-    async def offer(self, finished: Finished, state: bytes) -> None:
+    async def offer(self, finished: StepResult, state: bytes) -> None:
         """Offer newcomers the parameters and optimizer state after that step, and the standings to start from."""
         if self._offered is None or self.machine.known.round.step != finished.step + 1:
             return
@@ -210,7 +210,7 @@ class Member:
     def _open_phase(self) -> None:
         self.broadcasts.set_peers(self.machine.roster.all)
         waiting, current = self.machine.waits_for, self.machine.known.round
-        place = None if waiting is None else Place(current.step, current.attempt, wire.kind_of(waiting[0]))
+        place = None if waiting is None else StatementSlot(current.step, current.attempt, wire.kind_of(waiting[0]))
         if place is None or waiting is None or place == self._place:
             return
         self.broadcasts.at(place.step, place.attempt)
@@ -227,7 +227,7 @@ class Member:
         for each in found:
             self._spawn(self._post_found(each))
 
-    def _opened(self, place: Place, expected: frozenset[str]) -> Agreement:
+    def _opened(self, place: StatementSlot, expected: frozenset[str]) -> Agreement:
         agreement = self.broadcasts.agreement(place)
         deadlines = Deadlines.of(place.kind, self._config, self.machine.num_elements)
         deadline_s = _now() + deadlines.deadline_s
@@ -238,7 +238,9 @@ class Member:
     def _open_welcome(self, step: int) -> None:
         if self._me not in self.machine.roster.all:
             return
-        self._welcoming = Welcoming(self._opened(Place(step, 0, "welcome"), frozenset(self.machine.roster.full)))
+        self._welcoming = Welcoming(
+            self._opened(StatementSlot(step, 0, "welcome"), frozenset(self.machine.roster.full))
+        )
         if self._me in self.machine.roster.full:
             banned = (name for name, removed in self.machine.removed.items() if removed.is_banned)
             self.broadcasts.say(proposal(step, self._candidates, {*self.machine.roster.all, *banned}))
@@ -247,14 +249,14 @@ class Member:
     async def _post_found(self, found: Found) -> None:
         self._post(*await found)
 
-    def _become_late(self, place: Place) -> None:
+    def _become_late(self, place: StatementSlot) -> None:
         if place == self._place:
             self._post(msg.Late())
 
     def _look(self) -> None:
         """Vote on what was heard, and close the vote on newcomers and the phase if they are over."""
         if self._welcoming is not None and not self._welcoming.is_over.is_set():
-            self._vote(Place(self.machine.known.round.step, 0, "welcome"), self._welcoming.agreement)
+            self._vote(StatementSlot(self.machine.known.round.step, 0, "welcome"), self._welcoming.agreement)
             self._welcoming.look(_now())
         if self._agreement is None or self._place is None:
             return
@@ -268,13 +270,13 @@ class Member:
         else:
             self._spawn(self._close_phase(self._place, heard))
 
-    def _vote(self, place: Place, agreement: Agreement) -> None:
+    def _vote(self, place: StatementSlot, agreement: Agreement) -> None:
         if self._me in self.machine.roster.full and (digests := agreement.vote(_now())) is not None:
             phase = pb.Said.DESCRIPTOR.fields_by_name[place.kind].number
             vote = pb.Vote(phase=phase, digests=digests)
             self.broadcasts.say(pb.Said(step=place.step, attempt=place.attempt, vote=vote))
 
-    async def _close_phase(self, place: Place, heard: Mapping[str, Statement]) -> None:
+    async def _close_phase(self, place: StatementSlot, heard: Mapping[str, SignedStatement]) -> None:
         events: list[msg.Event] = []
         for statement in heard.values():
             events += proven(statement, self.broadcasts.session)
@@ -291,7 +293,7 @@ class Member:
 
     # ------------------------------------------------------------ the machine's instructions
 
-    def _say(self, message: msg.Message) -> None:
+    def _say(self, message: msg.BroadcastMessage) -> None:
         said = wire.to_said(message)
         said.equivocations.extend(attached(self.broadcasts.agreements_of(message.step, message.attempt)))
         self.broadcasts.say(said)
@@ -301,7 +303,7 @@ class Member:
             await self._may_compute.wait()
             if (instruction.round.step, instruction.round.attempt) != self._now_at:
                 return
-        if isinstance(instruction, todo.Check) and self._audit is not None:
+        if isinstance(instruction, todo.CheckProjections) and self._audit is not None:
             await asyncio.wait([self._audit], timeout=self._config.compute_s / 4)
         for outcome in await self.data.on_bench(lambda: self.data.bench.carry_out(instruction)):
             if isinstance(outcome, Delivery):
@@ -316,7 +318,7 @@ class Member:
         if message is not None:
             self._say(message)
 
-    async def _finish(self, instruction: todo.Finish, current: msg.Round) -> None:
+    async def _finish(self, instruction: todo.Finish, current: msg.RobustRound) -> None:
         missing = self.data.aggregates(self._me, self.machine.known, self.machine.roster.all)
         if not all(await asyncio.gather(*missing)):
             self._fail(PeerUnavailable("nobody gives this peer the aggregates of a step: join the run again"))
@@ -329,12 +331,12 @@ class Member:
         self._offered = Offered(self.machine.snapshot(), self.data.bench.result) if joined else None
         removed, self._removed = tuple(self._removed), []
         gradient = self.data.bench.result
-        self._finished.put_nowait(Finished(current.step, gradient, current.workers, removed, joined))
+        self._finished.put_nowait(StepResult(current.step, gradient, current.workers, removed, joined))
         self._may_compute.clear()
         self.begin(current.step + 1, joined)
 
     async def _take_with_data(
-        self, statement: Statement, message: pb.Statement, teller: str, digests: tuple[bytes, ...]
+        self, statement: SignedStatement, message: pb.Statement, teller: str, digests: tuple[bytes, ...]
     ) -> None:
         """Take a statement once its data is here. The data is fetched from ``teller``, which must have it."""
         for digest in digests:
@@ -368,7 +370,7 @@ class Member:
         asyncio.get_running_loop().call_later(max(seconds, 0.0), partial(_if_open, self, call))
 
 
-def _if_open(member: Member, call: Callable[[], None]) -> None:
+def _if_open(member: RobustMember, call: Callable[[], None]) -> None:
     if member.broadcasts.peers:
         call()
 

@@ -20,17 +20,17 @@ from swarm_training.core.robust_network import RobustNetwork
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.robust import GrpcRobustNetwork, start_robust_service
 from swarm_training.pb import training_robust_pb2 as pb
-from swarm_training.progress.board import DhtBoard
-from swarm_training.robust_run.directory import Directory
-from swarm_training.robust_run.member import Member
+from swarm_training.progress.board import DhtPeerRegistry
+from swarm_training.robust_run.directory import PeerDirectory
+from swarm_training.robust_run.member import RobustMember
 from swarm_training.robust_run.standings import Standings, vouched
 from swarm_training.run.presence import listening_host
 
 _GRACE_S = 0.2
 _POLL_S = 0.1
 _MAX_RESULT_BYTES = 1 << 32
-MakeMember = Callable[[bytes, RobustNetwork], Member]
-Load = Callable[[Member, Standings, bytes, bytes], Awaitable[None]]
+MakeMember = Callable[[bytes, RobustNetwork], RobustMember]
+Load = Callable[[RobustMember, Standings, bytes, bytes], Awaitable[None]]
 
 
 class RobustPresence:
@@ -45,14 +45,14 @@ class RobustPresence:
         self,
         config: RobustConfig,
         network: GrpcNetwork,
-        directory: Directory,
+        directory: PeerDirectory,
         addresses: list[str],
         resources: AsyncExitStack,
     ) -> None:
         """Set up the presence. ``resources``: everything that ends when the peer leaves."""
         self.addresses = addresses
         self.directory = directory
-        self.member: Member | None = None
+        self.member: RobustMember | None = None
         self._config = config
         self._network = GrpcRobustNetwork(network, directory.record_of)
         self._resources = resources
@@ -72,7 +72,7 @@ class RobustPresence:
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(host, config.dht_port, config.announce_host)
         async with AsyncExitStack() as resources:
-            board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
+            board = await DhtPeerRegistry.join(run, initial_peers, identity, listening, config.join_timeout_s)
             resources.push_async_callback(board.close)
             network = GrpcNetwork(ClientCredentials(identity, token))
             resources.push_async_callback(network.close)
@@ -88,14 +88,14 @@ class RobustPresence:
                 address=host_port(config.announce_host or host, bound),
                 tls_fingerprint=certificate.fingerprint,
             )
-            directory = Directory(own, identity, board)
+            directory = PeerDirectory(own, identity, board)
             addresses = await board.addresses()
             resources.callback(asyncio.ensure_future(directory.run()).cancel)
             presence = cls(config, network, directory, addresses, resources.pop_all())
             answers.begin(presence)
             return presence
 
-    async def take_part(self, founders: Sequence[str], make: MakeMember, load: Load) -> Member:
+    async def take_part(self, founders: Sequence[str], make: MakeMember, load: Load) -> RobustMember:
         """Start the run with all founders once they have come, or join a run that has begun.
 
         Args:
@@ -196,7 +196,7 @@ class _Answers:
     async def standings(self, peer_id: str) -> bytes:
         return await self._member().standings(peer_id)
 
-    def _member(self) -> Member:
+    def _member(self) -> RobustMember:
         if self._presence is None or self._presence.member is None:
             raise PeerUnavailable("the run has not begun here")
         return self._presence.member

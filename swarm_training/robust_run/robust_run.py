@@ -23,8 +23,8 @@ from swarm_training.robust.instructions import Remove
 from swarm_training.robust.roster import Rules
 from swarm_training.robust.workbench import Workbench
 from swarm_training.robust_run.data import to_tensor
-from swarm_training.robust_run.gradients import Gradients, Loss
-from swarm_training.robust_run.member import Finished, Member
+from swarm_training.robust_run.gradients import Loss, PeerGradients
+from swarm_training.robust_run.member import RobustMember, StepResult
 from swarm_training.robust_run.presence import RobustPresence, in_thread
 from swarm_training.robust_run.standings import Standings
 from swarm_training.run.state import TrainedState
@@ -97,8 +97,8 @@ class RobustRun:
         self._identity = identity
         self._rules = rules or Rules()
         self._config = config or RobustConfig()
-        self._gradients = Gradients(self._state, loss)
-        self._member: Member | None = None
+        self._gradients = PeerGradients(self._state, loss)
+        self._member: RobustMember | None = None
         self._using = threading.Lock()
         self._is_closed = False
         self._presence = network_loop.run(
@@ -139,7 +139,7 @@ class RobustRun:
             if self._member is None:
                 entering = self._presence.take_part(self._founders, self._make_member, self._load)
                 self._member = network_loop.run(entering)
-            finished: Finished = network_loop.run(self._member.finished())
+            finished: StepResult = network_loop.run(self._member.finished())
             self._gradients.remember()
             self._state.apply(finished.gradient)
             if finished.joined:
@@ -160,14 +160,14 @@ class RobustRun:
     ) -> None:
         self.close()
 
-    def _make_member(self, session: bytes, network: RobustNetwork) -> Member:
+    def _make_member(self, session: bytes, network: RobustNetwork) -> RobustMember:
         me = self.peer_id
         machine = Btard(me, self._founders, self._state.length, self._rules)
         bench = self._make_bench()
         candidates = self._presence.directory.joining
-        return Member(self._identity, session, machine, bench, network, self._config, in_thread, candidates)
+        return RobustMember(self._identity, session, machine, bench, network, self._config, in_thread, candidates)
 
-    async def _load(self, member: Member, standings: Standings, state: bytes, result: bytes) -> None:
+    async def _load(self, member: RobustMember, standings: Standings, state: bytes, result: bytes) -> None:
         """Fill a new member from other peers' data. Raises ValueError if the state does not fit the parameters."""
         await in_thread(lambda: self._state.load(Moment(0, standings.step), state))
         member.load(standings.snapshot, to_tensor(result))

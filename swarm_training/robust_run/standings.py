@@ -10,10 +10,10 @@ from google.protobuf.message import DecodeError
 
 from swarm_training.broadcast.agreement import most_cheaters
 from swarm_training.pb import training_robust_pb2 as pb
-from swarm_training.robust.btard import Snapshot
-from swarm_training.robust.instructions import Finished, Remove
-from swarm_training.robust.messages import Round
-from swarm_training.robust.roster import Standing
+from swarm_training.robust.btard import BtardSnapshot
+from swarm_training.robust.instructions import Remove, StepRecord
+from swarm_training.robust.messages import RobustRound
+from swarm_training.robust.roster import MemberRecord
 
 _MOST_PEERS = 4096
 
@@ -30,7 +30,7 @@ class Standings:
     session: bytes
     step: int
     joined: tuple[str, ...]
-    snapshot: Snapshot
+    snapshot: BtardSnapshot
     state: bytes
     state_bytes: int
     result: bytes
@@ -75,7 +75,7 @@ class Standings:
             raise ValueError("the standings that peers have sent are not understood") from None
         if not 0 < len(message.standings) <= _MOST_PEERS or not message.step:
             raise ValueError("the standings that peers have sent make no sense")
-        last_round = Round(
+        last_round = RobustRound(
             message.step - 1,
             message.attempt,
             tuple(message.owners),
@@ -85,9 +85,9 @@ class Standings:
         )
         commitments = {each.worker: tuple(each.parts) for each in message.contributions}
         projections = {each.worker: tuple(each.projections) for each in message.contributions if each.projections}
-        snapshot = Snapshot(
-            {each.peer: Standing(each.audits_passed, each.absences, each.unfounded) for each in message.standings},
-            Finished(last_round, commitments, projections),
+        snapshot = BtardSnapshot(
+            {each.peer: MemberRecord(each.audits_passed, each.absences, each.unfounded) for each in message.standings},
+            StepRecord(last_round, commitments, projections),
             {each.validator: each.target for each in message.audits},
             {each.peer: Remove(each.peer, each.reason, each.is_banned) for each in message.removed},
         )

@@ -23,7 +23,7 @@ _MAX_CHECKPOINTS = MAX_WINDOW + 1  # that a member may claim
 
 
 @dataclass(frozen=True)
-class Judge:
+class RollbackJudge:
     """The data by which a peer judges whether to go back.
 
     Attributes:
@@ -56,7 +56,9 @@ def losses_of(moment: Moment, records: Iterable[Progress]) -> list[float | None]
     ]
 
 
-def proposal(judge: Judge, moment: Moment, joins: Sequence[pb.Join], records: Sequence[Progress]) -> pb.Rollback | None:
+def proposal(
+    judge: RollbackJudge, moment: Moment, joins: Sequence[pb.Join], records: Sequence[Progress]
+) -> pb.Rollback | None:
     """Return the rollback that a leader proposes instead of an average; None: the group averages. ``records``: the
     records in the joins.
 
@@ -100,7 +102,7 @@ def agreed_checkpoint(claims: Iterable[Mapping[int, bytes]]) -> tuple[int, bytes
 
 
 def is_justified(
-    judge: Judge,
+    judge: RollbackJudge,
     moment: Moment,
     go_back: pb.Rollback,
     evidence: Sequence[Progress],

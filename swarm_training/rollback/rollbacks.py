@@ -17,9 +17,9 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress.policy import View, leader_of
+from swarm_training.progress.policy import LocalView, leader_of
 from swarm_training.rollback.divergence import LossHistory, agreed_loss, observe
-from swarm_training.rollback.judging import Judge, is_justified, losses_of
+from swarm_training.rollback.judging import RollbackJudge, is_justified, losses_of
 from swarm_training.rollback.kept import KeptCheckpoints
 
 _IN_VAIN = "the run goes on, as most peers hold no checkpoint from before, or do not agree"
@@ -67,14 +67,14 @@ class Rollbacks:
         self._futile: set[bytes] = set()  # orders that were not carried out when they were due
         self._has_diverged = False
 
-    def judge(self, moment: Moment) -> Judge:
-        return Judge(self._policy, self.history, self._orders.rollbacks_due(moment.rollbacks))
+    def judge(self, moment: Moment) -> RollbackJudge:
+        return RollbackJudge(self._policy, self.history, self._orders.rollbacks_due(moment.rollbacks))
 
     def claims(self) -> list[pb.Checkpoint]:
         """Return the checkpoints that this peer claims to hold when it joins a meeting."""
         return [pb.Checkpoint(step=step, state_digest=digest) for step, digest in self.kept.digests().items()]
 
-    def cannot_wait(self, view: View) -> bool:
+    def cannot_wait(self, view: LocalView) -> bool:
         """Return whether to meet before the batch is complete. Either most peers lose their gradients to infinite
         losses, so that the batch never completes, or a moderator has ordered a rollback and this peer leads."""
         peers = view.at(view.own.moment)
@@ -86,7 +86,7 @@ class Rollbacks:
             return True
         return bool(self.kept.digests()) and (is_lost or leader_of(view) is view.own)
 
-    async def checkpoint(self, group: Group, own: Progress, roster: Sequence[str], view: View) -> bytes | None:
+    async def checkpoint(self, group: Group, own: Progress, roster: Sequence[str], view: LocalView) -> bytes | None:
         """Return the state that a group goes back to, if that is justified; None: this peer has that state already.
 
         Raises:
@@ -109,7 +109,7 @@ class Rollbacks:
         data: bytes | None = await self._in_thread(partial(self.kept.read, held))
         return data if data is not None else await self._fetched(held, group, view)
 
-    async def _fetched(self, digest: bytes, group: Group, view: View) -> bytes:
+    async def _fetched(self, digest: bytes, group: Group, view: LocalView) -> bytes:
         """Fetch a checkpoint. The fetch goes on if this meeting fails meanwhile: the next meeting may need it too."""
         if digest not in self._fetching:
             sources = {peer.peer_id: peer for peer in (*(member.record for member in group.members), *view.others)}

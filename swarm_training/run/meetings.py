@@ -14,7 +14,7 @@ from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_training.averaging.attempt import InThread
 from swarm_training.averaging.group import Group
-from swarm_training.averaging.round import Round, VectorCoding
+from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor, Encoder
@@ -29,11 +29,11 @@ from swarm_training.meeting.leader import Outlook
 from swarm_training.meeting.leading import Leading
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
-from swarm_training.progress.board import Board
+from swarm_training.progress.board import PeerRegistry
 from swarm_training.progress.gossip import Gossip
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import LocalView
 from swarm_training.rollback.rollbacks import Rollbacks
-from swarm_training.run.standing import Standing, now, smoothed
+from swarm_training.run.standing import PeerState, now, smoothed
 
 _RETRY_S = 0.1
 NO_LOSS = 0.0, 0
@@ -50,13 +50,13 @@ class Environment:
     """
 
     network: Network
-    board: Board
+    board: PeerRegistry
     in_thread: InThread
     rng: random.Random
 
 
 @dataclass(frozen=True)
-class Compression:
+class GradientCompression:
     compressor: Compressor
     encoder: Encoder | None = None
 
@@ -67,10 +67,10 @@ class Meetings:
     def __init__(
         self,
         config: TrainingConfig,
-        standing: Standing,
+        standing: PeerState,
         environment: Environment,
         gossip: Gossip,
-        compression: Compression,
+        compression: GradientCompression,
         rollbacks: Rollbacks,
         book: Book,
     ) -> None:
@@ -104,7 +104,7 @@ class Meetings:
         """Set the mean loss of this peer's share of the batch, and the number of samples behind it."""
         self._loss = loss, samples
 
-    def is_due(self, view: View) -> bool:
+    def is_due(self, view: LocalView) -> bool:
         """Return whether to meet now. Without any samples, peers meet only to go back to a checkpoint."""
         has_some = policy.samples_at(view, view.own.moment) > 0
         return (has_some and policy.is_batch_complete(view)) or self._rollbacks.cannot_wait(view)
@@ -257,8 +257,8 @@ class Meetings:
         """Return the number of this peer's samples in the result that it holds, or else in the next one."""
         return self._ballots.given if self._ballots.accepted.group else self._standing.own.samples
 
-    def _make_round(self, group: Group, me: int, phase: int, vector: Tensor) -> Round:
-        return Round(self._network, group, me, phase, vector, self._coding, self._clipping)
+    def _make_round(self, group: Group, me: int, phase: int, vector: Tensor) -> AveragingRound:
+        return AveragingRound(self._network, group, me, phase, vector, self._coding, self._clipping)
 
     async def _checkpoint(self, group: Group) -> bytes | None:
         standing = self._standing
@@ -290,7 +290,7 @@ class Meetings:
             return None
         return pb.Dismissal(reason="another peer leads", leader=self._standing.table.signed_of(best.peer_id))
 
-    def _confirmed(self, view: View) -> Averaged | WentBack | None:
+    def _confirmed(self, view: LocalView) -> Averaged | WentBack | None:
         """Return this peer's result if another peer's record says that it led, or will lead, to the next moment."""
         result = self._ballots.result
         if result is None:
@@ -314,7 +314,7 @@ class Meetings:
             ", ".join(map(short_id, missed)) or "none",
         )
 
-    def _has_shrunk(self, view: View) -> bool:
+    def _has_shrunk(self, view: LocalView) -> bool:
         """Return whether peers have left so that no samples remain, or too few and no other peer waits to meet."""
         if self._rollbacks.cannot_wait(view):
             return False

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from hashlib import sha256
 
 from swarm_protocol.errors import AccessDenied
-from swarm_training.ledger.orders import Ban, GoBack, Order, Orders
+from swarm_training.ledger.orders import Ban, GoBack, ModeratorOrder, Orders
 
 _MAX_REPLY_BYTES = 1 << 20
 _FRESH_S = 1.0
@@ -22,7 +22,7 @@ class Moderation:
         """Keep ``orders``, which is None in a run without an organiser: nobody may order anything there."""
         self._orders = orders
         self._clock = clock
-        self._bans: dict[str, Order] = {}
+        self._bans: dict[str, ModeratorOrder] = {}
         self._bans_until_s = 0.0  # cached until then, because checking signatures takes time
         self._due: dict[bytes, int] = {}
         self._due_for, self._due_until_s = -1, 0.0
@@ -63,7 +63,7 @@ class Moderation:
     def banned(self) -> frozenset[str]:
         return frozenset(self.bans())
 
-    def bans(self) -> dict[str, Order]:
+    def bans(self) -> dict[str, ModeratorOrder]:
         """Return the bans that are in force now, by peer id."""
         if self._orders is not None and self._clock() >= self._bans_until_s:
             self._bans = self._orders.bans()

@@ -23,7 +23,7 @@ from swarm_training.core.record import JOINING, LEFT, TRAINING, Kept, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.ledger.archive import KeptLedger
 from swarm_training.ledger.book import Book
-from swarm_training.ledger.crediting import Crediting, Member
+from swarm_training.ledger.crediting import Crediting, LedgerCredentials
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged, WentBack
@@ -31,14 +31,14 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.cut_off import must_stand_aside
 from swarm_training.progress.gossip import Gossip
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import LocalView
 from swarm_training.progress.table import ProgressTable
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.rollbacks import Rollbacks
-from swarm_training.run.meetings import NO_LOSS, Compression, Environment, Meetings
+from swarm_training.run.meetings import NO_LOSS, Environment, GradientCompression, Meetings
 from swarm_training.run.moderation import Moderation
-from swarm_training.run.standing import Standing, now, smoothed
+from swarm_training.run.standing import PeerState, now, smoothed
 from swarm_training.run.state import TrainedState
 from swarm_training.run.transfer import Arrival, Downloaded, Offer, StateServer, compare, download, download_checkpoint
 
@@ -54,7 +54,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TrainingPeer:
-    """One peer of a run, used from one event loop. It answers the requests of other peers, see ``Handlers``.
+    """One peer of a run, used from one event loop. It answers the requests of other peers, see ``PeerHandlers``.
 
     Attributes:
         replicas: checkpoints of another run that this peer keeps for that run.
@@ -64,11 +64,11 @@ class TrainingPeer:
     def __init__(
         self,
         config: TrainingConfig,
-        member: Member,
+        member: LedgerCredentials,
         own: Progress,
         environment: Environment,
         state: TrainedState,
-        compression: Compression,
+        compression: GradientCompression,
         orders: Orders | None = None,
         ledger: KeptLedger | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class TrainingPeer:
             own = dataclasses.replace(own, micro_batches=to_bits((), own.target_batch_size))
         table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s)
         self._moderation = Moderation(orders)
-        self._standing = Standing(own, member.identity, table, self._moderation)
+        self._standing = PeerState(own, member.identity, table, self._moderation)
         self._config = config
         self._network, self._board = network, board = environment.network, environment.board
         self._state = state
@@ -115,7 +115,7 @@ class TrainingPeer:
     def table(self) -> ProgressTable:
         return self._standing.table
 
-    def view(self) -> View:
+    def view(self) -> LocalView:
         return self._standing.view()
 
     # ------------------------------------------------------------ joining and leaving

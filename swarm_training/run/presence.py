@@ -20,13 +20,13 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.archive import KeptLedger
-from swarm_training.ledger.crediting import Member
+from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.ledger.ledger import LedgerLimits
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
-from swarm_training.progress.board import DhtBoard
-from swarm_training.run.meetings import Compression, Environment
+from swarm_training.progress.board import DhtPeerRegistry
+from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
 
@@ -36,7 +36,7 @@ _GRACE_S = 0.2
 
 
 @dataclass
-class Presence:
+class PeerProcess:
     """A peer of a run with its network resources.
 
     Attributes:
@@ -56,16 +56,16 @@ class Presence:
         config: TrainingConfig,
         identity: Identity,
         state: TrainedState,
-        compression: Compression,
+        compression: GradientCompression,
         access: AccessControl | None,
         token: bytes,
-    ) -> Presence:
+    ) -> PeerProcess:
         """Start the network resources and the peer. Raise the same errors as ``TrainingRun``."""
         ledger = await asyncio.to_thread(ledger_of, config, run, target_batch_size, access)
         host = await asyncio.to_thread(listening_host, config.host, initial_peers)
         listening = Listening(None if config.client_mode else host, config.dht_port, config.announce_host)
         async with AsyncExitStack() as resources:
-            board = await DhtBoard.join(run, initial_peers, identity, listening, config.join_timeout_s)
+            board = await DhtPeerRegistry.join(run, initial_peers, identity, listening, config.join_timeout_s)
             resources.push_async_callback(board.close)
             network = GrpcNetwork(ClientCredentials(identity, token))
             resources.push_async_callback(network.close)
@@ -79,7 +79,7 @@ class Presence:
             )
             peer = TrainingPeer(
                 config,
-                Member(identity, token),
+                LedgerCredentials(identity, token),
                 own,
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,

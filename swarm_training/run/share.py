@@ -19,7 +19,7 @@ Asking = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
 
 
-class Share:
+class GradientAccumulator:
     """The gradients that one peer has accumulated since the last global step.
 
     Methods yield coroutines of the peer and expect their results to be sent back, so that the caller decides on which
@@ -124,7 +124,7 @@ class Share:
         self._losses, self._loss_samples = NO_LOSS
 
 
-class DelayedShare(Share):
+class DelayedShare(GradientAccumulator):
     """A share whose gradients are averaged while the next one is accumulated, see ``TrainingConfig.delay``."""
 
     _given: Tensor | None = None  # the sum that is being averaged

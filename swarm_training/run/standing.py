@@ -13,14 +13,14 @@ from swarm_training.core.record import MAX_EXCLUDED, Progress
 from swarm_training.core.signing import read_signed, sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import LocalView
 from swarm_training.progress.table import ProgressTable
 from swarm_training.run.moderation import Moderation
 
 _SMOOTHING = 0.3  # weight of the newest measurement
 
 
-class Standing:
+class PeerState:
     """One peer's state in the run, together with what it knows of the other peers.
 
     Attributes:
@@ -36,7 +36,7 @@ class Standing:
         self.moderation = moderation
         self._identity = identity
 
-    def view(self) -> View:
+    def view(self) -> LocalView:
         excluded = self._adopt()
         self.table.ban(self.banned(), self.moderation.banned() | excluded, now())
         return self.table.view(self.own, now())

@@ -21,9 +21,9 @@ from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.progress import policy
-from swarm_training.run.meetings import Compression
-from swarm_training.run.presence import Presence
-from swarm_training.run.share import Asking, DelayedShare, Share
+from swarm_training.run.meetings import GradientCompression
+from swarm_training.run.presence import PeerProcess
+from swarm_training.run.share import Asking, DelayedShare, GradientAccumulator
 from swarm_training.run.state import TrainedState
 
 
@@ -85,19 +85,19 @@ class TrainingRun:
         _check_compressor(compressor, config)
         self._state = TrainedState(parameters, optimizer, compressor, config.common)
         self._presence = network_loop.run(
-            Presence.enter(
+            PeerProcess.enter(
                 name,
                 target_batch_size,
                 list(initial_peers),
                 config,
                 identity or Identity.generate(),
                 self._state,
-                Compression(compressor, encoder),
+                GradientCompression(compressor, encoder),
                 access,
                 token,
             )
         )
-        self._share = (DelayedShare if config.delay else Share)(self._presence.peer, self._state)
+        self._share = (DelayedShare if config.delay else GradientAccumulator)(self._presence.peer, self._state)
         self._using = threading.Lock()
         self._is_closed = False
         with ExitStack() as on_error:
@@ -208,7 +208,7 @@ class TrainingRun:
         finally:
             asking.close()
 
-    async def _view(self) -> policy.View:
+    async def _view(self) -> policy.LocalView:
         return self._presence.peer.view()
 
     async def _totals(self) -> dict[str, UserTotal]:

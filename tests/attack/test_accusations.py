@@ -11,7 +11,7 @@ import torch
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.evidence import new_seed, probe
-from swarm_protocol.verification.statements import Signer, Statement
+from swarm_protocol.verification.statements import OutputStatement, Signer
 from swarm_protocol.wire.codec import encode
 from tests.attack.attacked import Attacked
 from tests.attack.attacks import attack
@@ -54,7 +54,7 @@ def test_what_an_honest_server_has_signed_does_not_harm_it(target: Attacked) -> 
     )
     assert answer.status is OK
     signed = answer.replies[0].statement
-    assert Statement.parse(signed).peer_id == record.peer_id
+    assert OutputStatement.parse(signed).peer_id == record.peer_id
     content = pb.Statement.FromString(signed.content)
     content.sketch[0] += 1
     changed = pb.SignedStatement(

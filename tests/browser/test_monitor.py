@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from swarm_gateway.history import recorder as recorders
-from swarm_gateway.history.store import History, Sample
+from swarm_gateway.history.store import HistoryStore, SwarmSample
 from swarm_gateway.monitor.server_events import EventKind, SwarmEvent
-from swarm_protocol.dht.records import ServerState, Work
+from swarm_protocol.dht.records import ServerState, WorkTotals
 from swarm_protocol.span import Span
 from tests.browser.conftest import PHONE, WIDE
 from tests.monitored_swarm import MODEL, PEER, FakeMonitor, monitor_served, server
@@ -182,7 +182,7 @@ def test_strings_of_strangers_are_text(show):
     peer, model = f"Qm{EVIL}", f"{EVIL}/model"
     evil = server(peer, "0:20", addresses=(EVIL,), adapters=(EVIL,), software_version=EVIL, model=model)
     monitor = FakeMonitor(evil, server("aaaaaa", "0:20"))
-    history = History(None)
+    history = HistoryStore(None)
     history.add_events([SwarmEvent(kind, model, peer, EVIL, EVIL, EVIL) for kind in EventKind], 1.0)
     page = show(monitor, history=history)
     expect(page.locator(".tabs button")).to_have_count(2)
@@ -209,9 +209,9 @@ def test_the_command_to_join_is_copied(show):
 
 
 def test_charts_show_what_was_measured(show):
-    history, now = History(None), time.time()
+    history, now = HistoryStore(None), time.time()
     for number in range(100):
-        history.add_sample(Sample(8, 7, 10.0 + number % 2, 3, 0.005, 0.1, 0), now - 1000 + 10 * number)
+        history.add_sample(SwarmSample(8, 7, 10.0 + number % 2, 3, 0.005, 0.1, 0), now - 1000 + 10 * number)
     page = show(FakeMonitor(server("aaaaaa", "0:20")), history=history)
     chart = page.get_by_role("img", name=re.compile(r"^Tokens.s: .*at most 11 since"))
     expect(chart.locator(".line")).to_have_count(1)
@@ -225,8 +225,8 @@ def test_charts_show_what_was_measured(show):
 
 def test_contributions(show):
     monitor = FakeMonitor(
-        server("aaaaaa", "0:20", work=Work(20 * 300, 0, 0, 9.0)),
-        server("bbbbbb", "0:20", work=Work(20 * 100, 0, 0, 9.0)),
+        server("aaaaaa", "0:20", work=WorkTotals(20 * 300, 0, 0, 9.0)),
+        server("bbbbbb", "0:20", work=WorkTotals(20 * 100, 0, 0, 9.0)),
     )
     page = show(monitor)
     expect(page.locator(".contributions li")).to_have_text(["…aaaaaa300 · 75 %", "…bbbbbb100 · 25 %"])
@@ -285,7 +285,7 @@ def test_axe_finds_nothing_serious(show, viewport, dark, swarm):
         "hundred": a_hundred,
         "broken": lambda: FakeMonitor(server("aaaaaa", "0:10"), server("bbbbbb", "5:20", answers=False)),
     }
-    history = History(None)
+    history = HistoryStore(None)
     history.add_events([SwarmEvent(kind, MODEL, "peer", "0:4", "online", "joining") for kind in EventKind], 1.0)
     page = show(monitors[swarm](), viewport=viewport, dark=dark, history=history)
     expect(page.locator(".map tbody tr").first).to_be_visible()

@@ -14,7 +14,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from swarm_client.core import background
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
@@ -39,7 +39,7 @@ class InProcessServers:
     def __init__(self, model: Path, cache_tokens: int = 2048, *, memory_dht: bool = False) -> None:
         """``memory_dht``: the DHT is in the memory of this process, without daemons; other processes cannot join it."""
         self.model = model
-        self._num_blocks = describe(Checkpoint.open(model).config).num_blocks
+        self._num_blocks = describe(ModelCheckpoint.open(model).config).num_blocks
         self.cache_tokens = cache_tokens
         self.swarm = f"test-{os.getpid()}-{next(_numbers)}"
         self._running: dict[Server, concurrent.futures.Future] = {}

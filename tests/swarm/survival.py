@@ -22,7 +22,7 @@ from swarm_client.core import background
 from swarm_client.core.events import Event, Move, Recovery, Waiting
 from swarm_client.sessions.chain import Chain
 from swarm_client.sessions.session import RemoteSession
-from swarm_client.transport.hops import Answer, HopSession
+from swarm_client.transport.hops import HopOutput, HopSession
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.errors import SwarmError
@@ -250,7 +250,7 @@ class Moments:
 
         async def reading(hop: HopSession):
             event = await read_event(hop)
-            if isinstance(event, Answer) and not event.relay:
+            if isinstance(event, HopOutput) and not event.relay:
                 self._reach("answered")
             return event
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from swarm_cli.chat.chat import Chat, Opened
+from swarm_cli.chat.chat import Chat, ChatModel
 from swarm_cli.chat.conversation import Conversation
 from swarm_cli.chat.loop import run
 from swarm_cli.chat.terminal import PipeReader
@@ -106,7 +106,7 @@ class Typist(PipeReader):
 def chat_with(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Chat:
     """Closing it leaves the model open."""
     choice = ModelChoice(DEFAULT_MODEL, ClientConfig())
-    return Chat(choice, OPTIONS, lambda _choice: Opened(model, tokenizer, lambda: None))
+    return Chat(choice, OPTIONS, lambda _choice: ChatModel(model, tokenizer, lambda: None))
 
 
 @pytest.mark.promise("swarm chat is a conversation in one session")

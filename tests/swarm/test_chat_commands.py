@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarm_cli.chat.chat import Chat, Opened, open_model
+from swarm_cli.chat.chat import Chat, ChatModel, open_model
 from swarm_cli.chat.commands import COMMANDS, carry_out
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import ModelChoice
@@ -66,9 +66,9 @@ class Talk:
 
 
 @pytest.fixture(scope="module")
-def opened(choice) -> Iterator[Opened]:
+def opened(choice) -> Iterator[ChatModel]:
     opened = open_model(choice)
-    yield Opened(opened.model, opened.tokenizer, lambda: None)
+    yield ChatModel(opened.model, opened.tokenizer, lambda: None)
     opened.close()
 
 
@@ -127,7 +127,7 @@ def test_what_was_opened_in_vain_is_closed(choice, opened, monkeypatch):
     closed = []
 
     def opening(_choice):
-        return Opened(opened.model, opened.tokenizer, lambda: closed.append(True))
+        return ChatModel(opened.model, opened.tokenizer, lambda: closed.append(True))
 
     def no_chain(_model):
         raise KeyboardInterrupt

@@ -76,9 +76,9 @@ def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint
 
     monkeypatch.setattr(joining, "_RESTARTS_S", (0.0, 0.01))
     monkeypatch.setattr(Dht, "restart", fail)
-    members: list[joining.Membership] = []
+    members: list[joining.SwarmMembership] = []
 
-    class Member(joining.Membership):
+    class Member(joining.SwarmMembership):
         def __init__(self, *args: object) -> None:
             super().__init__(*args)
             members.append(self)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -71,7 +71,7 @@ def start(cluster: LocalCluster, checkpoint: Path, identity: Path) -> LocalServe
 def check(server: LocalServer, directory: Path) -> None:
     """Generates with the local model, and has the server compute what its blocks computed."""
     inputs, outputs = local_generation(directory)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ModelCheckpoint.open(directory)
     contract = pb.Contract(
         wire_version=WIRE_VERSION,
         model=checkpoint.name,
@@ -98,7 +98,7 @@ def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Te
     """Of the prompt and each new token, what goes into the first block and what comes out of the last."""
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     whole.generation_config.eos_token_id, whole.generation_config.pad_token_id = None, PAD
-    family = Checkpoint.open(directory).family
+    family = ModelCheckpoint.open(directory).family
     base = next(module for module in whole.modules() if isinstance(module, family.base_class))
     blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)
     inputs: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Te
     return inputs, outputs
 
 
-def record_of(server: LocalServer, checkpoint: Checkpoint) -> ServerRecord:
+def record_of(server: LocalServer, checkpoint: ModelCheckpoint) -> ServerRecord:
     """Enough of the server's record to call it."""
     host, port = server.ready["grpc"].split(":")
     certificate = ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import RequestRejected, SwarmError
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import Generation, Listener, Request
+from swarm_client.batching.request import Generation, Request, TokenListener
 from tests.swarm.meeting import GREEDY, Gate, another_under_way, sequences
 from tests.swarm.pair import Pair, random_ids, started
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -31,7 +31,7 @@ def submitted(monkeypatch) -> list[Request]:
     requests: list[Request] = []
     submit = GenerationLoop.submit
 
-    def spy(self: GenerationLoop, request: Request, listener: Listener) -> Generation:
+    def spy(self: GenerationLoop, request: Request, listener: TokenListener) -> Generation:
         generation = submit(self, request, listener)
         requests.append(request)
         return generation

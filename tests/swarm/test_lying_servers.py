@@ -12,7 +12,7 @@ import torch
 from swarm_client.core import background
 from swarm_client.core.events import DoubtfulTokens, WrongAnswers
 from swarm_client.sessions.session import RemoteSession
-from swarm_client.verification.accusations import Accusations
+from swarm_client.verification.accusations import AccusationClient
 from swarm_client.verification.checker import checker_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -27,7 +27,7 @@ from tests.zoo import HIDDEN
 
 SPANS = "0:3", "3:6"
 FIRST_ONLY = 1e-9  # of what comes after the first answers, next to nothing is checked
-TELL = Accusations.tell
+TELL = AccusationClient.tell
 PROMPT = random_ids(1, 12, seed=60)
 
 Lie = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +55,7 @@ def apart(request, monkeypatch) -> None:
         async def tell_nobody(*_: object) -> bool:
             return False
 
-        monkeypatch.setattr(Accusations, "tell", tell_nobody)
+        monkeypatch.setattr(AccusationClient, "tell", tell_nobody)
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def test_honest_servers_cannot_be_accused(pair):
 
         async def accuse() -> list[bool]:
             await swarm.view(0.0)
-            return [await TELL(Accusations(swarm), accused.peer_id, accused.span, HIDDEN) for _ in range(10)]
+            return [await TELL(AccusationClient(swarm), accused.peer_id, accused.span, HIDDEN) for _ in range(10)]
 
         assert background.run(accuse()) == [False] * 10
 

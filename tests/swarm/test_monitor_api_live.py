@@ -15,7 +15,7 @@ from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client import DistributedModel
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.generation import load_tokenizer
-from swarm_gateway.history.store import History
+from swarm_gateway.history.store import HistoryStore
 from swarm_gateway.monitor.monitor import Monitor
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.monitored_swarm import monitor_served
@@ -49,7 +49,7 @@ def swarm(cluster) -> Iterator[LiveSwarm]:
 @pytest.fixture
 def api(swarm, tmp_path) -> Iterator[httpx.Client]:
     swarm.start("0:10", "10:20")
-    monitor, history = Monitor(swarm.config), History(tmp_path / "history.sqlite")
+    monitor, history = Monitor(swarm.config), HistoryStore(tmp_path / "history.sqlite")
     with (
         monitor_served(monitor, history=history, config=swarm.config, own_model=DEFAULT_MODEL) as url,
         httpx.Client(base_url=f"{url}/api/v1", timeout=DEADLINE_S) as client,

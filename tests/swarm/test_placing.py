@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_server.machine.memory import hosted_bytes
 from swarm_server.node import moving, server
@@ -36,7 +36,7 @@ def test_servers_of_so_many_blocks_cover_the_model(servers):
 
 
 def test_memory_decides_how_many_blocks_and_how_much_room(servers):
-    block_bytes = max(hosted_bytes(Checkpoint.open(servers.model), "none"))
+    block_bytes = max(hosted_bytes(ModelCheckpoint.open(servers.model), "none"))
     memory_bytes = 4 * block_bytes
     servers.start(ANYWHERE, blocks=None, memory_bytes=memory_bytes, cache_tokens=None)
     (record,) = servers.describe()

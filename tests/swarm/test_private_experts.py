@@ -20,8 +20,8 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_training.experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
-from swarm_training.experts.directory.board import DhtBoard
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.board import DhtExpertRegistry
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
@@ -66,7 +66,7 @@ def mixture(client: ExpertClient) -> RemoteMixtureOfExperts:
     return RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="demo", client=client, config=QUICK)
 
 
-def holder_seen_by(client: ExpertClient) -> Holder:
+def holder_seen_by(client: ExpertClient) -> ExpertHolder:
     return network_loop.run(client.board("demo", GRID, HIDDEN).read([(0,)]))[(0,)][0][0]
 
 
@@ -134,7 +134,7 @@ def test_servers_that_are_no_members_are_not_believed(private: Private) -> None:
     with private.client("dora") as client:
         with ExpertServer(replace(CONFIG, initial_peers=tuple(private.peers), cells=((1, 0), (1, 1)))) as stranger:
             # its own node believes it, and no member's does
-            own = DhtBoard(stranger._dht, "demo", GRID, HIDDEN)
+            own = DhtExpertRegistry(stranger._dht, "demo", GRID, HIDDEN)
             assert network_loop.run(own.read([(1,)]))[(1,)].keys() == {0, 1}
             assert network_loop.run(client.board("demo", GRID, HIDDEN).read([(0,), (1,)]))[(1,)] == {}
             assert stranger.peer_id not in [keeper.peer_id for keeper in keepers(private, client)]
@@ -180,7 +180,7 @@ def test_a_membership_that_cannot_be_used_is_said(private: Private) -> None:
         ExpertClient(private.peers, membership=path.with_name("none"))
 
 
-def keepers(private: Private, client: ExpertClient) -> list[Holder]:
+def keepers(private: Private, client: ExpertClient) -> list[ExpertHolder]:
     return network_loop.run(client.board("demo", GRID, HIDDEN).keepers())
 
 
@@ -190,7 +190,7 @@ def _key_of(private: Private, name: str) -> tuple[Identity, bytes]:
     return member.identity, member.token
 
 
-async def _listed(credentials: ClientCredentials, holder: Holder) -> object:
+async def _listed(credentials: ClientCredentials, holder: ExpertHolder) -> object:
     calls = ReplicaCalls(credentials, "demo", GRID)
     try:
         return await calls.listed(holder)

@@ -12,7 +12,7 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from swarm_client import DistributedModelForSequenceClassification, RequestRejected
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
@@ -38,7 +38,7 @@ class Prompted:
         prompts, whole = remote.prompts, whole_model(servers.model)
         deep = None if prompts.deep is None else prompts.deep.detach().clone().requires_grad_(True)
         prompted = cls(whole, prompts.embedding.detach().clone().requires_grad_(True), deep)
-        family = Checkpoint.open(servers.model).family
+        family = ModelCheckpoint.open(servers.model).family
         base = next(module for module in whole.modules() if isinstance(module, family.base_class))
         for index, block in enumerate(getattr(family.owner_of(base), family.blocks)):
             block.register_forward_pre_hook(prompted._adding(index))
@@ -280,7 +280,7 @@ def test_refused_options(llama, options, message):
 
 
 def test_virtual_tokens_count_as_positions(servers):
-    if not hasattr(Checkpoint.open(servers.model).config, "max_position_embeddings"):
+    if not hasattr(ModelCheckpoint.open(servers.model).config, "max_position_embeddings"):
         pytest.skip("a model without a limit")
     ids = random_ids(1, POSITIONS - 5, seed=5)
     with connected(servers, tuning_mode="prompt", num_prompt_tokens=NUM) as remote:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import SMALL_CHAT_MODEL, locate
 from tests.published import (
     AWQ_CONFIG,
@@ -59,7 +59,7 @@ def test_logits_of_two_servers(tmp_path: Path, format: str) -> None:
     config, pack, name, ends = FORMATS[format]
     expected = publish(tmp_path, config, pack, name=name, ends=ends, num_hidden_layers=2)
     unpacked = {key: tensor.float() for key, tensor in expected.items()}
-    model_config = Checkpoint.open(tmp_path).config
+    model_config = ModelCheckpoint.open(tmp_path).config
     model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
     local = model_class.from_pretrained(None, config=model_config, state_dict=unpacked, dtype=torch.float32)
     assert_same_logits(tmp_path, local, torch.arange(2 * 9).view(2, 9) + 3)

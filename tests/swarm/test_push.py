@@ -13,7 +13,7 @@ import torch
 
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.transport import transport
-from swarm_client.transport.hops import Answer, HopSession
+from swarm_client.transport.hops import HopOutput, HopSession
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -65,14 +65,14 @@ def sent(monkeypatch) -> Counter[int]:
 
 
 @pytest.fixture
-def answers(monkeypatch) -> list[Answer]:
+def answers(monkeypatch) -> list[HopOutput]:
     """What the client is sent by all hops."""
-    seen: list[Answer] = []
+    seen: list[HopOutput] = []
     read_event = HopSession._read_event
 
     async def watched(session: HopSession):
         event = await read_event(session)
-        if isinstance(event, Answer):
+        if isinstance(event, HopOutput):
             seen.append(event)
         return event
 

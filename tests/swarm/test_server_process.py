@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from swarm_client.core import background
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
@@ -126,7 +126,7 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
             "grpc": record.addresses[0],
             "products": server.ready["products"],
         }
-        assert record.revision == Checkpoint.open(machine.model).revision
+        assert record.revision == ModelCheckpoint.open(machine.model).revision
         assert record.state.name == "ONLINE" and record.tokens_per_s > 0 and record.cache_tokens_left > 0
     assert default.records()[1].tokens_per_s == 123.5
     assert str(mine.records()[0].span) == "0:6"  # chosen: the whole model fits

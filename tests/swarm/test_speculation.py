@@ -18,7 +18,7 @@ from swarm_client.sessions.lane import Lane
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.generating import MOST_SHARING
 from swarm_client.speculation.speculation import Speculation
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError, PeerBusy, PeerUnavailable, SwarmError
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.pair import Pair, started
@@ -183,7 +183,7 @@ def test_a_pass_that_fails_here_leaves_what_is_right_in_the_cache(pair, prompt, 
 
 
 def test_draft_of_other_vocabulary_or_name_is_refused(pair, tmp_path):
-    checkpoint = Checkpoint.open(pair.servers.model)
+    checkpoint = ModelCheckpoint.open(pair.servers.model)
     save_checkpoint("llama", tmp_path, vocab_size=VOCAB + 8)
     with pytest.raises(ValueError, match="has other tokens than"):
         open_speculation(str(tmp_path), pair.remote, checkpoint)

@@ -12,7 +12,7 @@ from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import Request
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.speculation import Speculation
-from swarm_server.kv.kv_rows import Group
+from swarm_server.kv.kv_rows import KvGroup
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
@@ -44,16 +44,16 @@ def text(pair) -> list[int]:
 @pytest.fixture
 def kept(monkeypatch) -> Iterator[list[int]]:
     """How many positions the blocks of servers kept of a row, before each step: few more than without guesses."""
-    counts, excess = [], Group.excess
+    counts, excess = [], KvGroup.excess
 
-    def spy(self: Group, length: int, num_kept: int, num_new: int, settled: int) -> int:
+    def spy(self: KvGroup, length: int, num_kept: int, num_new: int, settled: int) -> int:
         counts.append(num_kept)
         return excess(self, length, num_kept, num_new, settled)
 
-    monkeypatch.setattr(Group, "excess", spy)
+    monkeypatch.setattr(KvGroup, "excess", spy)
     monkeypatch.setattr(RemoteSession, "num_sharing", 1)  # however lately the sessions of other tests have ended
     yield counts
-    most = Group((), SLIDING).most
+    most = KvGroup((), SLIDING).most
     assert max(counts) <= most + SOME_PASSES < NEW_TOKENS
 
 

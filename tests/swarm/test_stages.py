@@ -27,7 +27,7 @@ from swarm_training.stages.commands.serving import serve
 from swarm_training.stages.commands.training import train_run
 from swarm_training.stages.engine.accumulator import rounded
 from swarm_training.stages.engine.boundaries import FILE_NAME
-from swarm_training.stages.peer.placing import Pace
+from swarm_training.stages.peer.placing import PlacementTimes
 from swarm_training.stages.peer.shared import spans_of
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
@@ -110,7 +110,11 @@ def watched(file: RunFile, who: Joining, step: int) -> RunView:
 
 @asynccontextmanager
 async def serving(
-    file: RunFile, index: int | None, *initial_peers: str, pace: Pace | None = None, said: list[str] | None = None
+    file: RunFile,
+    index: int | None,
+    *initial_peers: str,
+    pace: PlacementTimes | None = None,
+    said: list[str] | None = None,
 ) -> AsyncIterator[str]:
     """A stage in this process, from where its peer moves if there is a pace; the address by which others join."""
     joined = asyncio.get_running_loop().create_future()
@@ -175,7 +179,7 @@ def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(
 
 @pytest.mark.slow
 def test_a_peer_moves_to_a_lost_stage_and_the_run_is_still_that_of_one_process(text: str, tmp_path: Path) -> None:
-    file, pace = parse_run_file(text), Pace(look_s=6.0, check_s=(1.0, 2.0), cooldown_s=3.0)
+    file, pace = parse_run_file(text), PlacementTimes(look_s=6.0, check_s=(1.0, 2.0), cooldown_s=3.0)
     said: list[str] = []
 
     async def scenario() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from swarm_client.core.config import Timeouts
 from swarm_client.core.events import Waiting
-from swarm_client.sessions.call import Call
-from swarm_client.sessions.listener import Failures, Listener
+from swarm_client.sessions.call import SessionCall
+from swarm_client.sessions.listener import ChainListener, Failures
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.transport.hops import BlockAnswer, HopSession
 from tests.drafts import Always, KnowingDraft
@@ -96,9 +96,9 @@ def test_hangs(connect, moments):
 @pytest.mark.parametrize("moment", ["before_step", "before-they-come"])
 def test_killed_while_hidden_states_of_every_block_are_wanted(client, moments, monkeypatch, moment):
     """Also when its outputs have gone on to the next server, and those of its blocks have not come to the client."""
-    take, lost = Listener._take_block_output, []
+    take, lost = ChainListener._take_block_output, []
 
-    def lose(listener: Listener, answer: BlockAnswer, sender: HopSession, call: Call) -> Failures:
+    def lose(listener: ChainListener, answer: BlockAnswer, sender: HopSession, call: SessionCall) -> Failures:
         if call.start == PROMPT.shape[1] + 3 and sender is client.chain.hops[1] and (not lost or sender is lost[0]):
             if not lost:
                 lost.append(sender)
@@ -109,7 +109,7 @@ def test_killed_while_hidden_states_of_every_block_are_wanted(client, moments, m
     if moment == "before_step":
         moments.before_step(5, lambda: client.kill(1))
     else:
-        monkeypatch.setattr(Listener, "_take_block_output", lose)
+        monkeypatch.setattr(ChainListener, "_take_block_output", lose)
     output = client.generate(PROMPT, output_hidden_states=True)
     expected = client.fleet.whole.generate(
         PROMPT,

@@ -20,12 +20,12 @@ from swarm_protocol.tunnel.accepting import Acceptor
 from swarm_protocol.tunnel.circuit import Circuit
 from swarm_protocol.tunnel.dial_back import ask_dial_back, serve_dial_back
 from swarm_protocol.tunnel.dialing import _TunnelPort, open_tunnel
-from swarm_protocol.tunnel.members import Membership
+from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import reserve
 from tests.swarm.waiting import DEADLINE_S
 
-NOBODY = Membership()
+NOBODY = RelayCredentials()
 KEEPALIVE_S = 0.2
 
 

@@ -18,7 +18,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.averaging.group import Group
-from swarm_training.averaging.round import Round
+from swarm_training.averaging.round import AveragingRound
 from swarm_training.meeting.attending import Attendance
 from swarm_training.progress.policy import rank
 from swarm_training.run.state import TrainedState
@@ -26,8 +26,8 @@ from swarm_training.run.state import TrainedState
 RUN = "toy"
 MOMENTS = {
     "meeting": (Attendance, "attend"),
-    "reducing": (Round, "serve_reduce"),
-    "repairing": (Round, "repair"),
+    "reducing": (AveragingRound, "serve_reduce"),
+    "repairing": (AveragingRound, "repair"),
     "stepping": (TrainedState, "apply"),
     "going back": (TrainedState, "go_to"),
 }

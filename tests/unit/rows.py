@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout, Row, runs
+from swarm_server.kv.kv_rows import Channel, ChannelPlace, KvGroup, KvRow, PageLayout, runs
 
 WINDOW = 3
 KEYS, VALUES = Channel(2, 1, torch.float64), Channel(1, 3, torch.float64)
-FULL, SLIDING = Group((KEYS, VALUES), None), Group((VALUES, KEYS), WINDOW)
+FULL, SLIDING = KvGroup((KEYS, VALUES), None), KvGroup((VALUES, KEYS), WINDOW)
 LAYOUTS = {
     "full": PageLayout((FULL,), (ChannelPlace(0, 0, 1),)),
     "mixed": PageLayout((FULL, SLIDING), (ChannelPlace(0, 0, 1), ChannelPlace(1, 0, 1))),
@@ -18,7 +18,7 @@ LAYOUTS = {
 }
 
 
-def write(rows: Sequence[Row], layout: PageLayout, values: torch.Tensor) -> None:
+def write(rows: Sequence[KvRow], layout: PageLayout, values: torch.Tensor) -> None:
     """values: [rows, new] for the last positions of each row, into all channels."""
     num_new = values.shape[1]
     for number, group in enumerate(layout.groups):
@@ -29,7 +29,7 @@ def write(rows: Sequence[Row], layout: PageLayout, values: torch.Tensor) -> None
                 place[:] = values[run.rows, None, :, None]
 
 
-def read(rows: Sequence[Row], layout: PageLayout) -> list[list[list[float]]]:
+def read(rows: Sequence[KvRow], layout: PageLayout) -> list[list[list[float]]]:
     """For each group the positions that each row keeps; all channels must agree."""
     result = []
     for number, group in enumerate(layout.groups):

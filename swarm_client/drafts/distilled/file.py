@@ -47,7 +47,7 @@ def load_draft(path: Path, *, base_model: str, vocab_size: int, model_hidden_siz
     """Return the draft in a file, in float32, and the share of its guesses that were right when it was made.
 
     Args:
-        base_model: the model to draft for, as in ``Checkpoint.location``. Only the last part of the hub id or path
+        base_model: the model to draft for, as in ``ModelCheckpoint.location``. Only the last part of the hub id or path
             counts.
         vocab_size: the vocabulary size of this model's head.
         model_hidden_size: the width of this model's hidden states.

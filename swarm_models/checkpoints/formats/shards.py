@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from swarm_models.checkpoints.files import CONFIG, CheckpointFiles, Directory, FileMissing, HubUnreachable, is_plain
+from swarm_models.checkpoints.files import CONFIG, CheckpointFiles, FileMissing, HubUnreachable, LocalFiles, is_plain
 from swarm_models.checkpoints.formats import forms_of
 from swarm_models.checkpoints.formats.packed import PackedForm, find_packed
 from swarm_models.checkpoints.safetensors_file import FLOAT8, MAX_NAME, FileTensor, StoredTensor, read_header
@@ -35,7 +35,7 @@ SAMPLES_PER_SHARD = 64
 
 
 class ShardedWeights:
-    """The reader of a ``Checkpoint`` whose files are config.json and safetensors.
+    """The reader of a ``ModelCheckpoint`` whose files are config.json and safetensors.
 
     Attributes:
         config: the model's config.
@@ -124,7 +124,7 @@ class ShardedWeights:
         except HubUnreachable:
             raise  # other sources may have it
         except FileMissing as error:
-            if not isinstance(self._files, Directory):
+            if not isinstance(self._files, LocalFiles):
                 raise FileMissing(f"{error}: expected safetensors, or one of its GGUF files by --gguf-file") from None
             raise CheckpointError(f"{self._files.location} has no safetensors weights{self._old_weights()}") from error
         return dict.fromkeys(read_header(path), SINGLE)

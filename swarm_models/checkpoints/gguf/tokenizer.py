@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from swarm_models.checkpoints.files import Directory, FileMissing, locate
+from swarm_models.checkpoints.files import FileMissing, LocalFiles, locate
 
 
 def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -19,7 +19,7 @@ def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Pre
         gguf = files.gguf
     tokenizer: PreTrainedTokenizerBase
     if gguf is None:
-        if isinstance(files, Directory):
+        if isinstance(files, LocalFiles):
             files.check_links()
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
         return tokenizer

@@ -43,7 +43,7 @@ _ROW_BY_ROW = {
 
 
 class GgufWeights:
-    """The reader of a ``Checkpoint`` that is a GGUF file, or the shards of one.
+    """The reader of a ``ModelCheckpoint`` that is a GGUF file, or the shards of one.
 
     Attributes:
         config: the model's config, as the file gives it.

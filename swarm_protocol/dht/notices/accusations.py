@@ -21,7 +21,7 @@ _PUBLISH_TIMEOUT_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-class Accusations:
+class AccusationRegistry:
     """The accusations against servers of one model."""
 
     def __init__(

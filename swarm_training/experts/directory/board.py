@@ -21,19 +21,19 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_training.experts.core.access import Access
 from swarm_training.experts.core.cells import Prefix, check_grid, check_name, expert_name
-from swarm_training.experts.directory.records import Holder, read_record, record_of
+from swarm_training.experts.directory.records import ExpertHolder, read_record, record_of
 
 _TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
-Holders = dict[int, list[Holder]]  # by the coordinate that follows a prefix, sorted by peer id
+Holders = dict[int, list[ExpertHolder]]  # by the coordinate that follows a prefix, sorted by peer id
 _logger = logging.getLogger(__name__)
 
 
-class Board(Protocol):
+class ExpertRegistry(Protocol):
     async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]:
         """Return each prefix's servers, by the next coordinate. Raise PeerUnavailable if the DHT does not answer."""
 
-    async def publish(self, own: Holder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
+    async def publish(self, own: ExpertHolder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
         """Publish the records of a server; return whether all are stored."""
 
 
@@ -70,7 +70,7 @@ class DhtNodeOfExperts:
         await dht_node.stop(self.node)
 
 
-class DhtBoard:
+class DhtExpertRegistry:
     """The registry of one mixture in the DHT."""
 
     def __init__(self, dht: DhtNodeOfExperts, name: str, grid: Sequence[int], hidden: int) -> None:
@@ -95,19 +95,19 @@ class DhtBoard:
                 each.sort()
         return read
 
-    async def keepers(self) -> list[Holder]:
+    async def keepers(self) -> list[ExpertHolder]:
         """Return servers that keep replicas, sorted by peer id. Raise PeerUnavailable if the DHT does not answer."""
         (records,) = (await self._read([self._keepers_key])).values()
         return sorted(holder for holder, _ in self._valid(records, size=0))
 
-    async def publish(self, own: Holder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
+    async def publish(self, own: ExpertHolder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
         return await self._publish(own, {self._key(prefix): after for prefix, after in following.items()}, lifetime_s)
 
-    async def publish_keeper(self, own: Holder, lifetime_s: float) -> bool:
+    async def publish_keeper(self, own: ExpertHolder, lifetime_s: float) -> bool:
         """Publish a server that keeps replicas; return whether the record is stored."""
         return await self._publish(own, {self._keepers_key: ()}, lifetime_s)
 
-    async def _publish(self, own: Holder, following: Mapping[str, Iterable[int]], lifetime_s: float) -> bool:
+    async def _publish(self, own: ExpertHolder, following: Mapping[str, Iterable[int]], lifetime_s: float) -> bool:
         """Publish under each key a record with the given coordinates."""
         self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
         keys = list(following)
@@ -142,7 +142,9 @@ class DhtBoard:
     def _key(self, prefix: Prefix) -> str:
         return f"swarm.experts.v1/{expert_name(self._name, prefix)}"
 
-    def _valid(self, items: Iterable[tuple[object, object]], size: int) -> Iterator[tuple[Holder, frozenset[int]]]:
+    def _valid(
+        self, items: Iterable[tuple[object, object]], size: int
+    ) -> Iterator[tuple[ExpertHolder, frozenset[int]]]:
         for subkey, item in items:
             try:
                 yield read_record(owner_of(subkey), item.value, self._hidden, size, self._dht.access.control)  # type: ignore[attr-defined]

@@ -10,8 +10,8 @@ from typing import Any
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.experts.core.cells import Cell, Prefix
-from swarm_training.experts.directory.board import Board, Holders
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.board import ExpertRegistry, Holders
+from swarm_training.experts.directory.records import ExpertHolder
 
 _STALE = 6  # times the refresh interval: records themselves do not last much longer
 _MAX_BANS = 6  # each ban is twice as long as the one before
@@ -25,14 +25,14 @@ class _Ban:
     times: int = 0
 
 
-class Directory:
+class ExpertCache:
     """The cache of one mixture's experts; used on one event loop only.
 
     Entries older than ``refresh_s`` are read again in the background. Callers wait only for entries that are missing
     or very old.
     """
 
-    def __init__(self, board: Board, refresh_s: float, ban_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, board: ExpertRegistry, refresh_s: float, ban_s: float, clock: Callable[[], float]) -> None:
         """Create an empty cache; ``clock`` returns seconds."""
         self._board = board
         self._refresh_s = refresh_s
@@ -65,19 +65,19 @@ class Directory:
             for prefix, following in known.items()
         }
 
-    def holder(self, cell: Cell, without: Collection[Failure] = ()) -> Holder | None:
+    def holder(self, cell: Cell, without: Collection[Failure] = ()) -> ExpertHolder | None:
         """Return the server to call for an expert, or None if all known servers have just failed."""
         holders, _ = self._known.get(cell[:-1], ({}, 0.0))
         return next((each for each in holders.get(cell[-1], ()) if self._is_usable(each, cell, without)), None)
 
-    def failed(self, holder: Holder, cell: Cell = ()) -> None:
+    def failed(self, holder: ExpertHolder, cell: Cell = ()) -> None:
         """Ban the expert, or without ``cell`` the whole server, for a while: longer each time until it answers."""
         ban = self._bans.get((holder.peer_id, cell), _Ban())
         if self._clock() >= ban.until:  # simultaneous failures count once
             until = self._clock() + self._ban_s * 2**ban.times
             self._bans[holder.peer_id, cell] = _Ban(until, min(ban.times + 1, _MAX_BANS))
 
-    def answered(self, holder: Holder, cell: Cell) -> None:
+    def answered(self, holder: ExpertHolder, cell: Cell) -> None:
         for what in ((), cell):
             self._bans.pop((holder.peer_id, what), None)
 
@@ -93,7 +93,7 @@ class Directory:
     def _too_old_s(self) -> float:
         return self._refresh_s * _STALE
 
-    def _is_usable(self, holder: Holder, cell: Cell, without: Collection[Failure]) -> bool:
+    def _is_usable(self, holder: ExpertHolder, cell: Cell, without: Collection[Failure]) -> bool:
         """Return whether no ban applies; ``cell`` may also be a prefix, which is never banned."""
         keys: list[Failure] = [(holder.peer_id, ()), (holder.peer_id, cell)]
         return all(

@@ -16,7 +16,7 @@ _FINGERPRINT_BYTES = 32
 
 
 @dataclass(frozen=True, order=True)
-class Holder:
+class ExpertHolder:
     """A server of experts and its address, ``HOST:PORT``."""
 
     peer_id: str
@@ -24,7 +24,7 @@ class Holder:
     tls_fingerprint: bytes
 
 
-def record_of(own: Holder, hidden: int, following: Iterable[int], token: bytes = b"") -> bytes:
+def record_of(own: ExpertHolder, hidden: int, following: Iterable[int], token: bytes = b"") -> bytes:
     """Return the serialised record of a server; ``token`` is its membership token for a private swarm."""
     return pb.ExpertsRecord(
         wire_version=WIRE_VERSION,
@@ -38,7 +38,7 @@ def record_of(own: Holder, hidden: int, following: Iterable[int], token: bytes =
 
 def read_record(
     owner: str, data: bytes, hidden: int, size: int, access: AccessControl | None = None
-) -> tuple[Holder, frozenset[int]]:
+) -> tuple[ExpertHolder, frozenset[int]]:
     """Return the server, and the coordinates at which it has experts in a dimension of this ``size``.
 
     ``access`` is the access control of a private swarm.
@@ -63,4 +63,4 @@ def read_record(
         raise ValueError("the fingerprint in a record of experts is not that of a certificate")
     if any(at >= size for at in record.next):
         raise ValueError(f"a coordinate in a record of experts is outside the grid, which has {size} there")
-    return Holder(owner, record.address, record.tls_fingerprint), frozenset(record.next)
+    return ExpertHolder(owner, record.address, record.tls_fingerprint), frozenset(record.next)

@@ -15,19 +15,19 @@ from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_training.experts.core.access import Access
 from swarm_training.experts.core.config import MixtureConfig
-from swarm_training.experts.directory.board import Board, DhtBoard, DhtNodeOfExperts
-from swarm_training.experts.directory.directory import Directory
+from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts, ExpertRegistry
+from swarm_training.experts.directory.directory import ExpertCache
 from swarm_training.experts.mixture.dispatch import Dispatcher
 from swarm_training.experts.net.calls import ExpertCalls, GrpcCalls
 
 
-class Network(Protocol):
+class ExpertNetwork(Protocol):
     """The interface of a client that a layer uses."""
 
     @property
     def calls(self) -> ExpertCalls: ...
 
-    def board(self, name: str, grid: Sequence[int], hidden: int) -> Board: ...
+    def board(self, name: str, grid: Sequence[int], hidden: int) -> ExpertRegistry: ...
 
 
 class ExpertClient:
@@ -56,8 +56,8 @@ class ExpertClient:
         self.calls: ExpertCalls = GrpcCalls(ClientCredentials(access.identity, access.token))
         self._dht = network_loop.run(DhtNodeOfExperts.join(initial_peers, access, Listening()))
 
-    def board(self, name: str, grid: Sequence[int], hidden: int) -> Board:
-        return DhtBoard(self._dht, name, grid, hidden)
+    def board(self, name: str, grid: Sequence[int], hidden: int) -> ExpertRegistry:
+        return DhtExpertRegistry(self._dht, name, grid, hidden)
 
     def close(self) -> None:
         network_loop.run(self._close())
@@ -74,9 +74,9 @@ class ExpertClient:
 
 
 def dispatcher(
-    network: Network, name: str, grid: Sequence[int], hidden: int, k: int, config: MixtureConfig
+    network: ExpertNetwork, name: str, grid: Sequence[int], hidden: int, k: int, config: MixtureConfig
 ) -> Dispatcher:
     """Return the dispatcher of one layer."""
     board = network.board(name, grid, hidden)
-    directory = Directory(board, config.refresh_s, config.ban_s, time.monotonic)
+    directory = ExpertCache(board, config.refresh_s, config.ban_s, time.monotonic)
     return Dispatcher(name, hidden, k, directory, network.calls, config)

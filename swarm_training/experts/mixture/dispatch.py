@@ -14,26 +14,26 @@ import torch
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerUnavailable, SwarmError
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.config import MixtureConfig, max_rows
-from swarm_training.experts.directory.directory import Directory, Failure
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.directory import ExpertCache, Failure
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.calls import ExpertCalls
-from swarm_training.experts.search.beam import Floats, Found, Ints, Mask, beam_search
+from swarm_training.experts.search.beam import BeamResult, Floats, Ints, Mask, beam_search
 
 _ATTEMPTS = 3  # for a row that too few experts have answered
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class DispatchedRows:
     """One call to one expert: the rows of the batch, and the expert's place among the experts of each row."""
 
     cell: Cell
-    holder: Holder
+    holder: ExpertHolder
     rows: torch.Tensor  # [m], int64
     slots: torch.Tensor  # [m], int64
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class ExpertOutputs:
     """The answers of one forward pass.
 
     Attributes:
@@ -47,7 +47,7 @@ class Answers:
     cells: torch.Tensor
     answered: torch.Tensor
     outputs: torch.Tensor
-    calls: list[Call]
+    calls: list[DispatchedRows]
     living: list[torch.Tensor]
 
 
@@ -55,7 +55,7 @@ class Dispatcher:
     """The dispatcher of one layer, used on one event loop only. Tensors are on the CPU, in fp32."""
 
     def __init__(
-        self, name: str, hidden: int, k: int, directory: Directory, calls: ExpertCalls, config: MixtureConfig
+        self, name: str, hidden: int, k: int, directory: ExpertCache, calls: ExpertCalls, config: MixtureConfig
     ) -> None:
         self._name = name
         self._max_rows = max_rows(hidden)
@@ -64,7 +64,7 @@ class Dispatcher:
         self._calls = calls
         self._config = config
 
-    async def forward(self, rows: torch.Tensor, scores: Sequence[Floats]) -> Answers:
+    async def forward(self, rows: torch.Tensor, scores: Sequence[Floats]) -> ExpertOutputs:
         """Call the k best living experts of each row, and others if fewer than ``k_min`` have answered.
 
         Args:
@@ -78,7 +78,7 @@ class Dispatcher:
         shape = len(rows), self._k
         cells = np.full((*shape, len(scores)), -1, np.int64)
         outputs, answered = torch.zeros(*shape, rows.shape[1]), torch.zeros(shape, dtype=torch.bool)
-        holders: dict[Cell, Holder] = {}
+        holders: dict[Cell, ExpertHolder] = {}
         living: list[Mask] = []
         problem: SwarmError | None = None
         failures: set[Failure] = set()  # of this pass, which are never tried again in it
@@ -111,9 +111,13 @@ class Dispatcher:
         if len(todo):
             raise problem if isinstance(problem, AccessDenied) else self._too_few(len(todo), len(rows), problem)
         calls = self._planned(cells, answered.numpy(), holders.get)
-        return Answers(torch.from_numpy(cells), answered, outputs, calls, [torch.from_numpy(mask) for mask in living])
+        return ExpertOutputs(
+            torch.from_numpy(cells), answered, outputs, calls, [torch.from_numpy(mask) for mask in living]
+        )
 
-    async def backward(self, rows: torch.Tensor, grad_outputs: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
+    async def backward(
+        self, rows: torch.Tensor, grad_outputs: torch.Tensor, calls: Sequence[DispatchedRows]
+    ) -> torch.Tensor:
         """Return the gradient of the rows, [rows, hidden]. An expert that does not answer in time contributes nothing.
 
         Args:
@@ -146,17 +150,19 @@ class Dispatcher:
     async def close(self) -> None:
         self._directory.close()
 
-    async def _search(self, scores: Sequence[Floats], without: Collection[Failure]) -> Found:
+    async def _search(self, scores: Sequence[Floats], without: Collection[Failure]) -> BeamResult:
         search = beam_search(scores, self._k, max(self._config.beam, self._k))
         try:
             wanted = next(search)
             while True:
                 wanted = search.send(await self._directory.following(wanted, without))
         except StopIteration as end:
-            found: Found = end.value
+            found: BeamResult = end.value
             return found
 
-    def _planned(self, cells: Ints, wanted: Mask, holder_of: Callable[[Cell], Holder | None]) -> list[Call]:
+    def _planned(
+        self, cells: Ints, wanted: Mask, holder_of: Callable[[Cell], ExpertHolder | None]
+    ) -> list[DispatchedRows]:
         """Return the calls for the ``wanted`` places of ``cells``, [rows, k]; rows of one expert share calls."""
         rows, slots = np.nonzero(wanted)
         if not len(rows):
@@ -171,13 +177,13 @@ class Dispatcher:
             if holder is None:  # the directory has been read again since the search
                 continue
             for part in torch.from_numpy(places).split(self._max_rows):
-                calls.append(Call(cell, holder, torch.from_numpy(rows)[part], torch.from_numpy(slots)[part]))
+                calls.append(DispatchedRows(cell, holder, torch.from_numpy(rows)[part], torch.from_numpy(slots)[part]))
         return calls
 
     async def _ask(
         self,
-        calls: Sequence[Call],
-        ask: Callable[[Call], Coroutine[Any, Any, torch.Tensor]],
+        calls: Sequence[DispatchedRows],
+        ask: Callable[[DispatchedRows], Coroutine[Any, Any, torch.Tensor]],
         timeout_s: float,
         failures: set[Failure] | None = None,
     ) -> list[torch.Tensor | SwarmError]:

@@ -9,10 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from swarm_protocol.errors import TrainingDiverged
 from swarm_protocol.process import network_loop
-from swarm_training.experts.mixture.dispatch import Answers, Dispatcher
+from swarm_training.experts.mixture.dispatch import Dispatcher, ExpertOutputs
 
 
-def expert_outputs(rows: torch.Tensor, answers: Answers, dispatcher: Dispatcher) -> torch.Tensor:
+def expert_outputs(rows: torch.Tensor, answers: ExpertOutputs, dispatcher: Dispatcher) -> torch.Tensor:
     """Return the outputs in ``answers``, [rows, k, hidden], as a function of ``rows``, [rows, hidden], on their device.
 
     The backward pass lets the experts compute the gradient of the rows, and train themselves. An expert that fails in
@@ -27,7 +27,7 @@ def expert_outputs(rows: torch.Tensor, answers: Answers, dispatcher: Dispatcher)
 class _AskExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, needed: torch.Tensor, answers: Answers, dispatcher: Dispatcher
+        ctx: Any, rows: torch.Tensor, needed: torch.Tensor, answers: ExpertOutputs, dispatcher: Dispatcher
     ) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.calls, ctx.dispatcher = answers.calls, dispatcher

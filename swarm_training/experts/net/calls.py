@@ -13,7 +13,7 @@ from swarm_protocol.rpc.channels import PinnedChannels, translated
 from swarm_protocol.wire.codec import decode, encode
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.config import MAX_CALL_BYTES
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 
@@ -21,11 +21,11 @@ from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 class ExpertCalls(Protocol):
     """The interface of calls to experts. Tensors are [rows, hidden] fp32 on the CPU. Calls raise SwarmError."""
 
-    async def forward(self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
+    async def forward(self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
         """Return the expert's outputs."""
 
     async def backward(
-        self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
+        self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
     ) -> torch.Tensor:
         """Return the gradient of the inputs; the expert takes an optimizer step."""
 
@@ -38,12 +38,12 @@ class GrpcCalls:
     def __init__(self, credentials: ClientCredentials) -> None:
         self._channels = PinnedChannels(credentials)
 
-    async def forward(self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
+    async def forward(self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
         reply = await self.send_forward(holder, pb.ForwardRequest(name=name, cell=cell, inputs=encode(inputs)[0]))
         return _checked(reply.outputs, inputs, holder)
 
     async def backward(
-        self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
+        self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
     ) -> torch.Tensor:
         stub = await self._stub(holder)
         request = pb.BackwardRequest(
@@ -53,7 +53,7 @@ class GrpcCalls:
             reply = await stub.Backward(request)
         return _checked(reply.grad_inputs, inputs, holder)
 
-    async def send_forward(self, holder: Holder, request: pb.ForwardRequest) -> pb.ForwardReply:
+    async def send_forward(self, holder: ExpertHolder, request: pb.ForwardRequest) -> pb.ForwardReply:
         """Return the unchecked answer."""
         stub = await self._stub(holder)
         async with translated(holder.peer_id):
@@ -63,12 +63,12 @@ class GrpcCalls:
     async def close(self) -> None:
         await self._channels.close()
 
-    async def _stub(self, holder: Holder) -> ExpertsStub:
+    async def _stub(self, holder: ExpertHolder) -> ExpertsStub:
         channel = await self._channels.to(holder.address, holder.tls_fingerprint, holder.peer_id)
         return ExpertsStub(channel)  # type: ignore[no-untyped-call]
 
 
-def _checked(wire: swarm_pb2.Tensor, inputs: torch.Tensor, holder: Holder) -> torch.Tensor:
+def _checked(wire: swarm_pb2.Tensor, inputs: torch.Tensor, holder: ExpertHolder) -> torch.Tensor:
     """Return the received tensor. Raise BadReply if it is not like the inputs."""
     try:
         tensor = decode(wire, MAX_CALL_BYTES)

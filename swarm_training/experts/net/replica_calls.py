@@ -13,7 +13,7 @@ from swarm_protocol.wire.constants import MIB, PART_BYTES
 from swarm_protocol.wire.status import FirstStatus
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.replica import Replica
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 
@@ -63,7 +63,7 @@ class ReplicaCalls:
         self._name = name
         self._grid = grid
 
-    async def send(self, keeper: Holder, replica: Replica, data: bytes) -> None:
+    async def send(self, keeper: ExpertHolder, replica: Replica, data: bytes) -> None:
         """Send a replica, and return when the keeper has it."""
 
         def requests() -> Iterator[pb.KeepReplicaRequest]:
@@ -76,7 +76,7 @@ class ReplicaCalls:
         async with translated(keeper.peer_id, FirstStatus(call)):
             await call
 
-    async def listed(self, keeper: Holder) -> list[Replica]:
+    async def listed(self, keeper: ExpertHolder) -> list[Replica]:
         """Return the descriptions of the keeper's replicas."""
         stub = await self._stub(keeper)
         async with translated(keeper.peer_id):
@@ -86,7 +86,7 @@ class ReplicaCalls:
         except ValueError as error:
             raise BadReply(str(error), keeper.peer_id) from None
 
-    async def fetch(self, keeper: Holder, cell: Cell, most_bytes: int) -> tuple[Replica, bytes]:
+    async def fetch(self, keeper: ExpertHolder, cell: Cell, most_bytes: int) -> tuple[Replica, bytes]:
         """Return the replica of a cell, which may be newer than the listed one."""
         stub = await self._stub(keeper)
         call = stub.FetchReplica(pb.FetchReplicaRequest(name=self._name, cell=cell), timeout=most_seconds(most_bytes))
@@ -110,6 +110,6 @@ class ReplicaCalls:
     async def close(self) -> None:
         await self._channels.close()
 
-    async def _stub(self, keeper: Holder) -> ExpertsStub:
+    async def _stub(self, keeper: ExpertHolder) -> ExpertsStub:
         channel = await self._channels.to(keeper.address, keeper.tls_fingerprint, keeper.peer_id)
         return ExpertsStub(channel)  # type: ignore[no-untyped-call]

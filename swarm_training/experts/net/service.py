@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Handlers(Protocol):
+class ExpertHandlers(Protocol):
     """The handlers of calls to experts. Both raise SwarmError; the first argument is the caller's peer id."""
 
     async def forward(self, caller: str, request: pb.ForwardRequest) -> pb.ForwardReply: ...
@@ -38,7 +38,7 @@ class ReplicaHandlers(Protocol):
 
 
 class ExpertsService(ExpertsServicer):
-    def __init__(self, handlers: Handlers, replicas: ReplicaHandlers, access: AccessControl | None) -> None:
+    def __init__(self, handlers: ExpertHandlers, replicas: ReplicaHandlers, access: AccessControl | None) -> None:
         """Create the service; ``access`` is the access control of a private swarm, or None if everybody may call."""
         self._handlers = handlers
         self._replicas = replicas
@@ -75,7 +75,7 @@ class ExpertsService(ExpertsServicer):
 
 
 async def start_service(
-    handlers: Handlers,
+    handlers: ExpertHandlers,
     replicas: ReplicaHandlers,
     certificate: Certificate,
     host: str,

@@ -25,7 +25,7 @@ _FIRST_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-class CellBoard(Protocol):
+class CellRegistry(Protocol):
     async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]: ...
 
 
@@ -45,7 +45,7 @@ class Keeper:
     renewed for an hour makes room for others.
     """
 
-    def __init__(self, config: ServerConfig, board: CellBoard, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: ServerConfig, board: CellRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._board = board
         self._clock = clock

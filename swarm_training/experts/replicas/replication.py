@@ -17,7 +17,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from swarm_training.experts.replicas.keeper import STALE_S, Keeper
 from swarm_training.experts.search.keeping import in_rank
@@ -29,12 +29,12 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
 
 
-class KeeperBoard(Protocol):
-    async def keepers(self) -> list[Holder]:
+class KeeperRegistry(Protocol):
+    async def keepers(self) -> list[ExpertHolder]:
         """Return the keepers. Raise PeerUnavailable if the DHT does not answer."""
 
 
-class Trained(Protocol):
+class TrainedExpert(Protocol):
     """The interface of a trained expert, see ``Expert`` of the server."""
 
     @property
@@ -54,11 +54,11 @@ class _Sent:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundReplica:
     """A replica at a keeper; ``keeper`` is None for this server itself."""
 
     replica: Replica
-    keeper: Holder | None
+    keeper: ExpertHolder | None
 
 
 class Replication:
@@ -67,8 +67,8 @@ class Replication:
     def __init__(
         self,
         config: ServerConfig,
-        own: Holder,
-        board: KeeperBoard,
+        own: ExpertHolder,
+        board: KeeperRegistry,
         calls: ReplicaCalls,
         keeper: Keeper,
         in_thread: InThread,
@@ -82,9 +82,9 @@ class Replication:
         self._keeper = keeper
         self._in_thread = in_thread
         self._clock = clock
-        self._sent: dict[Cell, dict[Holder, _Sent]] = {}
+        self._sent: dict[Cell, dict[ExpertHolder, _Sent]] = {}
 
-    async def send(self, experts: Mapping[Cell, Trained]) -> None:
+    async def send(self, experts: Mapping[Cell, TrainedExpert]) -> None:
         """Send experts that have changed to as many keepers as are configured.
 
         Raises:
@@ -98,7 +98,7 @@ class Replication:
             ranked = [keepers[peer_id] for peer_id in in_rank(self._config.name, cell, keepers)]
             await self._send(cell, expert, ranked[: self._config.replicas * _TRIED])
 
-    async def _send(self, cell: Cell, expert: Trained, keepers: Sequence[Holder]) -> None:
+    async def _send(self, cell: Cell, expert: TrainedExpert, keepers: Sequence[ExpertHolder]) -> None:
         known = self._sent.setdefault(cell, {})
         encoded: tuple[Replica, bytes] | None = None
         count = 0
@@ -121,7 +121,7 @@ class Replication:
                 known[keeper] = _Sent(encoded[0].num_steps, self._clock())
             count += 1
 
-    async def find(self) -> dict[Cell, list[Found]]:
+    async def find(self) -> dict[Cell, list[FoundReplica]]:
         """Return the replicas of each cell, the newest first. A keeper that does not answer is left out."""
         try:
             keepers = [each for each in await self._board.keepers() if each.peer_id != self._own.peer_id]
@@ -129,14 +129,16 @@ class Replication:
             _logger.warning("replicas of experts are not known: %s", error)
             keepers = []
         lists = await asyncio.gather(*map(self._list, keepers))
-        found: dict[Cell, list[Found]] = {}
-        for each in [Found(replica, None) for replica in self._keeper.replicas] + [f for some in lists for f in some]:
+        found: dict[Cell, list[FoundReplica]] = {}
+        for each in [FoundReplica(replica, None) for replica in self._keeper.replicas] + [
+            f for some in lists for f in some
+        ]:
             found.setdefault(each.replica.cell, []).append(each)
         for some in found.values():
             some.sort(key=lambda each: each.replica.num_steps, reverse=True)
         return found
 
-    async def load(self, cell: Cell, expert: Trained, found: Sequence[Found], above: int) -> bool:
+    async def load(self, cell: Cell, expert: TrainedExpert, found: Sequence[FoundReplica], above: int) -> bool:
         """Load the newest available replica into an expert that is not in use; return whether there was one.
 
         Replicas with ``above`` steps or fewer are ignored.
@@ -155,14 +157,14 @@ class Replication:
             return True
         return False
 
-    async def _list(self, keeper: Holder) -> list[Found]:
+    async def _list(self, keeper: ExpertHolder) -> list[FoundReplica]:
         try:
-            return [Found(replica, keeper) for replica in await self._calls.listed(keeper)]
+            return [FoundReplica(replica, keeper) for replica in await self._calls.listed(keeper)]
         except SwarmError as error:
             _logger.debug("%s does not say which replicas it has: %s", keeper.peer_id, error)
             return []
 
-    async def _fetch(self, found: Found, most_bytes: int) -> tuple[Replica, bytes]:
+    async def _fetch(self, found: FoundReplica, most_bytes: int) -> tuple[Replica, bytes]:
         if found.keeper is not None:
             return await self._calls.fetch(found.keeper, found.replica.cell, most_bytes)
         data = self._keeper.data(found.replica.cell)
@@ -171,7 +173,7 @@ class Replication:
         return found.replica, data
 
 
-def _load(expert: Trained, replica: Replica, data: bytes) -> None:
+def _load(expert: TrainedExpert, replica: Replica, data: bytes) -> None:
     """Load the bytes. Raise ValueError if they are not the state of such an expert after so many steps."""
     try:
         tensors, _ = safetensors_bytes.from_bytes(data)

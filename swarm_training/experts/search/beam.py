@@ -22,7 +22,7 @@ _NO_CELL = -1
 
 
 @dataclass(frozen=True)
-class Found:
+class BeamResult:
     """The best cells of each row, best first.
 
     Attributes:
@@ -35,7 +35,7 @@ class Found:
     living: list[Mask]
 
 
-def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozenset[Prefix], Following, Found]:
+def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozenset[Prefix], Following, BeamResult]:
     """Yield prefixes, receive the coordinates that follow each, and return the best cells.
 
     The result is exact if ``beam`` is at least the number of prefixes of each length; or at least k, and no cell is
@@ -71,7 +71,7 @@ def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozen
     cells = np.full((len(prefixes), k, len(sizes)), _NO_CELL, np.int64)
     found = np.stack(np.unravel_index(prefixes, sizes), axis=2)
     cells[:, : found.shape[1]] = np.where(sums[:, :, None] > -np.inf, found, _NO_CELL)
-    return Found(cells, living)
+    return BeamResult(cells, living)
 
 
 def _search_first(

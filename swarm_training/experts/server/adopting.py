@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.replicas.keeper import Keeper
-from swarm_training.experts.replicas.replication import KeeperBoard, Replication
+from swarm_training.experts.replicas.replication import KeeperRegistry, Replication
 from swarm_training.experts.search.keeping import Orphans, in_rank
 from swarm_training.experts.server.announcing import Announcer
 from swarm_training.experts.server.expert import Expert
@@ -31,7 +31,7 @@ class Adopter:
         self,
         config: ServerConfig,
         peer_id: str,
-        board: KeeperBoard,
+        board: KeeperRegistry,
         announcer: Announcer,
         keeper: Keeper,
         replication: Replication,

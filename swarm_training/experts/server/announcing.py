@@ -10,8 +10,8 @@ from itertools import islice
 from swarm_protocol.errors import SwarmError
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ServerConfig
-from swarm_training.experts.directory.board import Board
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.board import ExpertRegistry
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.search.placing import by_prefix, candidates, clashes
 
 _LOOKED_AT = 64  # cells looked up at once
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 class Announcer:
     """The announcer of one server's experts."""
 
-    def __init__(self, board: Board, own: Holder, config: ServerConfig) -> None:
+    def __init__(self, board: ExpertRegistry, own: ExpertHolder, config: ServerConfig) -> None:
         self._board = board
         self._own = own
         self._config = config

@@ -21,12 +21,12 @@ from swarm_training.experts.core.access import Access
 from swarm_training.experts.core.cells import Cell, is_in
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
-from swarm_training.experts.directory.board import DhtBoard, DhtNodeOfExperts
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from swarm_training.experts.net.service import start_service
 from swarm_training.experts.replicas.keeper import Keeper
-from swarm_training.experts.replicas.replication import Found, Replication
+from swarm_training.experts.replicas.replication import FoundReplica, Replication
 from swarm_training.experts.server.adopting import Adopter
 from swarm_training.experts.server.announcing import Announcer
 from swarm_training.experts.server.expert import Expert
@@ -133,13 +133,13 @@ class ExpertServer:
         certificate = Certificate.generate()
         listening = Listening(config.host, config.dht_port, config.announce_host)
         self._dht = await DhtNodeOfExperts.join(config.initial_peers, self._access, listening)
-        self._board = DhtBoard(self._dht, config.name, config.grid, config.hidden)
+        self._board = DhtExpertRegistry(self._dht, config.name, config.grid, config.hidden)
         self._keeper = Keeper(config, self._board)
         self._service, port = await start_service(
             self._host, self._keeper, certificate, config.host, config.port, self._access.control
         )
         address = host_port(config.announce_host or config.host, port)
-        self._own = Holder(self.peer_id, address, certificate.fingerprint)
+        self._own = ExpertHolder(self.peer_id, address, certificate.fingerprint)
         self._announcer = Announcer(self._board, self._own, config)
         credentials = ClientCredentials(self._access.identity, self._access.token)
         self._calls = ReplicaCalls(credentials, config.name, config.grid)
@@ -165,11 +165,11 @@ class ExpertServer:
         }
         self._tasks += [asyncio.ensure_future(repeat(work, (pause, pause))) for work, pause in every_s.items()]
 
-    async def _free_cells(self, found: Mapping[Cell, Sequence[Found]]) -> list[Cell]:
+    async def _free_cells(self, found: Mapping[Cell, Sequence[FoundReplica]]) -> list[Cell]:
         """Return free cells: first those of saved experts, then those of replicas whose server is gone."""
         return await self._announcer.free_cells(self.config.num_experts, wanted=[*self._saved, *sorted(found)])
 
-    async def _load_replicas(self, cells: Sequence[Cell], found: Mapping[Cell, Sequence[Found]]) -> None:
+    async def _load_replicas(self, cells: Sequence[Cell], found: Mapping[Cell, Sequence[FoundReplica]]) -> None:
         """Load replicas that are newer than the saved experts, before anybody uses the experts."""
         for number, (cell, expert) in enumerate(zip(cells, self._loaded, strict=True)):
             is_saved = number < len(self._saved)

@@ -16,14 +16,14 @@ _MOST = 8192  # answers that are kept
 
 @dataclass(frozen=True)
 class Given:
-    """The digests of one request and its answer, see ``Statement``."""
+    """The digests of one request and its answer, see ``AnswerStatement``."""
 
     work: pb.Work
     request: bytes
     answer: bytes
 
 
-class Answers:
+class AnswerLog:
     """A peer's newest answers. Any thread may call ``note``, which adds one answer; ``given`` is for the event loop."""
 
     def __init__(self) -> None:

@@ -24,9 +24,9 @@ from torch import Tensor
 from swarm_protocol.errors import BadReply, PeerMoved, SwarmError
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.audit.client import Asked, AuditClient, Evidence, answer_of
+from swarm_training.stages.audit.client import AuditClient, AuditedRequest, AuditEvidence, answer_of
 from swarm_training.stages.audit.sketch import SEED_BYTES
-from swarm_training.stages.audit.testimony import Answer, Testimony, Tolerance, majority
+from swarm_training.stages.audit.testimony import AuditAnswer, Testimony, Tolerance, majority
 from swarm_training.stages.rpc.client import BackwardReply
 
 R = TypeVar("R", Tensor, BackwardReply)
@@ -35,7 +35,7 @@ _UNSIGNED = 3  # consecutive unsigned answers after which a peer is avoided; few
 _logger = logging.getLogger(__name__)
 
 
-class Member(Protocol):
+class AuditedPeer(Protocol):
     """A peer of a stage as the trainer sees it."""
 
     @property
@@ -92,7 +92,7 @@ class AuditConfig:
 @dataclass(frozen=True)
 class _Witness:
     testimony: Testimony
-    evidence: Evidence
+    evidence: AuditEvidence
 
     @property
     def peer_id(self) -> str:
@@ -138,7 +138,7 @@ class Auditor:
 
     async def ask(
         self,
-        asked: Asked,
+        asked: AuditedRequest,
         kind: str,
         call: Callable[[Progress, float], Awaitable[R]],
         kept_by: str | None = None,
@@ -154,10 +154,10 @@ class Auditor:
 
     async def _is_confirmed(
         self,
-        asked: Asked,
+        asked: AuditedRequest,
         kind: str,
         call: Callable[[Progress, float], Awaitable[R]],
-        answer: Answer,
+        answer: AuditAnswer,
         peer: Progress,
     ) -> bool:
         """Return whether others confirm the answer, or none can check it. Avoid or convict peers that disagree."""
@@ -185,13 +185,13 @@ class Auditor:
         self._leave_alone(asked, [each.peer_id for each in witnesses])
         return False
 
-    def _tolerance(self, asked: Asked) -> Tolerance:
+    def _tolerance(self, asked: AuditedRequest) -> Tolerance:
         config = self._config
         return Tolerance.of(config.precision, config.gradients if asked.is_backward else config.activations)
 
     async def _another_witness(
         self,
-        asked: Asked,
+        asked: AuditedRequest,
         kind: str,
         call: Callable[[Progress, float], Awaitable[R]],
         seed: bytes,
@@ -210,18 +210,18 @@ class Auditor:
         seen.add(other.peer_id)
         return await self._witness(asked, answer_of(reply), other, seed, withdraws=True)
 
-    def _others(self, asked: Asked, seen: Collection[str]) -> set[str]:
+    def _others(self, asked: AuditedRequest, seen: Collection[str]) -> set[str]:
         """Return the ids of other peers at this moment. Avoided peers are included: their answers are only compared."""
-        peers: Sequence[Member] = self._present()[asked.which.stage]
+        peers: Sequence[AuditedPeer] = self._present()[asked.which.stage]
         at = {peer.peer_id for peer in peers if peer.moment == asked.which.moment and peer.address}
         return at.difference(seen)
 
-    def _only(self, asked: Asked, peer_ids: Collection[str]) -> Stages:
+    def _only(self, asked: AuditedRequest, peer_ids: Collection[str]) -> Stages:
         stages = self._present()
         return _without(stages, {peer.peer_id for peer in stages[asked.which.stage]}.difference(peer_ids))
 
     async def _witness(
-        self, asked: Asked, answer: Answer, peer: Progress, seed: bytes, *, withdraws: bool
+        self, asked: AuditedRequest, answer: AuditAnswer, peer: Progress, seed: bytes, *, withdraws: bool
     ) -> _Witness | None:
         """Return the peer's answer and signature; None if the peer does not sign, which may happen now and then."""
         try:
@@ -236,7 +236,7 @@ class Auditor:
         del self._unsigned[peer.peer_id]
         return _Witness(Testimony(peer.peer_id, answer, evidence.statement.sketch), evidence)
 
-    def _leave_alone(self, asked: Asked, peer_ids: Sequence[str]) -> None:
+    def _leave_alone(self, asked: AuditedRequest, peer_ids: Sequence[str]) -> None:
         which = asked.which
         _logger.warning(
             "%s disagree about micro-batch %d of step %d at stage %d, and nobody else is there to say who is wrong: "
@@ -254,7 +254,7 @@ class Auditor:
         self._avoided_until_s |= dict.fromkeys(peer_ids, until_s)
         self._disputed |= set(peer_ids)
 
-    async def _convict(self, asked: Asked, wrong: _Witness) -> None:
+    async def _convict(self, asked: AuditedRequest, wrong: _Witness) -> None:
         """Let the mates of a peer judge its answer. The trainer does not ask the peer meanwhile."""
         if wrong.peer_id in self.convicted:
             return
@@ -282,7 +282,7 @@ class Auditor:
                 len(mates),
             )
 
-    async def _accuse(self, mate: Member, asked: Asked, wrong: _Witness) -> bool:
+    async def _accuse(self, mate: AuditedPeer, asked: AuditedRequest, wrong: _Witness) -> bool:
         callee = Progress(self._run, mate.peer_id, address=mate.address, tls_fingerprint=mate.tls_fingerprint)
         answer, evidence = wrong.testimony.answer, wrong.evidence
         for _ in range(_TRIES):

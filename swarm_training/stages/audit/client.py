@@ -15,8 +15,14 @@ from swarm_protocol.wire.status import FirstStatus
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
-from swarm_training.stages.audit.statements import Statement, answer_digest, arrived, evidence_form, request_digest
-from swarm_training.stages.audit.testimony import Answer
+from swarm_training.stages.audit.statements import (
+    AnswerStatement,
+    answer_digest,
+    arrived,
+    evidence_form,
+    request_digest,
+)
+from swarm_training.stages.audit.testimony import AuditAnswer
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsStub
@@ -27,7 +33,7 @@ from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS
 
 
 @dataclass(frozen=True)
-class Asked:
+class AuditedRequest:
     """A request to a peer of a stage, see ``StagesClient``."""
 
     which: MicroBatch
@@ -41,10 +47,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class AuditEvidence:
     """The statement that a peer has signed about its answer, with the signed message."""
 
-    statement: Statement
+    statement: AnswerStatement
     signed: ledger_pb.SignedByPeer
 
 
@@ -55,8 +61,15 @@ class AuditClient:
         self._network, self._client = network, client
 
     async def attest(
-        self, peer: Progress, asked: Asked, answer: Answer, seed: bytes, timeout_s: float, *, withdraws: bool
-    ) -> Evidence:
+        self,
+        peer: Progress,
+        asked: AuditedRequest,
+        answer: AuditAnswer,
+        seed: bytes,
+        timeout_s: float,
+        *,
+        withdraws: bool,
+    ) -> AuditEvidence:
         """Return the peer's signed statement about ``answer``, which the same peer has given.
 
         Raises BadReply if the statement is about another request or answer, since it is no evidence then."""
@@ -70,12 +83,12 @@ class AuditClient:
         async with answering(peer, timeout_s):
             reply: audit_pb.AttestReply = await stub.Attest(request)
         try:
-            statement = Statement.read(reply.statement)
+            statement = AnswerStatement.read(reply.statement)
         except ValueError as error:
             raise BadReply(str(error), peer.peer_id) from None
         work = self._work(asked)
         tensors = {name: arrived(_form(work, name), tensor) for name, tensor in _tensors(asked).items()}
-        expected = Statement(
+        expected = AnswerStatement(
             peer.peer_id,
             work,
             asked.is_backward,
@@ -87,9 +100,11 @@ class AuditClient:
         has_sketch = asked.is_backward and asked.accumulates
         if statement != expected or bool(statement.sketch) != has_sketch:
             raise BadReply("a peer signs something else than what it has answered", peer.peer_id)
-        return Evidence(statement, reply.statement)
+        return AuditEvidence(statement, reply.statement)
 
-    async def accuse(self, mate: Progress, asked: Asked, answer: Answer, evidence: Evidence, timeout_s: float) -> bool:
+    async def accuse(
+        self, mate: Progress, asked: AuditedRequest, answer: AuditAnswer, evidence: AuditEvidence, timeout_s: float
+    ) -> bool:
         """Return whether the mate upholds the accusation, and excludes the peer that gave this answer."""
         stub = AuditsStub(await self._network.channel(mate))  # type: ignore[no-untyped-call]
         async with answering(mate, timeout_s):
@@ -98,7 +113,9 @@ class AuditClient:
                 reply: audit_pb.AccuseReply = await call
             return reply.is_upheld
 
-    def _accusation(self, asked: Asked, answer: Answer, evidence: Evidence) -> Iterator[audit_pb.AccuseRequest]:
+    def _accusation(
+        self, asked: AuditedRequest, answer: AuditAnswer, evidence: AuditEvidence
+    ) -> Iterator[audit_pb.AccuseRequest]:
         work = self._work(asked)
         yield audit_pb.AccuseRequest(statement=evidence.signed)
         named = [(name, _encoded(_form(work, name), tensor)) for name, tensor in _tensors(asked).items()]
@@ -110,7 +127,7 @@ class AuditClient:
         for reply in pack(first, tensor):
             yield audit_pb.AccuseRequest(answer=reply)
 
-    def _work(self, asked: Asked) -> pb.Work:
+    def _work(self, asked: AuditedRequest) -> pb.Work:
         if not asked.is_backward:
             return self._client.forward_work(asked.which)
         return self._client.backward_work(
@@ -121,14 +138,14 @@ class AuditClient:
         )
 
 
-def answer_of(reply: Tensor | BackwardReply) -> Answer:
+def answer_of(reply: Tensor | BackwardReply) -> AuditAnswer:
     """Return the answer in a reply of ``StagesClient.forward`` or ``backward``."""
     if isinstance(reply, Tensor):
-        return Answer(reply)
-    return Answer(reply.grad, reply.loss_sum, reply.num_tokens)
+        return AuditAnswer(reply)
+    return AuditAnswer(reply.grad, reply.loss_sum, reply.num_tokens)
 
 
-def _tensors(asked: Asked) -> dict[str, Tensor]:
+def _tensors(asked: AuditedRequest) -> dict[str, Tensor]:
     found = {INPUTS: asked.inputs, LABELS: asked.labels, GRAD: asked.grad}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -15,17 +15,23 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerMoved, RequestRejected
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.rpc.serving import admitted, errors_as_status
-from swarm_training.stages.audit.answers import Answers
+from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
-from swarm_training.stages.audit.statements import Statement, answer_digest, evidence_form, read_answer, request_digest
-from swarm_training.stages.audit.testimony import Answer, Testimony, Tolerance, agree
+from swarm_training.stages.audit.statements import (
+    AnswerStatement,
+    answer_digest,
+    evidence_form,
+    read_answer,
+    request_digest,
+)
+from swarm_training.stages.audit.testimony import AuditAnswer, Testimony, Tolerance, agree
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsServicer, add_AuditsServicer_to_server
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
 from swarm_training.stages.rpc.forms import FORMS
 from swarm_training.stages.rpc.hosting import StageHost
-from swarm_training.stages.rpc.room import Limits, Reservation, Room
+from swarm_training.stages.rpc.room import RequestReservation, RequestRoom, StageLimits
 from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, require_moment
 
 if TYPE_CHECKING:
@@ -63,20 +69,20 @@ class Witness:
     pending: Pending
     mates: Mates
     identity: Identity
-    answers: Answers
+    answers: AnswerLog
     precision: str = "fp32"
 
 
 class AuditService(AuditsServicer):
     def __init__(
-        self, run: str, witness: Witness, limits: Limits | None = None, access: AccessControl | None = None
+        self, run: str, witness: Witness, limits: StageLimits | None = None, access: AccessControl | None = None
     ) -> None:
         """Set up the service. The arguments are those of ``StagesService``."""
         self._run = run
         self._witness = witness
-        self._limits = limits or Limits()
+        self._limits = limits or StageLimits()
         self._access = access
-        self._room = Room(self._limits)
+        self._room = RequestRoom(self._limits)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add the service to a server that has not started."""
@@ -109,12 +115,12 @@ class AuditService(AuditsServicer):
         return audit_pb.AccuseReply(is_upheld=is_upheld)
 
     async def _read(
-        self, requests: AsyncIterator[audit_pb.AccuseRequest], reservation: Reservation
-    ) -> tuple[Statement, RequestReader, list[pb.ComputeReply]]:
+        self, requests: AsyncIterator[audit_pb.AccuseRequest], reservation: RequestReservation
+    ) -> tuple[AnswerStatement, RequestReader, list[pb.ComputeReply]]:
         """Return the statement, the request and the answer of an accusation."""
         replies: list[pb.ComputeReply] = []
         reader: RequestReader | None = None
-        statement: Statement | None = None
+        statement: AnswerStatement | None = None
         async for message in requests:
             if (statement is None) != message.HasField("statement"):
                 raise RequestRejected("an accusation begins with a statement, and has it once")
@@ -134,7 +140,7 @@ class AuditService(AuditsServicer):
             raise RequestRejected("an accusation came without a statement or an answer: expected both")
         return statement, reader, replies
 
-    async def _statement(self, trainer: str, request: audit_pb.AttestRequest) -> Statement:
+    async def _statement(self, trainer: str, request: audit_pb.AttestRequest) -> AnswerStatement:
         """Return the statement. Raises PeerMoved if the answer is unknown, or its gradient is not pending any more."""
         if len(request.seed) != SEED_BYTES:
             raise RequestRejected(f"a seed has {len(request.seed)} bytes: expected {SEED_BYTES}")
@@ -148,7 +154,7 @@ class AuditService(AuditsServicer):
             if gradients is None:
                 raise PeerMoved(f"no gradient of micro-batch {which.number} is pending here")
             found = await asyncio.to_thread(sketch, gradients, request.seed)
-        return Statement(
+        return AnswerStatement(
             self._witness.identity.peer_id,
             given.work,
             request.is_backward,
@@ -158,12 +164,12 @@ class AuditService(AuditsServicer):
             found,
         )
 
-    async def _checked(self, message: audit_pb.AccuseRequest) -> Statement:
+    async def _checked(self, message: audit_pb.AccuseRequest) -> AnswerStatement:
         """Return the statement in a message.
 
         Raises RequestRejected if it is invalid or this peer's own, PeerMoved if it is about another stage or step."""
         try:
-            statement = await asyncio.to_thread(Statement.read, message.statement)
+            statement = await asyncio.to_thread(AnswerStatement.read, message.statement)
         except ValueError as error:
             raise RequestRejected(str(error)) from None
         if statement.peer_id == self._witness.identity.peer_id:
@@ -174,7 +180,7 @@ class AuditService(AuditsServicer):
         return statement
 
     async def _is_wrong(
-        self, statement: Statement, tensors: dict[str, Tensor], replies: Sequence[pb.ComputeReply]
+        self, statement: AnswerStatement, tensors: dict[str, Tensor], replies: Sequence[pb.ComputeReply]
     ) -> bool:
         """Return whether this peer computes something else than what was signed.
 
@@ -188,22 +194,22 @@ class AuditService(AuditsServicer):
         tolerance = Tolerance.of(self._witness.precision, _NAMES[work.reply_form])
         return not agree(Testimony(statement.peer_id, said, statement.sketch), own, tolerance)
 
-    async def _compute(self, statement: Statement, tensors: dict[str, Tensor]) -> Testimony:
+    async def _compute(self, statement: AnswerStatement, tensors: dict[str, Tensor]) -> Testimony:
         work, stage = statement.work, self._witness.host.stage
         inputs, labels = tensors["inputs"], tensors.get("labels")
 
-        def forward() -> tuple[Answer, Sequence[Tensor]]:
+        def forward() -> tuple[AuditAnswer, Sequence[Tensor]]:
             require_moment(work.micro_batch, self._witness.host)
             found = stage.forward(inputs, labels)
             loss_sum = 0.0 if found.loss_sum is None else float(found.loss_sum)
-            return Answer(found.hidden, loss_sum, found.num_tokens or 0), ()
+            return AuditAnswer(found.hidden, loss_sum, found.num_tokens or 0), ()
 
-        def backward() -> tuple[Answer, Sequence[Tensor]]:
+        def backward() -> tuple[AuditAnswer, Sequence[Tensor]]:
             require_moment(work.micro_batch, self._witness.host)
             scale = work.loss_scale if stage.is_last else 1.0
             found = stage.backward(inputs, labels, tensors.get("grad"), loss_scale=scale)
             tensor = found.inputs if work.wants_grad else None
-            return Answer(tensor, found.loss_sum or 0.0, found.num_tokens or 0), found.parameters
+            return AuditAnswer(tensor, found.loss_sum or 0.0, found.num_tokens or 0), found.parameters
 
         is_backward = statement.is_backward
         share = SHARES[BACKWARD if is_backward else FORWARD]

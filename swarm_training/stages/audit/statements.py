@@ -13,20 +13,20 @@ from torch import Tensor
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as wire_pb
 from swarm_protocol.wire.codec import Assembler
-from swarm_training.ledger.signing import Kind, parsed, sign, signer_of
+from swarm_training.ledger.signing import ContentKind, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.stages.audit.sketch import BUCKETS, SEED_BYTES
-from swarm_training.stages.audit.testimony import Answer
+from swarm_training.stages.audit.testimony import AuditAnswer
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.rpc.forms import check_header, decoded, encode_as
-from swarm_training.stages.rpc.framing import Arriving
+from swarm_training.stages.rpc.framing import TensorCollector
 
 MAX_STATEMENT_BYTES = 8192
 
 
 @dataclass(frozen=True)
-class Statement:
+class AnswerStatement:
     """A peer's statement about one answer, see ``stages_audit.proto``. ``peer_id``: the peer that has signed it."""
 
     peer_id: str
@@ -38,9 +38,9 @@ class Statement:
     sketch: tuple[float, ...]
 
     @classmethod
-    def read(cls, signed: ledger_pb.SignedByPeer) -> Statement:
+    def read(cls, signed: ledger_pb.SignedByPeer) -> AnswerStatement:
         """Return the statement in a signed message. Raises ValueError if there is none, or its signature is wrong."""
-        peer_id = signer_of(Kind.STATEMENT, signed)
+        peer_id = signer_of(ContentKind.STATEMENT, signed)
         message = parsed(audit_pb.Statement, signed.content, MAX_STATEMENT_BYTES)
         sketch = tuple(message.sketch)
         if len(sketch) not in (0, BUCKETS) or not all(map(math.isfinite, sketch)):
@@ -58,7 +58,7 @@ class Statement:
             seed=self.seed,
             sketch=self.sketch,
         )
-        return sign(Kind.STATEMENT, message, identity, b"")
+        return sign(ContentKind.STATEMENT, message, identity, b"")
 
 
 def request_digest(tensors: Mapping[str, Tensor]) -> bytes:
@@ -70,7 +70,7 @@ def request_digest(tensors: Mapping[str, Tensor]) -> bytes:
     return hasher.digest()
 
 
-def answer_digest(answer: Answer) -> bytes:
+def answer_digest(answer: AuditAnswer) -> bytes:
     """Return the SHA-256 of an answer with the values that arrive at the trainer."""
     hasher = hashlib.sha256(f"{answer.loss_sum.hex()} {answer.num_tokens}:".encode())
     if answer.tensor is not None:
@@ -94,21 +94,21 @@ def evidence_form(form: pb.Form) -> pb.Form:
     return pb.FP64 if form == pb.FP64 else pb.FP32
 
 
-def read_answer(form: pb.Form, replies: Iterable[pb.ComputeReply]) -> Answer:
+def read_answer(form: pb.Form, replies: Iterable[pb.ComputeReply]) -> AuditAnswer:
     """Return the answer in these replies. Raises RequestRejected if they are not a complete answer in this form."""
 
     def begin(_: str, wire: wire_pb.Tensor) -> Assembler:
         check_header(form, wire)
         return Assembler(wire)
 
-    arriving, first = Arriving(("tensor",), begin), None
+    arriving, first = TensorCollector(("tensor",), begin), None
     for reply in replies:
         first = first or reply
         arriving.take(reply)
     arriving.finish()
     assert first is not None
     tensor = decoded(form, arriving.found["tensor"]) if "tensor" in arriving.found else None
-    return Answer(tensor, first.loss_sum, first.num_tokens)
+    return AuditAnswer(tensor, first.loss_sum, first.num_tokens)
 
 
 def _add(hasher: hashlib._Hash, tensor: Tensor) -> None:

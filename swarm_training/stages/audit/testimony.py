@@ -34,7 +34,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AuditAnswer:
     """A peer's answer to a request.
 
     Attributes:
@@ -52,7 +52,7 @@ class Testimony:
     """A peer's answer, with a sketch of the gradient of the weights; the sketch is empty if none was to be kept."""
 
     peer_id: str
-    answer: Answer
+    answer: AuditAnswer
     sketch: tuple[float, ...] = ()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.process.scratch import scratch_directory
@@ -23,10 +23,10 @@ from swarm_training.stages.engine.accumulator import Accumulator
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.peer.presence import Membership
+from swarm_training.stages.peer.presence import RunMembership
 from swarm_training.stages.placement.memory import StageNeeds, room_of
 from swarm_training.stages.rpc.client import WireForms
-from swarm_training.stages.rpc.room import Limits
+from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.trainer.batches import BlockMicroBatches, loss_scale_of
 from swarm_training.stages.trainer.config import TrainerConfig
 
@@ -45,7 +45,7 @@ class BuiltStage:
     stage: Stage
     state: TrainedState
     sums: Accumulator
-    limits: Limits
+    limits: StageLimits
 
 
 def require_stages(file: RunFile) -> int:
@@ -57,9 +57,9 @@ def require_stages(file: RunFile) -> int:
     return file.stages.num_micro_batches(file.run.target_batch_size)
 
 
-def member_of(who: Joining) -> Membership:
+def member_of(who: Joining) -> RunMembership:
     access = None if who.organiser is None else AccessControl(who.organiser)
-    return Membership(who.identity, who.initial_peers, access, who.token)
+    return RunMembership(who.identity, who.initial_peers, access, who.token)
 
 
 def training_config(file: RunFile, **where: Any) -> TrainingConfig:
@@ -97,7 +97,7 @@ def stage_source(file: RunFile) -> StageSource:
         return Scratch(config, model.seed)
     check_location(name := locate(model.name_or_path))
     if model.init == "pretrained":
-        return Checkpoint.open(name)
+        return ModelCheckpoint.open(name)
     try:
         return Scratch(AutoConfig.from_pretrained(name), model.seed)
     except (OSError, ValueError) as error:
@@ -136,7 +136,7 @@ def build(
     _schedule(optimizer, settings, state)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
     sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
-    return BuiltStage(stage, state, sums, Limits(max_bytes=room.requests))
+    return BuiltStage(stage, state, sums, StageLimits(max_bytes=room.requests))
 
 
 def needs_of(file: RunFile, stage: Stage) -> StageNeeds:

@@ -41,7 +41,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectionPlan:
     """A plan of the peers that give the stages, first to last, as the stages are after this moment."""
 
     moment: Moment
@@ -125,7 +125,7 @@ def require_new(directory: Path) -> None:
         raise ValueError(f"{directory} is not empty: expected a new directory")
 
 
-def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list[Plan]:
+def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list[CollectionPlan]:
     """Return the plans for all stages of one step, newest first; current states come before checkpoints of it."""
     life = max((peer.rollbacks for stage in stages for peer in stage), default=0)
     now = [[(peer.moment, Source(peer, peer.state_digest, False)) for peer in stage] for stage in stages]
@@ -137,7 +137,7 @@ def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list
     return sorted(found, key=lambda plan: plan.moment, reverse=True)
 
 
-def _plans(offers: Sequence[Iterable[tuple[Moment, Source]]]) -> list[Plan]:
+def _plans(offers: Sequence[Iterable[tuple[Moment, Source]]]) -> list[CollectionPlan]:
     by_moment: list[dict[Moment, list[Source]]] = []
     for stage in offers:
         by_moment.append(defaultdict(list))
@@ -145,7 +145,7 @@ def _plans(offers: Sequence[Iterable[tuple[Moment, Source]]]) -> list[Plan]:
             if source.peer.is_reachable:
                 by_moment[-1][moment].append(source)
     common = set.intersection(*map(set, by_moment)) if by_moment else set()
-    return [Plan(moment, tuple(_usual(stage[moment]) for stage in by_moment)) for moment in common]
+    return [CollectionPlan(moment, tuple(_usual(stage[moment]) for stage in by_moment)) for moment in common]
 
 
 def _usual(sources: Sequence[Source]) -> Source:
@@ -167,7 +167,7 @@ async def _fetched(network: Network, source: Source, own: TrainedState, moment: 
 def write(
     file: RunFile,
     source: StageSource,
-    plan: Plan,
+    plan: CollectionPlan,
     fetch: Callable[[TrainedState, Source], bytes],
     directory: Path,
 ) -> None:

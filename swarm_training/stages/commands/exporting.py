@@ -15,7 +15,7 @@ from swarm_training.stages.commands.collecting import collect, require_new
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import FILE_NAME
 from swarm_training.stages.peer.presence import WatchPresence
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 
 Say = Callable[[str], object]
 _LOOK_S = 0.2
@@ -49,7 +49,7 @@ async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, tim
         )
 
 
-async def _until_all_are_known(watch: Watch, timeout_s: float) -> None:
+async def _until_all_are_known(watch: RunWatch, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while watch.view().moment is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError, SwarmError
 from swarm_protocol.process.local_registry import checked_name
 from swarm_server.core.config import ServerConfig
@@ -26,7 +26,7 @@ from swarm_training.stages.commands.collecting import collect, is_taken
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 
 Say = Callable[[str], object]
 _LOOK_S = 0.2
@@ -51,8 +51,8 @@ class Afterwards:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a stage's process in the run.
+class InferenceContext:
+    """The context in which a stage's process serves its blocks.
 
     Attributes:
         stage: the stage with the blocks to serve.
@@ -62,7 +62,7 @@ class Place:
     """
 
     stage: Stage
-    watch: Watch
+    watch: RunWatch
     network: Network
     addresses: Sequence[str]
     host: str | None
@@ -108,13 +108,13 @@ def require_untaken(after: Afterwards, step: int) -> None:
         )
 
 
-async def until_step(watch: Watch, step: int) -> None:
+async def until_step(watch: RunWatch, step: int) -> None:
     """Wait until all stages have taken this step."""
     while (moment := watch.view().moment) is None or moment.step < step:
         await asyncio.sleep(_LOOK_S)
 
 
-async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say) -> None:
+async def serve_trained(file: RunFile, after: Afterwards, place: InferenceContext, say: Say) -> None:
     """Serve the trained blocks after the last step, until cancelled; generations then end or move.
 
     Raises:
@@ -134,7 +134,7 @@ async def serve_trained(file: RunFile, after: Afterwards, place: Place, say: Say
     await _run(Server(config))
 
 
-async def _written(file: RunFile, after: Afterwards, place: Place, say: Say) -> Path:
+async def _written(file: RunFile, after: Afterwards, place: InferenceContext, say: Say) -> Path:
     """Return the directory of the trained model, which this process or another one has written.
 
     Retry after any failure, because the trained weights are nowhere else than in memory.
@@ -157,7 +157,7 @@ async def _written(file: RunFile, after: Afterwards, place: Place, say: Say) -> 
         retry_s = min(2 * retry_s, _MOST_S)
 
 
-async def _write_or_find(file: RunFile, after: Afterwards, place: Place, say: Say) -> Path:
+async def _write_or_find(file: RunFile, after: Afterwards, place: InferenceContext, say: Say) -> Path:
     """Return the model's directory; write it if needed. Raises CannotWrite, PeerUnavailable or as ``collect``."""
     for directory in _places(after.directory):
         async with _locked(directory):
@@ -194,7 +194,7 @@ async def _run(server: Server) -> None:
 def _no_model(directory: Path) -> str | None:
     """Return why the directory has no model; None if it has one."""
     try:
-        Checkpoint.open(directory)
+        ModelCheckpoint.open(directory)
     except (CheckpointError, ValueError) as error:
         return str(error)
     return None
@@ -203,7 +203,7 @@ def _no_model(directory: Path) -> str | None:
 def _other_model(directory: Path, stage: Stage) -> str | None:
     """Return what the directory has instead of the stage's weights, bit for bit; None if it has exactly these."""
     try:
-        stored = build_stage(Checkpoint.open(directory), stage.index, stage.num_stages, stage.options).state()
+        stored = build_stage(ModelCheckpoint.open(directory), stage.index, stage.num_stages, stage.options).state()
     except (CheckpointError, ValueError, OSError) as error:
         return f"has no model that was trained so ({error})"
     own = stage.state()

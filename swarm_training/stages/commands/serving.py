@@ -21,10 +21,10 @@ from swarm_server.machine.heap import HeapTrimmer
 from swarm_training.contract.backend import Joining
 from swarm_training.core.config import TrainingConfig
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.progress.board import DhtBoard
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.presence import listening_host
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.audit.answers import Answers
+from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.service import AuditService, Witness
 from swarm_training.stages.commands.building import (
     build,
@@ -35,15 +35,21 @@ from swarm_training.stages.commands.building import (
     trainer_config,
     training_config,
 )
-from swarm_training.stages.commands.inference import Afterwards, Place, require_untaken, serve_trained, until_step
+from swarm_training.stages.commands.inference import (
+    Afterwards,
+    InferenceContext,
+    require_untaken,
+    serve_trained,
+    until_step,
+)
 from swarm_training.stages.commands.spans import costs_of, spans_of_stages
 from swarm_training.stages.engine.settings import StageSource
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.peer.placing import Announcements, Mover, Pace, choose
-from swarm_training.stages.peer.presence import Membership, StageOfRun, StagePresence
+from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
+from swarm_training.stages.peer.presence import RunMembership, StageOfRun, StagePresence
 from swarm_training.stages.peer.shared import spans_of
 from swarm_training.stages.peer.stage_peer import LOOK_S, StagePeer
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.routing.router import SHORTEST_DELAY
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
@@ -62,7 +68,7 @@ async def serve(
     device: str = "cpu",
     *,
     stays: bool = True,
-    pace: Pace | None = None,
+    pace: PlacementTimes | None = None,
     afterwards: Afterwards | None = None,
     memory_bytes: int | None = None,
     **where: Any,
@@ -86,9 +92,11 @@ async def serve(
     source = await asyncio.to_thread(stage_source, file)
     host = await asyncio.to_thread(listening_host, config.host, member.initial_peers)
     listening = Listening(host, config.dht_port, config.announce_host)
-    board = await DhtBoard.join(place.run, member.initial_peers, member.identity, listening, config.join_timeout_s)
+    board = await DhtPeerRegistry.join(
+        place.run, member.initial_peers, member.identity, listening, config.join_timeout_s
+    )
     serving = _Serving(
-        file, source, member, config, board, place, device, pace or Pace(), say, afterwards, memory_bytes
+        file, source, member, config, board, place, device, pace or PlacementTimes(), say, afterwards, memory_bytes
     )
     try:
         if index is not None and stays:
@@ -105,12 +113,12 @@ class _Serving:
 
     file: RunFile
     source: StageSource
-    member: Membership
+    member: RunMembership
     config: TrainingConfig
-    board: DhtBoard
+    board: DhtPeerRegistry
     place: StageOfRun
     device: str
-    pace: Pace
+    pace: PlacementTimes
     say: Say
     afterwards: Afterwards | None
     memory_bytes: int | None
@@ -137,9 +145,9 @@ class _Serving:
             return await choose(watch, self.announcements, self.member.identity.peer_id, self.costs, self.pace)
 
     @asynccontextmanager
-    async def _watch(self) -> AsyncIterator[Watch]:
+    async def _watch(self) -> AsyncIterator[RunWatch]:
         network = GrpcNetwork(ClientCredentials(self.member.identity, self.member.token))
-        watch = Watch(self.place.runs, network, self.boards, self.config.silence_s, random.Random())
+        watch = RunWatch(self.place.runs, network, self.boards, self.config.silence_s, random.Random())
         watching = asyncio.ensure_future(watch.run())
         try:
             yield watch
@@ -159,7 +167,7 @@ class _Serving:
                 build, self.file, self.source, index, config, self.device, self.memory_bytes
             )
         stage, services = built.stage, list[StagesService]()
-        answers = Answers() if self.file.stages.audit_share else None
+        answers = AnswerLog() if self.file.stages.audit_share else None
 
         def add_services(server: grpc.aio.Server, peer: StagePeer, network: GrpcNetwork) -> None:
             hosted, access = HostedStage(stage, peer, built.sums), self.member.access
@@ -214,7 +222,7 @@ class _Serving:
         peer, after = presence.stage_peer, self.afterwards
         ways: list[Coroutine[Any, Any, int | None]] = [presence.wait()]
         if not stays:
-            ways.append(Mover(peer, self.costs, self.pace).next_stage())
+            ways.append(StageChooser(peer, self.costs, self.pace).next_stage())
         if after is not None:
             ways.append(until_step(peer.watch, after.step))
         moved_to = await _first_of(ways)
@@ -222,7 +230,7 @@ class _Serving:
             return moved_to
         assert after is not None, "a peer that stays is there until it is cancelled"
         host = self.config.host, self.config.announce_host
-        here = Place(stage, peer.watch, presence.network, presence.addresses, *host)
+        here = InferenceContext(stage, peer.watch, presence.network, presence.addresses, *host)
         await _first_of([presence.wait(), serve_trained(self.file, after, here, self.say)])
         raise AssertionError("a server serves until it is cancelled")
 

@@ -26,14 +26,14 @@ NONE = "none"
 
 
 @dataclass(frozen=True)
-class Compression:
+class BoundaryCompression:
     """The layers of a boundary by name: ``none``, ``bottleneck:4``, ``maxout:2``. ``factor`` is 1 for ``none``."""
 
     kind: str
     factor: int
 
     @classmethod
-    def parse(cls, name: str) -> Compression:
+    def parse(cls, name: str) -> BoundaryCompression:
         """Return the layers of this name. Raises ValueError if there are none."""
         kind, _, factor = name.partition(":")
         if name == NONE:
@@ -86,7 +86,7 @@ def boundary(name: str, hidden_size: int, seed: int = 0) -> tuple[nn.Module, nn.
     Raises:
         ValueError: there are no layers of that name, or their factor does not divide the hidden size.
     """
-    compression = Compression.parse(name)
+    compression = BoundaryCompression.parse(name)
     width = compression.width(hidden_size)
     if compression.kind == NONE:
         return nn.Identity(), nn.Identity()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_protocol.codecs.sizes import INT8_BLOCK
-from swarm_training.stages.compress.layers import Compression
+from swarm_training.stages.compress.layers import BoundaryCompression
 
 _SCALE_BYTES = 4  # a float32 for each block of int8 elements
 BYTES_PER_ELEMENT = {
@@ -33,12 +33,12 @@ class LinkCost:
 
     @classmethod
     def of(cls, layers: str, hidden_size: int, activations: str = "fp32", gradients: str | None = None) -> LinkCost:
-        """Return the cost with these layers (``Compression``) and codecs; ``gradients`` is by default as
+        """Return the cost with these layers (``BoundaryCompression``) and codecs; ``gradients`` is by default as
         ``activations``.
 
         Raises ValueError if there are no such layers or codecs.
         """
-        width = Compression.parse(layers).width(hidden_size)
+        width = BoundaryCompression.parse(layers).width(hidden_size)
         return cls(width * _bytes_per_element(activations), width * _bytes_per_element(gradients or activations))
 
     @property

@@ -16,7 +16,7 @@ GRID = 2.0**-40  # the unit of float64 sums
 Key = tuple[int, str]  # micro-batch, trainer
 
 
-class Trained(Protocol):
+class ParameterOwner(Protocol):
     """The owner of the parameters that the gradients belong to: a ``Stage``."""
 
     parameters: list[nn.Parameter]
@@ -40,7 +40,7 @@ class Accumulator:
     """
 
     def __init__(
-        self, stage: Trained, num_micro_batches: int, dtype: torch.dtype, max_pending_bytes: int, step: int = 0
+        self, stage: ParameterOwner, num_micro_batches: int, dtype: torch.dtype, max_pending_bytes: int, step: int = 0
     ) -> None:
         """Start with empty sums. Raises ValueError if M, the dtype or the limit is out of range."""
         if not 1 <= num_micro_batches <= MAX_MICRO_BATCHES:

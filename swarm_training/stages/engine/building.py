@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.hollow_model import hf_loader
 from swarm_models.checkpoints.safetensors_file import StoredTensor
@@ -52,7 +52,7 @@ def build_stage(
         return Stage(model.eval(), layout, index, len(spans), options)
 
 
-def _from_checkpoint(checkpoint: Checkpoint, layout: Layout) -> PreTrainedModel:
+def _from_checkpoint(checkpoint: ModelCheckpoint, layout: Layout) -> PreTrainedModel:
     tensors: dict[str, StoredTensor] = {}
     for block in layout.span:
         tensors |= checkpoint.block_tensors(block)

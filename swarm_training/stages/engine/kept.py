@@ -24,7 +24,7 @@ class KeptPass:
     size_bytes: int
 
 
-class Measured:
+class GraphMemoryMeter:
     """A context that measures the tensors that a graph keeps. They are kept without their history: otherwise an
     operation that keeps its own output would keep itself alive.
 
@@ -37,7 +37,7 @@ class Measured:
         self._known = {each.untyped_storage().data_ptr() for each in free}
         self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept)
 
-    def __enter__(self) -> Measured:
+    def __enter__(self) -> GraphMemoryMeter:
         self._hooks.__enter__()
         return self
 

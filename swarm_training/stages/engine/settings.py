@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.wire.constants import MIB
-from swarm_training.stages.compress.layers import NONE, Compression
+from swarm_training.stages.compress.layers import NONE, BoundaryCompression
 
 PRECISIONS = ("fp32", "bf16")
 ALL_LINEAR = "all-linear"
@@ -28,7 +28,7 @@ class Scratch:
     seed: int = 0
 
 
-StageSource = Checkpoint | Scratch
+StageSource = ModelCheckpoint | Scratch
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BoundarySettings:
     """The settings of layers between stages, which reduce the numbers that travel; they are trained with the rest.
 
     Attributes:
-        layers: the name of the layers, see ``Compression``.
+        layers: the name of the layers, see ``BoundaryCompression``.
         seed: the seed of the numbers that they begin with.
     """
 
@@ -66,7 +66,7 @@ class BoundarySettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        Compression.parse(self.layers)
+        BoundaryCompression.parse(self.layers)
 
 
 @dataclass(frozen=True)

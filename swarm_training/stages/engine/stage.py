@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from swarm_models.checkpoints.family import max_positions
 from swarm_protocol.errors import RequestRejected
-from swarm_training.stages.compress.layers import Compression
+from swarm_training.stages.compress.layers import BoundaryCompression
 from swarm_training.stages.engine.boundaries import down_of, up_of
-from swarm_training.stages.engine.kept import KeptPass, KeptPasses, Measured
+from swarm_training.stages.engine.kept import GraphMemoryMeter, KeptPass, KeptPasses
 from swarm_training.stages.engine.settings import StageOptions
 from swarm_training.stages.engine.skeleton import Layout, base_of, keeps_fp32
 
@@ -77,7 +77,7 @@ class Stage:
     ) -> None:
         self.index, self.num_stages, self.span = index, num_stages, layout.span
         self.is_first, self.is_last = layout.is_first, layout.is_last
-        self.width = Compression.parse(options.boundaries.layers).width(layout.family.hidden_size)
+        self.width = BoundaryCompression.parse(options.boundaries.layers).width(layout.family.hidden_size)
         self.options = options
         self._model, self._base = model, base_of(model, layout.family)
         self._up, self._down = up_of(model, self.span.start), down_of(model, self.span.end)
@@ -193,7 +193,7 @@ class Stage:
 
     def _run_and_keep(self, given: Tensor) -> Tensor:
         given.requires_grad_(not self.is_first)
-        with torch.enable_grad(), Measured(list(self._working)) as measured:
+        with torch.enable_grad(), GraphMemoryMeter(list(self._working)) as measured:
             output = self._run(given)
         self._kept.keep(KeptPass(given, output, measured.size_bytes + given.nbytes + output.nbytes))
         return output.detach()

@@ -18,7 +18,7 @@ from swarm_protocol.errors import PeerBusy, PeerMoved
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class Sums(Protocol):
+class StepSums(Protocol):
     """The gradients of one peer in one step. Several threads may call the methods."""
 
     @property
@@ -46,7 +46,7 @@ class Sums(Protocol):
     def discard(self) -> None: ...
 
 
-class Gradients(Protocol):
+class CountedGradients(Protocol):
     """The gradients of one micro-batch: a ``StageGradients``."""
 
     @property
@@ -68,7 +68,7 @@ class Counting:
     """
 
     def __init__(
-        self, sums: Sums, in_thread: InThread, counts_elsewhere: Callable[[int], bool], tell: Callable[[], None]
+        self, sums: StepSums, in_thread: InThread, counts_elsewhere: Callable[[int], bool], tell: Callable[[], None]
     ) -> None:
         """Start with nothing. ``counts_elsewhere``: returns whether another peer of the stage has the micro-batch by
         its record. ``tell``: called when ``done`` has grown, or an answer is not finite."""
@@ -82,7 +82,7 @@ class Counting:
         self._is_not_finite = False
         self._is_closed = False
 
-    def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
+    def add(self, step: int, m: int, trainer: str, gradients: CountedGradients) -> None:
         """See ``StagePeer.add``."""
         self._sums.add(step, m, trainer, gradients.parameters)
         self._losses.add(m, trainer, gradients.loss_sum, gradients.num_tokens)

@@ -13,12 +13,12 @@ from itertools import count
 from swarm_protocol.net.identity import Identity
 from swarm_training.core.record import JOINING, LEFT, PRESENT, Progress
 from swarm_training.core.signing import sign
-from swarm_training.progress.board import Board
+from swarm_training.progress.board import PeerRegistry
 from swarm_training.run.standing import now
 from swarm_training.stages.peer.stage_peer import StagePeer
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.placement import stage_choice
-from swarm_training.stages.placement.stage_choice import StageView
+from swarm_training.stages.placement.stage_choice import PlacementView
 
 NOISE = 0.2  # relative noise of a peer's measured speed, from one step to the next
 _ANNOUNCE_S = 1.5  # a peer with a record that is not renewed counts as silent
@@ -26,7 +26,7 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Pace:
+class PlacementTimes:
     """The times of joining and moving, in seconds; see ``stage_choice``.
 
     Attributes:
@@ -41,7 +41,7 @@ class Pace:
     step_s: float = 30.0
 
 
-def stage_view(stages: Sequence[Iterable[Progress]], costs: Sequence[float]) -> StageView:
+def stage_view(stages: Sequence[Iterable[Progress]], costs: Sequence[float]) -> PlacementView:
     """Return the view that records give of the peers at each stage and on their way to it. A peer with two records is
     where the newer one is. A peer that has not measured its speed has the average speed of the others."""
     newest: dict[str, tuple[int, Progress]] = {}
@@ -52,7 +52,7 @@ def stage_view(stages: Sequence[Iterable[Progress]], costs: Sequence[float]) -> 
     speeds = {key: peer.samples_per_s * costs[index] for key, (index, peer) in newest.items() if peer.samples_per_s}
     usual = sum(speeds.values()) / len(speeds) if speeds else 1.0
     peers = (
-        stage_choice.StagePeer(
+        stage_choice.PlacedPeer(
             key,
             index,
             speeds.get(key, usual),
@@ -62,14 +62,14 @@ def stage_view(stages: Sequence[Iterable[Progress]], costs: Sequence[float]) -> 
         )
         for key, (index, peer) in sorted(newest.items())
     )
-    return StageView(tuple(costs), tuple(peers))
+    return PlacementView(tuple(costs), tuple(peers))
 
 
-def view_of(watch: Watch, costs: Sequence[float]) -> StageView:
+def view_of(watch: RunWatch, costs: Sequence[float]) -> PlacementView:
     return stage_view([watch.placed(index) for index in range(len(costs))], costs)
 
 
-def margin_of(view: StageView) -> float:
+def margin_of(view: PlacementView) -> float:
     """Return the relative gain of the slowest stage that is worth a move: more than another measurement may give."""
     return max(stage_choice.MARGIN, NOISE * len(view.costs) / max(1, len(view.peers)))
 
@@ -77,7 +77,7 @@ def margin_of(view: StageView) -> float:
 class Announcements:
     """The announcer on the DHT that a peer is on its way to a stage, as long as no other record there says so."""
 
-    def __init__(self, boards: Mapping[int, Board], runs: Sequence[str], identity: Identity) -> None:
+    def __init__(self, boards: Mapping[int, PeerRegistry], runs: Sequence[str], identity: Identity) -> None:
         self._boards, self._runs, self._identity = boards, runs, identity
 
     @asynccontextmanager
@@ -103,7 +103,11 @@ class Announcements:
 
 
 async def choose(
-    watch: Watch, announcements: Announcements, own_id: str, costs: Sequence[float], pace: Pace = Pace()
+    watch: RunWatch,
+    announcements: Announcements,
+    own_id: str,
+    costs: Sequence[float],
+    pace: PlacementTimes = PlacementTimes(),
 ) -> int:
     """Return the stage that a joining peer takes; ``watch`` runs.
 
@@ -121,14 +125,14 @@ async def choose(
     return chosen
 
 
-class Mover:
-    """The mover of a peer that may work at any stage."""
+class StageChooser:
+    """The choice of the next stage of a peer that may work at any stage."""
 
     def __init__(
         self,
         peer: StagePeer,
         costs: Sequence[float],
-        pace: Pace = Pace(),
+        pace: PlacementTimes = PlacementTimes(),
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._peer, self._costs, self._pace, self._uniform = peer, costs, pace, uniform
@@ -165,5 +169,5 @@ class Mover:
             await asyncio.sleep(_POLL_S)
         return False
 
-    def _view(self) -> StageView:
+    def _view(self) -> PlacementView:
         return view_of(self._peer.watch, self._costs)

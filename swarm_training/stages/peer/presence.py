@@ -22,24 +22,24 @@ from swarm_protocol.rpc.serving import start_server
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.crediting import Member
+from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
-from swarm_training.progress.board import DhtBoard
-from swarm_training.run.meetings import Compression, Environment
+from swarm_training.progress.board import DhtPeerRegistry
+from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.presence import ledger_of, listening_host
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer.counting import Sums
+from swarm_training.stages.peer.counting import StepSums
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import stage_run
 from swarm_training.stages.peer.shared import SharedGradients, Spans
 from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 
 AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
 _GRACE_S = 0.2
@@ -73,7 +73,7 @@ class StageOfRun:
 
 
 @dataclass(frozen=True)
-class Membership:
+class RunMembership:
     """The identity of this process, and where it begins.
 
     Attributes:
@@ -106,15 +106,15 @@ class StagePresence:
     async def enter(
         cls,
         where: StageOfRun,
-        member: Membership,
+        member: RunMembership,
         config: TrainingConfig,
         state: TrainedState,
-        sums: Sums,
+        sums: StepSums,
         add_services: AddServices = lambda server, peer, network: None,
         compressor: Compressor | None = None,
         encoder: Encoder | None = None,
         shared: Spans = (),
-        board: DhtBoard | None = None,
+        board: DhtPeerRegistry | None = None,
         look_s: float | None = None,
     ) -> StagePresence:
         """Join the stage, or found it (see ``StagePeer.join``), and return when the peer works.
@@ -140,7 +140,7 @@ class StagePresence:
             thread = ThreadPoolExecutor(1, thread_name_prefix="swarm stage")
             resources.callback(thread.shutdown, wait=False, cancel_futures=True)
             if board is None:
-                board = await DhtBoard.join(
+                board = await DhtPeerRegistry.join(
                     run, member.initial_peers, member.identity, listening, config.join_timeout_s
                 )
                 resources.push_async_callback(board.close)
@@ -157,17 +157,17 @@ class StagePresence:
             )
             peer = TrainingPeer(
                 config,
-                Member(member.identity, member.token),
+                LedgerCredentials(member.identity, member.token),
                 record,
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
-                Compression(compressor or Plain(), encoder),
+                GradientCompression(compressor or Plain(), encoder),
                 None if access is None else Orders(where.run, access),
                 ledger,
             )
             boards = {number: board.beside(name) for number, name in enumerate(where.runs) if number != where.index}
             own = {where.index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
-            watch = Watch(where.runs, network, boards, config.silence_s, random.Random(), own, peer.banned)
+            watch = RunWatch(where.runs, network, boards, config.silence_s, random.Random(), own, peer.banned)
             replicas = Replicas(where.index, where.num_stages, peer, watch, network, asyncio.to_thread)
             compute = partial(_call_in, thread)
             other = where.num_stages - 1 - where.index
@@ -212,22 +212,24 @@ class WatchPresence:
         board: the board of the first stage, on this process's DHT node.
     """
 
-    watch: Watch
+    watch: RunWatch
     network: GrpcNetwork
-    board: DhtBoard
+    board: DhtPeerRegistry
     _tasks: list[asyncio.Task[None]]
 
     @classmethod
-    async def enter(cls, run: str, num_stages: int, member: Membership, config: TrainingConfig) -> WatchPresence:
+    async def enter(cls, run: str, num_stages: int, member: RunMembership, config: TrainingConfig) -> WatchPresence:
         """Start to watch. Raises ValueError if there are no initial peers, NoSwarm if none can be reached."""
         if not member.initial_peers:
             raise ValueError("there are no initial peers: expected multiaddrs of peers of the run")
         runs = [stage_run(run, number) for number in range(num_stages)]
-        board = await DhtBoard.join(runs[0], member.initial_peers, member.identity, Listening(), config.join_timeout_s)
+        board = await DhtPeerRegistry.join(
+            runs[0], member.initial_peers, member.identity, Listening(), config.join_timeout_s
+        )
         network = GrpcNetwork(ClientCredentials(member.identity, member.token))
         boards = {number: board.beside(name) for number, name in enumerate(runs)}
         moderation = Moderation(None if member.access is None else Orders(run, member.access))
-        watch = Watch(runs, network, boards, config.silence_s, random.Random(), banned=moderation.banned)
+        watch = RunWatch(runs, network, boards, config.silence_s, random.Random(), banned=moderation.banned)
         tasks = [asyncio.create_task(watch.run())]
         if member.access is not None:
             tasks.append(asyncio.create_task(_follow(moderation, board.beside(runs[0], run))))
@@ -239,7 +241,7 @@ class WatchPresence:
         await self.board.close()
 
 
-async def _follow(moderation: Moderation, board: DhtBoard) -> None:
+async def _follow(moderation: Moderation, board: DhtPeerRegistry) -> None:
     """Follow the orders of moderators until cancelled."""
     while True:
         moderation.take(await board.read_orders())

@@ -16,7 +16,7 @@ from swarm_training.core.network import Network
 from swarm_training.core.record import PRESENT, Kept, Progress
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.transfer import download_replica
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 
 _LOOK_S = 0.5
 _KEEPERS = 2  # peers of a stage that keep one, since one may die together with the stage before
@@ -33,7 +33,7 @@ class Replicas:
         index: int,
         num_stages: int,
         peer: TrainingPeer,
-        watch: Watch,
+        watch: RunWatch,
         network: Network,
         in_thread: InThread,
         most_bytes: int = MOST_BYTES,

@@ -25,7 +25,7 @@ from swarm_training.core.record import Progress
 from swarm_training.meeting.attending import Averaged
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.transfer import download_offer
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class SharedGradients:
         other: int,
         spans: Spans,
         peer: TrainingPeer,
-        watch: Watch,
+        watch: RunWatch,
         network: Network,
         in_thread: InThread,
     ) -> None:

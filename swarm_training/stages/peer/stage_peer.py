@@ -26,11 +26,11 @@ from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import barrier
-from swarm_training.stages.peer.counting import Counting, Gradients, InThread, Sums
+from swarm_training.stages.peer.counting import CountedGradients, Counting, InThread, StepSums
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import RunStages
 from swarm_training.stages.peer.shared import SharedGradients
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.routing.speed import ComputeSpeed
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class OwnStage:
 
     index: int
     state: TrainedState
-    sums: Sums
+    sums: StepSums
 
 
 class StagePeer:
@@ -67,7 +67,7 @@ class StagePeer:
         self,
         stage: OwnStage,
         peer: TrainingPeer,
-        watch: Watch,
+        watch: RunWatch,
         replicas: Replicas,
         codec: str,
         compute: InThread,
@@ -127,7 +127,7 @@ class StagePeer:
         result: T = await self._compute(timed)
         return result
 
-    def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
+    def add(self, step: int, m: int, trainer: str, gradients: CountedGradients) -> None:
         """Keep a result of ``backward`` for this micro-batch until ``commit``. Call it in the compute thread.
 
         Raises:

@@ -35,24 +35,24 @@ _MOST_PASSED_ON = 64  # records in one call
 _logger = logging.getLogger(__name__)
 
 
-class Network(Protocol):
+class GossipNetwork(Protocol):
     async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
 
     async def is_gone(self, peer: Progress) -> bool: ...
 
 
-class Board(Protocol):
+class ProgressSource(Protocol):
     async def read(self) -> list[pb.SignedProgress]: ...
 
 
-class Watch:
+class RunWatch:
     """The watch of all stages of a run. All its methods are for one event loop."""
 
     def __init__(
         self,
         runs: Sequence[str],
-        network: Network,
-        boards: Mapping[int, Board],
+        network: GossipNetwork,
+        boards: Mapping[int, ProgressSource],
         silence_s: float,
         rng: random.Random,
         own: Mapping[int, Callable[[], Iterable[Progress]]] | None = None,
@@ -108,7 +108,9 @@ class Watch:
 class StageWatch:
     """The watch of one stage, through a few of its peers at a time."""
 
-    def __init__(self, run: str, network: Network, board: Board, silence_s: float, rng: random.Random) -> None:
+    def __init__(
+        self, run: str, network: GossipNetwork, board: ProgressSource, silence_s: float, rng: random.Random
+    ) -> None:
         self.table = ProgressTable(run, None, "", silence_s)
         self._network = network
         self._board = board

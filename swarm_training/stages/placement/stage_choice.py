@@ -25,7 +25,7 @@ COOLDOWN_S = 60.0  # the least time for which a peer stays at a stage, once it w
 
 
 @dataclass(frozen=True)
-class StagePeer:
+class PlacedPeer:
     """The state of a peer, by its own report.
 
     Attributes:
@@ -44,7 +44,7 @@ class StagePeer:
 
 
 @dataclass(frozen=True)
-class StageView:
+class PlacementView:
     """The peers of a run, as one process sees them.
 
     Attributes:
@@ -52,7 +52,7 @@ class StageView:
     """
 
     costs: tuple[float, ...]
-    peers: tuple[StagePeer, ...]
+    peers: tuple[PlacedPeer, ...]
 
     def __post_init__(self) -> None:
         """Check the view. Raises ValueError if a peer is at no stage of the run, or a cost or speed is not positive."""
@@ -65,7 +65,7 @@ class StageView:
                 raise ValueError(f"the speed of {peer.peer_id} is {peer.speed}: expected more than 0")
 
     @classmethod
-    def of(cls, num_stages: int, peers: Iterable[StagePeer]) -> StageView:
+    def of(cls, num_stages: int, peers: Iterable[PlacedPeer]) -> PlacementView:
         """Return a view with stages of equal cost."""
         return cls((1.0,) * num_stages, tuple(peers))
 
@@ -79,12 +79,12 @@ class StageMove:
     to: int
 
 
-def stage_speeds(view: StageView) -> list[float]:
+def stage_speeds(view: PlacementView) -> list[float]:
     """Return the micro-batches per second of each stage, by the peers that work there now."""
     return _speeds(view.costs, [(peer.stage, peer.speed) for peer in view.peers if peer.is_working])
 
 
-def choose_stage(view: StageView, peer_id: str) -> int:
+def choose_stage(view: PlacementView, peer_id: str) -> int:
     """Return the stage that a joining peer takes: the slowest one, or the first of several equally slow ones.
 
     The peer also counts peers on their way to a stage if their ids are lower. Once all joining peers have read what the
@@ -95,7 +95,7 @@ def choose_stage(view: StageView, peer_id: str) -> int:
     return speeds.index(min(speeds))
 
 
-def plan_moves(view: StageView, margin: float = MARGIN) -> tuple[StageMove, ...]:
+def plan_moves(view: PlacementView, margin: float = MARGIN) -> tuple[StageMove, ...]:
     """Return moves after which no further one helps. Each raises the slowest stage, or one of several equally slow
     ones.
 
@@ -119,7 +119,7 @@ def plan_moves(view: StageView, margin: float = MARGIN) -> tuple[StageMove, ...]
     return tuple(moves)
 
 
-def own_move(view: StageView, peer_id: str, margin: float = MARGIN) -> int | None:
+def own_move(view: PlacementView, peer_id: str, margin: float = MARGIN) -> int | None:
     """Return the stage to which the peer is to go, and announce its move, now; None: it stays.
 
     This is where the plan sends it, unless other peers must come to its stage first.
@@ -134,7 +134,7 @@ def own_move(view: StageView, peer_id: str, margin: float = MARGIN) -> int | Non
     )
 
 
-def may_go(view: StageView, peer_id: str, margin: float = MARGIN) -> bool:
+def may_go(view: PlacementView, peer_id: str, margin: float = MARGIN) -> bool:
     """Return whether a peer that has announced a move may leave its stage now.
 
     Announced moves are taken in the order of peer ids, as far as they still help.
@@ -162,7 +162,7 @@ def may_go(view: StageView, peer_id: str, margin: float = MARGIN) -> bool:
     return False
 
 
-def _can_be_spared(view: StageView, peer_id: str, announced: Sequence[str]) -> bool:
+def _can_be_spared(view: PlacementView, peer_id: str, announced: Sequence[str]) -> bool:
     """Return whether the stage stays as fast as the slowest is now, without the peer and those in ``announced``."""
     away = {peer_id, *announced}
     staying = replace(view, peers=tuple(peer for peer in view.peers if peer.peer_id not in away))
@@ -198,7 +198,7 @@ def _best_move(
     return None if best is None else (best[1], to, best[2])
 
 
-def _destination(peer: StagePeer) -> int:
+def _destination(peer: PlacedPeer) -> int:
     return peer.stage if peer.next_stage is None else peer.next_stage
 
 

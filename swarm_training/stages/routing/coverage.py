@@ -14,7 +14,7 @@ from typing import Protocol
 from swarm_training.core.moment import Moment
 
 
-class PeerView(Protocol):
+class PeerCoverage(Protocol):
     """The known state of a living peer of a stage.
 
     ``bits``: the micro-batches in its sums; number m is bit m % 8, from the lowest, of byte m // 8. ``holds``: the
@@ -31,7 +31,7 @@ class PeerView(Protocol):
     def holds(self) -> bool: ...
 
 
-Stages = Sequence[Sequence[PeerView]]  # the living peers of each stage
+Stages = Sequence[Sequence[PeerCoverage]]  # the living peers of each stage
 
 
 def members(bits: bytes) -> frozenset[int]:

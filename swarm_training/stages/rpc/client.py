@@ -23,7 +23,7 @@ from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
 from swarm_training.stages.rpc.forms import check_header, decoded, encode_as, form_named
-from swarm_training.stages.rpc.framing import Arriving, Named, pack
+from swarm_training.stages.rpc.framing import Named, TensorCollector, pack
 from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS, WIRE_VERSION
 
 
@@ -183,7 +183,7 @@ class StagesClient:
             return Assembler(wire)
 
         stub = await self._stub(peer)
-        arriving, first = Arriving(("tensor",), begin), None
+        arriving, first = TensorCollector(("tensor",), begin), None
         async with answering(peer, timeout_s):
             call = getattr(stub, method)(pack(pb.ComputeRequest(work=work), given))
             try:

@@ -31,7 +31,7 @@ def pack(first: M, named: Iterable[Named]) -> Iterator[M]:
     yield message
 
 
-class Arriving:
+class TensorCollector:
     """The collector of one call's tensors."""
 
     def __init__(self, fields: tuple[str, ...], begin: Callable[[str, wire_pb.Tensor], Assembler]) -> None:

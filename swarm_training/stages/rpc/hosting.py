@@ -11,7 +11,7 @@ from torch import Tensor
 from swarm_protocol.errors import PeerMoved
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.peer.counting import Gradients as CountedGradients
+from swarm_training.stages.peer.counting import CountedGradients
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Output(Protocol):
     def num_tokens(self) -> int | None: ...
 
 
-class Gradients(CountedGradients, Protocol):
+class HostedGradients(CountedGradients, Protocol):
     """The interface of ``StageGradients`` in the engine."""
 
     @property
@@ -50,7 +50,7 @@ class ComputingStage(Protocol):
 
     def backward(
         self, inputs: Tensor, labels: Tensor | None = None, grad: Tensor | None = None, loss_scale: float = 1.0
-    ) -> Gradients: ...
+    ) -> HostedGradients: ...
 
 
 class StageHost(Protocol):
@@ -69,7 +69,7 @@ class StageHost(Protocol):
     def require_room(self, m: int, trainer: str) -> None:
         """Check for room before the gradients are computed. Raises PeerBusy if ``add`` would."""
 
-    def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
+    def add(self, step: int, m: int, trainer: str, gradients: HostedGradients) -> None:
         """Keep a micro-batch's gradients until the trainer commits them. Call it in the compute thread.
 
         Raises PeerBusy if there is no room, PeerMoved if the peer is at another step.
@@ -95,14 +95,14 @@ class Life(Protocol):
 
     async def compute(self, function: Callable[[], T], share: float) -> T: ...
 
-    def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None: ...
+    def add(self, step: int, m: int, trainer: str, gradients: HostedGradients) -> None: ...
 
     async def commit(self, step: int, m: int, trainer: str) -> bool: ...
 
     def note_not_finite(self, step: int) -> bool: ...
 
 
-class Sums(Protocol):
+class HostedSums(Protocol):
     """The interface of ``Accumulator`` in the engine."""
 
     @property
@@ -119,7 +119,7 @@ class HostedStage:
 
     stage: ComputingStage
     peer: Life
-    sums: Sums
+    sums: HostedSums
 
     @property
     def moment(self) -> Moment:
@@ -138,7 +138,7 @@ class HostedStage:
     def require_room(self, m: int, trainer: str) -> None:
         self.sums.require_room(m, trainer)
 
-    def add(self, step: int, m: int, trainer: str, gradients: Gradients) -> None:
+    def add(self, step: int, m: int, trainer: str, gradients: HostedGradients) -> None:
         self.peer.add(step, m, trainer, gradients)
 
     async def commit(self, step: int, m: int, trainer: str) -> bool:

@@ -12,7 +12,7 @@ from swarm_protocol.wire.constants import MIB
 
 
 @dataclass(frozen=True)
-class Limits:
+class StageLimits:
     """The limits of one stage peer.
 
     Attributes:
@@ -35,10 +35,10 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
 
 
-class Reservation:
+class RequestReservation:
     """The bytes that are reserved for one request."""
 
-    def __init__(self, room: Room, trainer: str) -> None:
+    def __init__(self, room: RequestRoom, trainer: str) -> None:
         self._room = room
         self._trainer = trainer
         self.size_bytes = 0
@@ -49,10 +49,10 @@ class Reservation:
         self.size_bytes += size_bytes
 
 
-class Room:
+class RequestRoom:
     """The room for requests. No trainer has more than half of it, so that a broken one does not keep the others out."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: StageLimits) -> None:
         self._limits = limits
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -66,7 +66,7 @@ class Room:
         return self._bytes.total()
 
     @contextmanager
-    def request(self, trainer: str) -> Iterator[Reservation]:
+    def request(self, trainer: str) -> Iterator[RequestReservation]:
         """Yield the reservation of one more request. Raises PeerBusy if there are too many requests."""
         most = self._limits.max_requests
         if self.num_requests >= most or self._requests[trainer] >= max(1, most // 2):
@@ -75,7 +75,7 @@ class Room:
                 f"it takes {most}, half of them from one"
             )
         self._requests[trainer] += 1
-        reservation = Reservation(self, trainer)
+        reservation = RequestReservation(self, trainer)
         try:
             yield reservation
         finally:

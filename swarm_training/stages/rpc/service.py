@@ -24,7 +24,7 @@ from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
 from swarm_training.stages.rpc.forms import encode_as
 from swarm_training.stages.rpc.framing import pack
 from swarm_training.stages.rpc.hosting import StageHost
-from swarm_training.stages.rpc.room import Limits, Room
+from swarm_training.stages.rpc.room import RequestRoom, StageLimits
 from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, moment_of, require_moment, tokens_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _WRITE_S = 1.0  # the time to end a write after its call was cancelled
 
 
 class AnswerNotes(Protocol):
-    """The interface of ``Answers`` in the audits."""
+    """The interface of ``AnswerLog`` in the audits."""
 
     def note(
         self,
@@ -58,7 +58,7 @@ class StagesService(StagesServicer):
         self,
         run: str,
         host: StageHost,
-        limits: Limits | None = None,
+        limits: StageLimits | None = None,
         access: AccessControl | None = None,
         answers: AnswerNotes | None = None,
         banned: Callable[[], Collection[str]] = frozenset,
@@ -69,14 +69,14 @@ class StagesService(StagesServicer):
         of trainers to refuse. ``is_finite``: see ``Recomputing``; None: no report of non-finite answers is believed."""
         self._run = run
         self._host = host
-        self._limits = limits or Limits()
+        self._limits = limits or StageLimits()
         self._access = access
         self._answers = answers
         self._banned = banned
         self._is_finite = is_finite
         self._checking = asyncio.Lock()
         self._not_finite_at: Moment | None = None
-        self.room = Room(self._limits)
+        self.room = RequestRoom(self._limits)
         self._silences: dict[str, asyncio.TimerHandle] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:

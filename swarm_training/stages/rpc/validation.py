@@ -15,9 +15,9 @@ from swarm_protocol.wire.printable import printable
 from swarm_training.core.moment import Moment
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.rpc.forms import check_form, check_header, decoded
-from swarm_training.stages.rpc.framing import Arriving
+from swarm_training.stages.rpc.framing import TensorCollector
 from swarm_training.stages.rpc.hosting import ComputingStage, StageHost
-from swarm_training.stages.rpc.room import Reservation
+from swarm_training.stages.rpc.room import RequestReservation
 
 WIRE_VERSION = 1
 INPUTS, LABELS, GRAD = FIELDS = ("inputs", "labels", "grad")
@@ -56,7 +56,7 @@ def require_moment(message: pb.MicroBatch, host: StageHost) -> None:
         )
 
 
-def tokens_of(wire: wire_pb.Tensor, reservation: Reservation, max_tokens: int) -> torch.Tensor:
+def tokens_of(wire: wire_pb.Tensor, reservation: RequestReservation, max_tokens: int) -> torch.Tensor:
     """Return token ids that came in one piece, [rows, positions] int64.
 
     Raises:
@@ -89,14 +89,14 @@ class RequestReader:
 
     stage: ComputingStage
     is_backward: bool
-    reservation: Reservation
+    reservation: RequestReservation
     max_tokens: int
     work: pb.Work = field(default_factory=pb.Work)
-    _arriving: Arriving = field(init=False)
+    _arriving: TensorCollector = field(init=False)
     _shape: tuple[int, int] = (0, 0)  # rows and positions of the inputs
 
     def __post_init__(self) -> None:
-        self._arriving = Arriving(FIELDS, self._begin)
+        self._arriving = TensorCollector(FIELDS, self._begin)
 
     def start(self, work: pb.Work) -> None:
         """Begin a request. Raises RequestRejected if what is asked for is out of range."""

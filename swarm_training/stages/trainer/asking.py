@@ -19,7 +19,7 @@ from swarm_protocol.errors import (
 )
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.routing.coverage import PeerView
+from swarm_training.stages.routing.coverage import PeerCoverage
 from swarm_training.stages.routing.router import Router
 from swarm_training.stages.trainer.config import TrainerConfig
 
@@ -30,7 +30,7 @@ _ENOUGH = 2  # refusals from which on the request is at fault, and not the peers
 _logger = logging.getLogger(__name__)
 
 
-class ReachablePeer(PeerView, Protocol):
+class ReachablePeer(PeerCoverage, Protocol):
     """A peer of a stage, and where it is; the address is empty if it cannot be called.
 
     ``samples_per_s``: the micro-batches per second that it says it could compute; 0: not known yet.

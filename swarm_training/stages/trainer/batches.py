@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from swarm_training.data.blocks import TokenBlocks
-from swarm_training.data.order import Order, batch_of_step, derived_seed
+from swarm_training.data.order import SampleOrder, batch_of_step, derived_seed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BlockMicroBatches:
         self.count = count
         self.loss_scale = loss_scale_of(rows, blocks.block_length)
         self._blocks = blocks
-        self._order = Order(derived_seed(run), len(blocks))
+        self._order = SampleOrder(derived_seed(run), len(blocks))
         self._rows = rows
 
     def at(self, step: int, number: int) -> Content:

@@ -14,7 +14,7 @@ from swarm_protocol.errors import PeerBusy, PeerMoved, SwarmError
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.stages.audit.auditor import Auditor
-from swarm_training.stages.audit.client import Asked
+from swarm_training.stages.audit.client import AuditedRequest
 from swarm_training.stages.routing.coverage import Claims
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD
 from swarm_training.stages.rpc.client import BackwardReply, MicroBatch, StagesClient
@@ -93,7 +93,7 @@ class Passes:
             async def call(peer: Progress, timeout_s: float) -> Tensor:
                 return await self.client.forward(peer, which, before, timeout_s)
 
-            trace.inputs[stage], peer = await self._ask(Asked(which, before), FORWARD, call)
+            trace.inputs[stage], peer = await self._ask(AuditedRequest(which, before), FORWARD, call)
             trace.kept_by[stage - 1] = peer.peer_id
         return trace.inputs[stage]
 
@@ -101,7 +101,7 @@ class Passes:
         self, stage: int, number: int, trace: Trace, accumulates: bool
     ) -> tuple[BackwardReply, Progress]:
         inputs = await self.inputs(stage, number, trace)
-        asked = Asked(
+        asked = AuditedRequest(
             MicroBatch(stage, self.moment, number),
             inputs,
             labels=trace.content.labels if stage == self.num_stages - 1 else None,
@@ -129,7 +129,7 @@ class Passes:
 
     async def _ask(
         self,
-        asked: Asked,
+        asked: AuditedRequest,
         kind: str,
         call: Callable[[Progress, float], Awaitable[R]],
         kept_by: str | None = None,

@@ -9,19 +9,19 @@ from typing import Any, Protocol
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.core.config import TrainingConfig
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.stages.peer.presence import Membership, WatchPresence
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.presence import RunMembership, WatchPresence
+from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
-from swarm_training.stages.trainer.roster import Roster
-from swarm_training.stages.trainer.trainer import RunWatch, StepReport, Trainer
+from swarm_training.stages.trainer.roster import TrainerRoster
+from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
 
 _LOOK_S = 0.1
 _NEWS_S = 1.0  # records on the DHT are some seconds old: by then, the peers' own news is there
 
 
 class Trainers(Protocol):
-    """The trainers of the run, see ``Roster``."""
+    """The trainers of the run, see ``TrainerRoster``."""
 
     def trainers(self) -> Mapping[str, int]: ...
 
@@ -35,7 +35,7 @@ class Trainers(Protocol):
 async def train(
     run: str,
     num_stages: int,
-    member: Membership,
+    member: RunMembership,
     data: MicroBatches,
     config: TrainerConfig,
     on_step: Callable[[StepReport], object] = lambda report: None,
@@ -53,7 +53,7 @@ async def train(
     peer_config = TrainingConfig(counting="exact", join_timeout_s=join_timeout_s)
     watching = await WatchPresence.enter(run, num_stages, member, peer_config)
     try:
-        roster = Roster(watching.board.node, run, member.identity)
+        roster = TrainerRoster(watching.board.node, run, member.identity)
         await train_beside(
             watching.watch, watching.network, roster, run, member, data, config, on_step, end, join_timeout_s
         )
@@ -62,11 +62,11 @@ async def train(
 
 
 async def train_beside(
-    watch: Watch,
+    watch: RunWatch,
     network: GrpcNetwork,
     roster: Trainers,
     run: str,
-    member: Membership,
+    member: RunMembership,
     data: MicroBatches,
     config: TrainerConfig,
     on_step: Callable[[StepReport], object] = lambda report: None,
@@ -75,7 +75,7 @@ async def train_beside(
 ) -> None:
     """Train as ``train`` does, given a watch that runs."""
     await roster.enter(await _first_step(watch, data, join_timeout_s))
-    run_watch = RunWatch(run, lambda: watch.view().stages, roster.trainers)
+    run_watch = RunSource(run, lambda: watch.view().stages, roster.trainers)
     trainer = Trainer(member.identity.peer_id, run_watch, network, data, config, on_step)
     staying = asyncio.gather(roster.run(), watch.relay(trainer.look_soon))
     training = asyncio.ensure_future(trainer.train(end))
@@ -92,7 +92,7 @@ async def train_beside(
         await roster.leave()
 
 
-async def _first_step(watch: Watch, data: MicroBatches, timeout_s: float) -> int:
+async def _first_step(watch: RunWatch, data: MicroBatches, timeout_s: float) -> int:
     """Return the run's step, once every stage has a peer."""
     try:
         async with asyncio.timeout(timeout_s):

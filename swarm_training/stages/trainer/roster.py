@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 _SOON_STEPS = 2  # the steps until other trainers have read of a newcomer
 
 
-class Roster:
+class TrainerRoster:
     """The roster of a run's trainers. All its methods are for one event loop."""
 
     def __init__(self, node: DHTNode, run: str, identity: Identity) -> None:

@@ -78,8 +78,8 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class RunWatch:
-    """A trainer's watch of its run.
+class RunSource:
+    """The source from which a trainer knows about its run.
 
     Attributes:
         run: the name of the run.
@@ -98,7 +98,7 @@ class Trainer:
     def __init__(
         self,
         own_id: str,
-        watch: RunWatch,
+        watch: RunSource,
         network: GrpcNetwork,
         data: MicroBatches,
         config: TrainerConfig,

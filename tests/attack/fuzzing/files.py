@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.family import max_positions, slice_config
 from swarm_models.checkpoints.formats.shards import INDEX, SINGLE
@@ -110,7 +110,7 @@ def _tried(read: Callable[[], Any]) -> str:
 
 
 def _load(model: Path) -> None:
-    checkpoint = Checkpoint.open(model)
+    checkpoint = ModelCheckpoint.open(model)
     _tried(lambda: checkpoint.generation_config)
     describe(checkpoint.config)
     max_positions(checkpoint.config)

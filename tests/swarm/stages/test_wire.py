@@ -10,7 +10,7 @@ import pytest
 from swarm_protocol.net.identity import Identity
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.stages.commands.building import build_micro_batches, trainer_config
-from swarm_training.stages.peer.presence import Membership
+from swarm_training.stages.peer.presence import RunMembership
 from swarm_training.stages.trainer.presence import train
 from swarm_training.stages.trainer.trainer import StepReport
 from tests.swarm.stages.crew import Crew, crew
@@ -27,7 +27,7 @@ def train_here(peers: Crew, steps: int) -> list[float]:
     reports: list[StepReport] = []
 
     async def scenario() -> None:
-        member = Membership(Identity.generate(), peers.addresses)
+        member = RunMembership(Identity.generate(), peers.addresses)
         async with asyncio.timeout(LIMIT_S):
             config = trainer_config(file, "shortest_delay")
             await train(file.run.name, file.stages.count, member, data, config, reports.append, steps)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from swarm_client.transport.grpc_calls import Stream
+from swarm_client.transport.grpc_calls import GrpcStream
 from swarm_client.transport.grpc_calls import translated as calls_translated
 from swarm_protocol.errors import (
     AccessDenied,
@@ -145,7 +145,7 @@ def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
             with pytest.raises(CacheMiss, match=r"^why$"):
                 call = stub.Push()
                 if is_stream:
-                    stream: Stream[pb.PushRequest, pb.PushReply] = Stream(call, server_record(), Span(0, 4))
+                    stream: GrpcStream[pb.PushRequest, pb.PushReply] = GrpcStream(call, server_record(), Span(0, 4))
                     for _ in range(40):
                         await stream.write(pb.PushRequest(more=bytes(size_bytes)))
                     await stream.read()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from swarm_training.averaging.grid import needs_grid
-from swarm_training.averaging.group import Group, Member
-from swarm_training.averaging.round import Round, VectorCoding
+from swarm_training.averaging.group import Group, GroupMember
+from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Encoder
 from swarm_training.core.record import Progress
@@ -45,8 +45,8 @@ def make_round(
     codec: str = "fp32",
     chunk_elements: int = 4,
     encoder: Encoder | None = None,
-) -> Round:
-    return Round(network, group, me, 0, vector, VectorCoding(codec_of(codec), chunk_elements, encoder))
+) -> AveragingRound:
+    return AveragingRound(network, group, me, 0, vector, VectorCoding(codec_of(codec), chunk_elements, encoder))
 
 
 def group_of(shares: Sequence[float], weights: Sequence[int], step: int = 0) -> tuple[Group, list[int]]:
@@ -54,7 +54,7 @@ def group_of(shares: Sequence[float], weights: Sequence[int], step: int = 0) -> 
     names = [f"peer{number}" for number in range(len(shares))]
     order = sorted(range(len(names)), key=lambda number: rank("toy", step, names[number]))
     members = tuple(
-        Member(
+        GroupMember(
             Progress("toy", names[number], address="sim:1" if shares[number] else "", share=shares[number]),
             weights[number],
             shares[number],

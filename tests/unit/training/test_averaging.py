@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_protocol.net.tls import ClientCredentials
-from swarm_training.averaging.attempt import Attempt
+from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.repair import repair
 from swarm_training.averaging.rounds import Rounds
@@ -116,7 +116,7 @@ def test_heartbeats_have_their_turn_while_means_without_a_straggler_are_made(lat
         return mean.numpy().tobytes()
 
     async def run() -> int:
-        attempt = Attempt(dict.fromkeys(range(50), 1), 1, {0: 1.0, 1: 3.0, 2: 1.0}, encode)
+        attempt = DirectAttempt(dict.fromkeys(range(50), 1), 1, {0: 1.0, 1: 3.0, 2: 1.0}, encode)
         for number, member in itertools.product(range(50), {0, 1, 2} - {late}):
             attempt.put(number, member, torch.full((2,), float(member)))
         assert not encoded

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm_training import TrainingConfig, TrainingRun
-from swarm_training.averaging.attempt import Attempt
+from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.sums import ChunkClip, capped, clipped_mean
 from swarm_training.compression.power_sgd import PowerSGD
 from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
@@ -126,7 +126,7 @@ def test_a_chunk_is_clipped_once_and_the_loop_goes_on_meanwhile() -> None:
             await asyncio.sleep(0)
             return function()
 
-        attempt = Attempt({7: 0}, 0, {0: 1.0, 1: 2.0}, lambda number, mean: mean.numpy().tobytes(), in_thread)
+        attempt = DirectAttempt({7: 0}, 0, {0: 1.0, 1: 2.0}, lambda number, mean: mean.numpy().tobytes(), in_thread)
         waiting = [asyncio.ensure_future(attempt.mean_of(7)) for _ in range(3)]
         for member in (1, 0):
             attempt.put(7, member, parts[member].clone())

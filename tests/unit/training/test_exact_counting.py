@@ -21,7 +21,7 @@ from swarm_training.core.signing import sign
 from swarm_training.meeting.leader import Leader, Outlook, Replies
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import LocalView
 from tests.unit.identities import identity
 
 SIZE = 4
@@ -73,17 +73,17 @@ def test_a_record_survives_the_wire_and_an_impossible_one_does_not() -> None:
 )
 def test_a_batch_is_complete_if_each_micro_batch_is_there_once(others: list[set[int]], complete: bool) -> None:
     mates = tuple(record(f"m{number}", done, state=MEETING) for number, done in enumerate(others))
-    assert policy.is_batch_complete(View(record("a", {0, 1}), mates)) == complete
+    assert policy.is_batch_complete(LocalView(record("a", {0, 1}), mates)) == complete
 
 
 def test_a_result_that_may_be_decided_is_handed_on_and_a_decided_one_is_waited_for() -> None:
     own = record("a", {0})
     holding = record("b", {1}, accepted=b"result", decided=b"result")
-    assert policy.is_batch_complete(View(own, (record("b", {1}, accepted=b"result"),)))
-    assert not policy.is_batch_complete(View(own, (record("b", {1, 2, 3}, decided=b"result"),)))
-    assert policy.is_batch_complete(View(replace(own, accepted=b"result"), (holding,)))
-    assert not policy.is_batch_complete(View(replace(own, accepted=b"another"), (holding,)))
-    assert policy.leader_of(View(own, (holding,))) is own
+    assert policy.is_batch_complete(LocalView(own, (record("b", {1}, accepted=b"result"),)))
+    assert not policy.is_batch_complete(LocalView(own, (record("b", {1, 2, 3}, decided=b"result"),)))
+    assert policy.is_batch_complete(LocalView(replace(own, accepted=b"result"), (holding,)))
+    assert not policy.is_batch_complete(LocalView(replace(own, accepted=b"another"), (holding,)))
+    assert policy.leader_of(LocalView(own, (holding,))) is own
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_result_that_may_be_decided_is_handed_on_and_a_decided_one_is_waited_f
     ],
 )
 def test_who_has_what_another_has_gives_it_up(own: Progress, mate: Progress, discards: bool) -> None:
-    assert policy.must_discard(View(own, (mate,))) == discards
+    assert policy.must_discard(LocalView(own, (mate,))) == discards
 
 
 # ------------------------------------------------------------ groups

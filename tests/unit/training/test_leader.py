@@ -12,10 +12,10 @@ from swarm_training.core.bitmap import to_bits
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Progress
-from swarm_training.meeting.leader import Leader, Outlook, Replies, Stage
+from swarm_training.meeting.leader import Leader, MeetingState, Outlook, Replies
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.divergence import LossHistory
-from swarm_training.rollback.judging import Judge
+from swarm_training.rollback.judging import RollbackJudge
 
 ALL = Outlook(frozenset("abcd"), frozenset("abcd"), ("a", "b", "c", "d"), frozenset(), wait_s=10.0, deadline_s=5.0)
 
@@ -106,7 +106,7 @@ def test_what_lacks_is_repaired_then_accepted_then_committed() -> None:
     assert plans[0][1].plan.phase == 1
     assert accept(leader, "abc") == []
     assert kinds(accept(leader, "d")) == dict.fromkeys("abcd", "commit")
-    assert leader.stage is Stage.OVER
+    assert leader.stage is MeetingState.OVER
 
 
 def test_who_dies_is_dropped_and_what_it_alone_had_is_added_up_again() -> None:
@@ -180,7 +180,7 @@ def test_a_result_that_somebody_has_accepted_is_taken_over() -> None:
     assert list(group.layout) == [1.0, 2.0] and list(group.roster) == ["a", "y"]
     report(leader, "bcd", set())
     leader.leave("a", ALL, 12.0)
-    assert leader.stage is Stage.OVER  # nobody who is left holds it: they meet again, and average anew
+    assert leader.stage is MeetingState.OVER  # nobody who is left holds it: they meet again, and average anew
 
 
 def test_members_that_disagree_about_the_vector_average_nothing() -> None:
@@ -190,7 +190,7 @@ def test_members_that_disagree_about_the_vector_average_nothing() -> None:
     assert kinds(replies) == dict.fromkeys("abcd", "dismissal")
 
 
-JUDGING = replace(ALL, judge=Judge(RollbackPolicy(), LossHistory()))
+JUDGING = replace(ALL, judge=RollbackJudge(RollbackPolicy(), LossHistory()))
 CHECKPOINT = pb.Checkpoint(step=2, state_digest=b"d" * 32)
 TO_CHECKPOINT = pb.Rollback(step=2, state_digest=b"d" * 32)
 
@@ -212,7 +212,7 @@ def test_a_group_whose_losses_are_not_finite_goes_back_and_averages_nothing() ->
     replies: Replies = []
     for name in "abcd":
         replies += leader.report(name, pb.Report(digest=b"back"), ALL, 1.0)
-    assert kinds(replies) == dict.fromkeys("abcd", "commit") and leader.stage is Stage.OVER
+    assert kinds(replies) == dict.fromkeys("abcd", "commit") and leader.stage is MeetingState.OVER
 
 
 def test_without_a_checkpoint_there_is_an_average_if_there_can_be_one() -> None:

@@ -11,7 +11,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import AccessDenied
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT
-from swarm_training.ledger.orders import Ban, Order, Orders
+from swarm_training.ledger.orders import Ban, ModeratorOrder, Orders
 from swarm_training.progress.policy import has_quorum
 from swarm_training.run.moderation import Moderation
 from tests.unit.identities import identity
@@ -28,7 +28,7 @@ def obeying(_number: int = 0) -> Orders:
 
 
 def ban(number: int, by: Member = MODERATOR) -> bytes:
-    order = Order.new("toy", Ban(identity(number).peer_id, "sends noise"), NOW, 3600.0)
+    order = ModeratorOrder.new("toy", Ban(identity(number).peer_id, "sends noise"), NOW, 3600.0)
     return order.signed(by.identity, by.token)
 
 

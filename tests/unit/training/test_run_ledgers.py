@@ -18,7 +18,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import Contribution, countersign
 from swarm_training.ledger.ledger import UserTotal, summed
-from swarm_training.ledger.signing import Kind, sign
+from swarm_training.ledger.signing import ContentKind, sign
 from swarm_training.meeting.attending import Ballots
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.pb import training_pb2 as pb
@@ -270,7 +270,7 @@ def test_a_leader_takes_no_contribution_but_what_its_peer_joins_with(caplog: pyt
         if of.number == number:
             return content.signed(identity(number)).SerializeToString()
         message = ledger_pb.Contribution(run="toy", step=content.moment.step, peer_id=of.peer_id, samples=samples)
-        return sign(Kind.CONTRIBUTION, message, identity(number), b"").SerializeToString()
+        return sign(ContentKind.CONTRIBUTION, message, identity(number), b"").SerializeToString()
 
     simulate(scenario)
     for reason in ("samples, and it joins with", "that of another peer, run or step", "is not signed by the peer"):

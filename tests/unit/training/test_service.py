@@ -17,8 +17,8 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import Certificate, ClientCredentials
-from swarm_training.averaging.group import Group, Member
-from swarm_training.averaging.round import Round, VectorCoding
+from swarm_training.averaging.group import Group, GroupMember
+from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
@@ -199,9 +199,9 @@ def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
             await peer.exchange(stranger, pb.ExchangeRequest(own=record))
         with pytest.raises(RequestRejected, match="another peer"):
             await peer.meet(stranger, _Silent(pb.MeetRequest(join=pb.Join(own=record))))
-        members = tuple(Member(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
+        members = tuple(GroupMember(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
-        mine = Round(peer._network, group, 0, 0, torch.zeros(8), VectorCoding(codec_of("fp32"), 4))
+        mine = AveragingRound(peer._network, group, 0, 0, torch.zeros(8), VectorCoding(codec_of("fp32"), 4))
         await peer._meetings._rounds.add(mine)
         opening = pb.ReduceRequest(open=pb.ReduceOpen(group="g"))
         with pytest.raises(RequestRejected, match="no member"):
@@ -217,10 +217,10 @@ def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
     async def scenario() -> None:
         peer = SimulatedPeer.make(World(), 0, target=4).peer
         members = tuple(
-            Member(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0))
+            GroupMember(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0))
         )
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 0.0), roster=("x",))
-        mine = Round(peer._network, group, 0, 0, torch.arange(4.0), VectorCoding(codec_of("fp32"), 4))
+        mine = AveragingRound(peer._network, group, 0, 0, torch.arange(4.0), VectorCoding(codec_of("fp32"), 4))
         averaging = asyncio.ensure_future(mine.first_attempt())
         bad = pb.ReduceRequest(chunk=pb.Chunk(index=0, data=data))
         await mine.serve_reduce(1, 0, _Silent(bad))
@@ -233,7 +233,7 @@ def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
 class _Averaging(Echo):
     """Takes part in one round."""
 
-    round: Round
+    round: AveragingRound
 
     async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
         first = await talk.receive()
@@ -253,13 +253,15 @@ def test_row_means_and_large_chunks_travel_on_a_grid() -> None:
         async with AsyncExitStack() as stack:
             records = [await stack.enter_async_context(service(each)) for each in handlers]
             members = tuple(
-                Member(replace(record, peer_id=identity(number).peer_id), number + 1, 1.0)
+                GroupMember(replace(record, peer_id=identity(number).peer_id), number + 1, 1.0)
                 for number, record in enumerate(records)
             )
             layout = (1.0,) * count
             group = Group("g", 0, 1, members, 60.0, layout=layout, roster=("x",), grid=True)
             for me, each in enumerate(handlers):
-                each.round = Round(networks[me], group, me, 0, vectors[me], VectorCoding(codec_of("fp32"), elements))
+                each.round = AveragingRound(
+                    networks[me], group, me, 0, vectors[me], VectorCoding(codec_of("fp32"), elements)
+                )
             for network in networks:  # before there is much to do on this loop: connecting has a deadline
                 for member in members:
                     await network.channel(member.record)

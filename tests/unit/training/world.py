@@ -18,13 +18,13 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import LocalTalk, talk_pair
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.crediting import Member
+from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.run.meetings import Compression, Environment
+from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.share import DelayedShare, Share
+from swarm_training.run.share import DelayedShare, GradientAccumulator
 from swarm_training.run.state import TrainedState
 from tests.unit.identities import identity
 from tests.unit.virtual_time import run_virtually
@@ -215,7 +215,7 @@ class SimulatedPeer:
     number: int
     peer: TrainingPeer
     state: TrainedState
-    share: Share
+    share: GradientAccumulator
     parameter: torch.nn.Parameter
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     history: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -254,16 +254,16 @@ class SimulatedPeer:
         )
         peer = TrainingPeer(
             config,
-            Member(own),
+            LedgerCredentials(own),
             record,
             Environment(
                 SimulatedNetwork(world, own.peer_id), _Board(world, own.peer_id), at_once, random.Random(number)
             ),
             state,
-            Compression(compressor, encoder),
+            GradientCompression(compressor, encoder),
             orders(number),
         )
-        share = (DelayedShare if config.delay else Share)(peer, state)
+        share = (DelayedShare if config.delay else GradientAccumulator)(peer, state)
         made = cls(world, number, peer, state, share, parameter)
         world.peers[own.peer_id] = made
         return made

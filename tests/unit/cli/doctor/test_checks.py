@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from swarm_cli.doctor.check import Check, Grade, findings_of, ok
+from swarm_cli.doctor.check import DoctorCheck, Grade, findings_of, ok
 from swarm_cli.doctor.machine import listening, writable
 from swarm_cli.doctor.members import clock, reached, registered, seen
 from swarm_cli.doctor.model_files import model_checks
@@ -45,9 +45,9 @@ def test_a_check_that_hangs_or_fails_is_a_finding():
         raise OSError("the disk is gone")
 
     checks = [
-        Check("slow", lambda: [ok("slow", str(forever.wait()))], timeout_s=0.01),
-        Check("broken", raising),
-        Check("fine", lambda: [ok("fine", "yes")]),
+        DoctorCheck("slow", lambda: [ok("slow", str(forever.wait()))], timeout_s=0.01),
+        DoctorCheck("broken", raising),
+        DoctorCheck("fine", lambda: [ok("fine", "yes")]),
     ]
     slow, broken, fine = findings_of(checks)
     forever.set()
@@ -82,7 +82,7 @@ def test_the_kernel_is_named_or_why_there_is_none(chosen):
     found = compiled_kernel()
     assert found.grade == Grade.WARNING and f"none ({ENV_ISA} is off)" in found.found and "unset" in found.to_do
     chosen("abacus")
-    (found,) = findings_of([Check("kernel", lambda: [compiled_kernel()])])
+    (found,) = findings_of([DoctorCheck("kernel", lambda: [compiled_kernel()])])
     assert found.grade == (Grade.WARNING if library is None else Grade.FAILED)
     assert library is None or "'abacus' does not run here" in found.found
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from swarm_cli.finetune.settings import check_file
-from swarm_cli.finetune.training_data import IGNORED, Padding, Text, Tokenizing, load_examples, read_texts
+from swarm_cli.finetune.training_data import IGNORED, Padding, Tokenizing, TrainingText, load_examples, read_texts
 from swarm_client.generation.generation import load_tokenizer
 
 
@@ -17,21 +17,21 @@ def tokenizer():
 
 
 def test_text_ends_with_the_end_and_all_of_it_is_learned(tokenizer):
-    (example,) = Tokenizing(tokenizer, 64).examples(Text("Return a list."))
+    (example,) = Tokenizing(tokenizer, 64).examples(TrainingText("Return a list."))
     assert tokenizer.decode(example["input_ids"]) == "<s>Return a list.</s>"
     assert example["labels"] == example["input_ids"]
 
 
 def test_a_long_text_is_cut_and_nothing_is_lost(tokenizer):
     text = "Return a list of the names of all things. " * 5
-    examples = list(Tokenizing(tokenizer, 16).examples(Text(text)))
+    examples = list(Tokenizing(tokenizer, 16).examples(TrainingText(text)))
     assert [len(example["input_ids"]) for example in examples[:-1]] == [16] * (len(examples) - 1)
     ids = [token for example in examples for token in example["input_ids"]]
     assert tokenizer.decode(ids) == f"<s>{text}</s>"
 
 
 def test_of_a_prompt_the_completion_is_learned(tokenizer):
-    (example,) = Tokenizing(tokenizer, 64).examples(Text(" a list.", "Return"))
+    (example,) = Tokenizing(tokenizer, 64).examples(TrainingText(" a list.", "Return"))
     learned = [label for label in example["labels"] if label != IGNORED]
     assert tokenizer.decode(example["input_ids"]) == "<s>Return a list.</s>"
     assert tokenizer.decode(learned) == " a list.</s>"
@@ -39,14 +39,14 @@ def test_of_a_prompt_the_completion_is_learned(tokenizer):
 
 
 def test_a_prompt_begins_as_it_does_in_generation(tokenizer):
-    (example,) = Tokenizing(tokenizer, 64).examples(Text(" a list.", "Return"))
+    (example,) = Tokenizing(tokenizer, 64).examples(TrainingText(" a list.", "Return"))
     prompt = tokenizer("Return").input_ids
     assert example["input_ids"][: len(prompt)] == prompt
 
 
 @pytest.mark.parametrize(("prompt", "completion"), [(50, 5), (5, 50), (50, 50)])
 def test_what_is_too_long_loses_the_beginning_of_its_prompt(tokenizer, prompt, completion):
-    text = Text(" list" * completion, " name" * prompt)
+    text = TrainingText(" list" * completion, " name" * prompt)
     (example,) = Tokenizing(tokenizer, 16).examples(text)
     assert len(example["input_ids"]) == len(example["labels"]) == 16
     assert example["labels"][0] == IGNORED and example["labels"][-1] != IGNORED
@@ -64,8 +64,8 @@ def test_files_of_text_and_of_json(tmp_path):
     plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     plain.write_bytes("\ufefffirst\r\n\n  second\n".encode())
     lines.write_text('{"text": "one", "id": 7}\n\n{"prompt": "", "completion": "two"}\n')
-    assert list(read_texts(plain)) == [Text("first"), Text("  second")]
-    assert list(read_texts(lines)) == [Text("one"), Text("two", "")]
+    assert list(read_texts(plain)) == [TrainingText("first"), TrainingText("  second")]
+    assert list(read_texts(lines)) == [TrainingText("one"), TrainingText("two", "")]
 
 
 WRONG_LINES = {

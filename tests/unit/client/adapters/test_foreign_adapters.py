@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client.adapters.trained import add_trained
 from swarm_client.model.model import load_client
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError
 from tests.zoo import HIDDEN, save_checkpoint
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(model: Path) -> PreTrainedModel:
-    return load_client(Checkpoint.open(model), AutoModelForCausalLM, torch.float32, torch.device("cpu"))
+    return load_client(ModelCheckpoint.open(model), AutoModelForCausalLM, torch.float32, torch.device("cpu"))
 
 
 def save_adapter(model: Path, directory: Path, config: Any = None, **options: Any) -> Path:

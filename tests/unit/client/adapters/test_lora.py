@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization import TRANSPOSED, quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, Prompt
@@ -60,7 +60,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_outputs_and_gradients_are_those_of_peft(family, tmp_path):
     save_checkpoint(family, tmp_path)
     local = LocalModel.load(tmp_path, r=4, lora_alpha=6, target_modules=TARGETS[family])
-    engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED))
+    engine = Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED))
     placed = engine.place(b"key", local.adapter(HOSTED))
     for span in (HOSTED, Span(1, 4)):  # a view has modules of its own where they know their index
         hidden, upstream, mask = random(3, 7, HIDDEN), random(3, 7, HIDDEN, seed=1), torch.ones(3, 7, dtype=torch.long)
@@ -97,7 +97,7 @@ def local(directory) -> LocalModel:
 
 @pytest.fixture
 def engine(directory) -> Engine:
-    return Engine(load_blocks(Checkpoint.open(directory), HOSTED), prefix_cache=PrefixCache())
+    return Engine(load_blocks(ModelCheckpoint.open(directory), HOSTED), prefix_cache=PrefixCache())
 
 
 def to_int8(block: torch.nn.Module, _index: int) -> None:
@@ -108,7 +108,7 @@ def to_int8(block: torch.nn.Module, _index: int) -> None:
 def test_over_int8_blocks_they_are_exact(family, tmp_path):
     """Beside PEFT's, whose layers are given the same int8 layers to add to."""
     save_checkpoint(family, tmp_path)
-    stack = load_blocks(Checkpoint.open(tmp_path), HOSTED, transform=to_int8)
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, transform=to_int8)
     local = LocalModel.load(tmp_path, r=4, target_modules=TARGETS[family])
     for index, block in enumerate(local.blocks):
         for path, module in list(block.named_modules()):
@@ -128,7 +128,7 @@ def test_over_int8_blocks_they_are_exact(family, tmp_path):
 
 def test_in_bfloat16_they_are_computed_in_float32_as_peft_does(directory):
     local = LocalModel.load(directory, dtype=torch.bfloat16, r=4, target_modules=["q_proj", "v_proj"])
-    engine = Engine(load_blocks(Checkpoint.open(directory), HOSTED, dtype=torch.bfloat16))
+    engine = Engine(load_blocks(ModelCheckpoint.open(directory), HOSTED, dtype=torch.bfloat16))
     hidden, upstream = random(2, 5, HIDDEN), random(2, 5, HIDDEN, seed=1)
     placed = engine.place(b"key", local.adapter(HOSTED))
     grads = engine.stateless.backward(HOSTED, BlockInput(hidden), upstream, placed, trains_adapter=True)
@@ -155,7 +155,7 @@ def test_prompts_are_added_before_each_block(family, positions, tmp_path):
     save_checkpoint(family, tmp_path)
     local = LocalModel.load(tmp_path, r=1, target_modules=TARGETS[family])
     local.peft.disable_adapter_layers()
-    engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED))
+    engine = Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED))
     span = Span(1, 5)
     adapter = prompts(positions, blocks=(0, 1, 3))
     placed = engine.place(b"key", adapter)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING, AdapterUploader, Added, Part, Snapshot
+from swarm_client.adapters.snapshots import NOTHING, ActiveAdapter, AdapterPart, AdapterSnapshot, AdapterUploader
 from swarm_client.routing.routing import Wanted, usable
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.errors import CacheMiss
@@ -28,7 +28,7 @@ def adapter() -> Adapter:
 
 
 def test_a_part_is_what_lies_in_the_blocks():
-    snapshot = Snapshot(Added(adapter()))
+    snapshot = AdapterSnapshot(ActiveAdapter(adapter()))
     part = snapshot.part(Span(2, 4))
     assert part.shapes == ((3, 4), (5, 3), (2, 4))
     assert part.name.key == adapter_key(part.data)
@@ -39,7 +39,7 @@ def test_a_part_is_what_lies_in_the_blocks():
 
 
 def test_a_snapshot_does_not_change_with_the_parameters():
-    added = Added(adapter())
+    added = ActiveAdapter(adapter())
     before, same = added.snapshot().part(Span(0, 4)), added.snapshot().part(Span(0, 4))
     snapshot = added.snapshot()
     added.adapter.low_rank[0].a.data += 1  # as some optimizers do, unseen by autograd
@@ -48,25 +48,25 @@ def test_a_snapshot_does_not_change_with_the_parameters():
 
 
 def test_a_name_is_all_there_is_of_an_adapter_of_servers():
-    part = Snapshot(Added(name="polite")).part(Span(0, 2))
+    part = AdapterSnapshot(ActiveAdapter(name="polite")).part(Span(0, 2))
     assert part.name == pb.AdapterName(name="polite") and part.data is None and part.shapes == ()
 
 
 def test_dropping_is_for_training():
     dropping = Adapter(SALT, (low_rank(0), low_rank(1, dropout=0.1)))
-    assert Added(dropping, training=True).drops
-    assert not Added(dropping).drops
-    assert not Added(dropping, training=True).over(Span(0, 1)).drops
+    assert ActiveAdapter(dropping, training=True).drops
+    assert not ActiveAdapter(dropping).drops
+    assert not ActiveAdapter(dropping, training=True).over(Span(0, 1)).drops
 
 
 def test_where_the_gradients_begin():
-    snapshot = Snapshot(Added(Adapter(SALT, (low_rank(3),))))
+    snapshot = AdapterSnapshot(ActiveAdapter(Adapter(SALT, (low_rank(3),))))
     assert [snapshot.begins(span) for span in (Span(0, 6), Span(3, 6), Span(4, 6))] == [3, 3, 6]
 
 
 def test_sums_of_gradients():
     whole = adapter()
-    sums = Snapshot(Added(whole)).sums(Span(0, 4))
+    sums = AdapterSnapshot(ActiveAdapter(whole)).sums(Span(0, 4))
     for scale in (1, 2):  # two micro-batches, through different chains
         for span in ([Span(2, 4), Span(0, 2)], [Span(1, 4), Span(0, 1)])[scale - 1]:
             sums.add(span, [scale * tensor for tensor in whole.over(span).tensors])
@@ -100,8 +100,8 @@ class Forgetful:
         return "done"
 
 
-def part(text: bytes = b"data") -> Part:
-    return Part(pb.AdapterName(key=text), text)
+def part(text: bytes = b"data") -> AdapterPart:
+    return AdapterPart(pb.AdapterName(key=text), text)
 
 
 @pytest.mark.parametrize("times", [0, 1, 3])

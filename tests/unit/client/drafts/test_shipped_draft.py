@@ -17,7 +17,7 @@ from transformers import (
 from swarm_client.drafts.distilled.draft import DistilledDraft, load_distilled, own_draft
 from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.opening import open_speculation
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.zoo import save_checkpoint
 
@@ -98,13 +98,13 @@ def test_a_model_without_one_has_none(tmp_path):
     save_checkpoint("llama", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert own_draft(model) is None
-    assert isinstance(open_speculation("auto", model, Checkpoint.open(tmp_path)).draft, LookupDraft)
+    assert isinstance(open_speculation("auto", model, ModelCheckpoint.open(tmp_path)).draft, LookupDraft)
 
 
 def test_one_for_another_model_is_left_alone_unless_it_is_asked_for(tmp_path):
     save_checkpoint("llama", tmp_path)
     path = shutil.copy(PATH / "draft.safetensors", tmp_path)
-    model, checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path), Checkpoint.open(tmp_path)
+    model, checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path), ModelCheckpoint.open(tmp_path)
     assert isinstance(open_speculation("auto", model, checkpoint).draft, LookupDraft)
     with pytest.raises(ValueError, match="is a draft for tiny-python-docs, not for"):
         open_speculation(path, model, checkpoint)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from swarm_client import DistributedModel
 from swarm_client.model.head import Int8Head, float_head, quantize_head_
 from swarm_client.model.model import load_client
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.families import families
 from tests.marks import SLOW
@@ -30,7 +30,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def load(directory: Path | str, auto_class=AutoModelForCausalLM, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    return load_client(Checkpoint.open(directory), auto_class, dtype, CPU)
+    return load_client(ModelCheckpoint.open(directory), auto_class, dtype, CPU)
 
 
 @pytest.fixture

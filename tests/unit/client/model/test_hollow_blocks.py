@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from swarm_client import RequestRejected
 from swarm_client.model.model import load_client
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from tests.families import FAMILIES
 from tests.zoo import WITH_STATES, save_checkpoint
 
@@ -23,7 +23,7 @@ WEIGHTS = r"is on servers, only its shape.*neither have use_dora=True nor an ini
 
 
 def client_of(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return load_client(Checkpoint.open(directory), AutoModelForCausalLM, dtype, torch.device("cpu"))
+    return load_client(ModelCheckpoint.open(directory), AutoModelForCausalLM, dtype, torch.device("cpu"))
 
 
 def is_target(name: str, module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from swarm_client import RequestRejected
-from swarm_client.adapters.snapshots import Added
+from swarm_client.adapters.snapshots import ActiveAdapter
 from swarm_client.model.remote_blocks import RemoteSpan
 from swarm_protocol.span import Span
 from tests.unit.client.model.test_hollow_blocks import client_of
@@ -39,8 +39,8 @@ class NoNetwork(RemoteSpan):
         return part
 
     @property
-    def added(self) -> Added:
-        return Added()
+    def added(self) -> ActiveAdapter:
+        return ActiveAdapter()
 
     def __call__(self, hidden: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
         self.calls.append((*given, torch.compiler.is_dynamo_compiling()))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from swarm_client import RequestRejected
 from swarm_client.model.model import load_client
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from tests.zoo import save_checkpoint
 
 REFUSED = "blocks are on servers: saved without them, it would load with random ones.*add_adapter.*tuning_mode"
@@ -21,7 +21,7 @@ REFUSED = "blocks are on servers: saved without them, it would load with random 
 @pytest.fixture
 def client(tmp_path) -> PreTrainedModel:
     save_checkpoint("llama", tmp_path / "model")
-    checkpoint = Checkpoint.open(tmp_path / "model")
+    checkpoint = ModelCheckpoint.open(tmp_path / "model")
     return load_client(checkpoint, AutoModelForCausalLM, torch.float32, torch.device("cpu"))
 
 

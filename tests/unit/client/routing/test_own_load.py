@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from swarm_client.routing.own_load import Load, with_own_load
+from swarm_client.routing.own_load import SessionLoad, with_own_load
 from swarm_client.routing.routing import Costs, Hop, fastest_chain
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.span import Span
@@ -22,10 +22,10 @@ def server(name: str, tokens_per_s: float = 10.0):
 
 def opened(view: SwarmView, num: int, costs: Costs = COSTS, num_waiting: int = 0) -> Counter[str]:
     """How many of so many sessions that come one after the other each server gets."""
-    loads: list[Load] = []
+    loads: list[SessionLoad] = []
     for _ in range(num):
         keep = loads[-1].route if loads else ()
-        loads.append(Load(fastest_chain(view, ALL, with_own_load(costs, view, loads), keep), num_waiting))
+        loads.append(SessionLoad(fastest_chain(view, ALL, with_own_load(costs, view, loads), keep), num_waiting))
     return Counter(hop.server.peer_id for load in loads for hop in load.route)
 
 
@@ -51,5 +51,5 @@ def test_a_server_that_is_far_is_taken_once_the_near_one_is_loaded() -> None:
 def test_prompts_that_are_not_computed_yet_are_a_queue() -> None:
     """Of 300 positions at 100 a second."""
     view = SwarmView([server("a"), server("b")])
-    costs = with_own_load(COSTS, view, [Load((Hop(view.servers[0], ALL),), 300)])
+    costs = with_own_load(COSTS, view, [SessionLoad((Hop(view.servers[0], ALL),), 300)])
     assert costs.visit_s(view.servers[0]) == pytest.approx(3.0) and costs.visit_s(view.servers[1]) == 0.0

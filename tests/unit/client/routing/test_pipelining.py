@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.routing.pipelining import Stage, chains_of_lanes, divided, most_lanes, step_s
+from swarm_client.routing.pipelining import PipelineStage, chains_of_lanes, divided, most_lanes, step_s
 from swarm_client.routing.routing import Costs, Route
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import NoRoute
@@ -20,10 +20,10 @@ NEAR = Costs({})
 CPU = {"tokens_per_s": 100.0, "forward_tokens_per_s": 500.0}  # 2 ms for a row, beside the 8 ms of any step
 GPU = {"tokens_per_s": 100.0, "forward_tokens_per_s": 100_000.0}  # which reads its weights, whatever the rows are
 SECONDS = st.floats(0.0, 1.0)
-STAGES = st.lists(st.builds(Stage, SECONDS, SECONDS), min_size=1, max_size=5)
+STAGES = st.lists(st.builds(PipelineStage, SECONDS, SECONDS), min_size=1, max_size=5)
 
 
-def pipeline_s(stages: list[Stage], num_rows: int, number: int) -> float:
+def pipeline_s(stages: list[PipelineStage], num_rows: int, number: int) -> float:
     """Lane by lane: each begins at a stage once the stage has done the one before, and it has left the last stage."""
     free_s = [0.0] * len(stages)
     for _ in range(number):
@@ -39,7 +39,7 @@ def test_equal_lanes_on_one_chain_take_what_a_pipeline_takes(stages, num_rows, n
     assert step_s(lanes, [num_rows] * number) == pytest.approx(pipeline_s(stages, num_rows, number))
 
 
-def no_links(_route: Route) -> dict[str, Stage]:
+def no_links(_route: Route) -> dict[str, PipelineStage]:
     return {}
 
 
@@ -89,8 +89,8 @@ def test_replicas_share_the_rows() -> None:
 
 
 def test_a_slow_link_is_a_stage_too() -> None:
-    def links(route: Route) -> dict[str, Stage]:
-        return {"to the swarm": Stage(0.0, 0.002), "from the swarm": Stage(0.0, 0.002)}
+    def links(route: Route) -> dict[str, PipelineStage]:
+        return {"to the swarm": PipelineStage(0.0, 0.002), "from the swarm": PipelineStage(0.0, 0.002)}
 
     assert len(lanes(*chain(1, **CPU), links=links)) > 1
 

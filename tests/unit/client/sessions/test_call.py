@@ -9,7 +9,7 @@ import torch
 
 from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import Taken
-from swarm_client.sessions.call import Call
+from swarm_client.sessions.call import SessionCall
 from swarm_client.transport.steps import split
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
@@ -26,15 +26,15 @@ def block_input(num_tokens: int) -> BlockInput:
     return BlockInput(torch.randn(2, num_tokens, HIDDEN))
 
 
-def call_of(num_wanted: int = NEW, changes: tuple[pb.Change, ...] = (), watched: range = range(0)) -> Call:
+def call_of(num_wanted: int = NEW, changes: tuple[pb.Change, ...] = (), watched: range = range(0)) -> SessionCall:
     inputs = block_input(NEW)
     before = Journal.empty(2).appended(block_input(PAST))
     after = before.copy().appended(inputs)
     steps = split(inputs, start=PAST, number=FIRST, size=SIZE, codec=pb.RAW, changes=changes, num_wanted=num_wanted)
-    return Call(inputs, num_wanted, before, after, changes, steps, watched=watched)
+    return SessionCall(inputs, num_wanted, before, after, changes, steps, watched=watched)
 
 
-def answer(call: Call, number: int) -> None:
+def answer(call: SessionCall, number: int) -> None:
     """As servers that compute 2 x + 1 would; those that nobody wants are not sent."""
     step = call.step(number)
     assert step is not None

@@ -11,7 +11,7 @@ import torch
 from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter
-from swarm_client.sessions.lane import Lane, Setting, joined
+from swarm_client.sessions.lane import Lane, LaneSettings, joined
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.span import Span
@@ -19,15 +19,15 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play
 
 
-def lanes_of(servers: FakeServers, story: Callable[[Setting], Coroutine[Any, Any, None]], **options: Any) -> None:
+def lanes_of(servers: FakeServers, story: Callable[[LaneSettings], Coroutine[Any, Any, None]], **options: Any) -> None:
     async def scenario(swarm: Swarm) -> None:
-        await story(Setting(swarm, Span(0, NUM_BLOCKS), None, 8, False, False, Reporter(lambda _event: None)))
+        await story(LaneSettings(swarm, Span(0, NUM_BLOCKS), None, 8, False, False, Reporter(lambda _event: None)))
 
     play(servers, scenario, **options)
 
 
 def test_a_joined_lane_has_all_rows_and_all_positions_of_each() -> None:
-    async def story(setting: Setting) -> None:
+    async def story(setting: LaneSettings) -> None:
         hidden = [torch.randn(2, 5, 4), torch.randn(1, 5, 4)]
         lanes = [Lane(setting), Lane(setting)]
         for lane, of_lane in zip(lanes, hidden, strict=True):
@@ -45,7 +45,7 @@ def test_a_joined_lane_has_all_rows_and_all_positions_of_each() -> None:
 def test_a_step_waits_for_room_only_if_it_may(may_wait: bool) -> None:
     servers = FakeServers(a="0:6")
 
-    async def story(setting: Setting) -> None:
+    async def story(setting: LaneSettings) -> None:
         servers.fill("a")
         start_s = now_s()
         with pytest.raises(PeerBusy):

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from swarm_client.failover.journal import Journal
-from swarm_client.sessions.call import Call
-from swarm_client.sessions.listener import Listener, _late_hop
+from swarm_client.sessions.call import SessionCall
+from swarm_client.sessions.listener import ChainListener, _late_hop
 from swarm_client.sessions.opening import Opener, Opening
 from swarm_client.swarm.swarm import Swarm
-from swarm_client.transport.hops import Answer, BlockAnswer, HopEvent, HopSession, Inbox, Trouble
+from swarm_client.transport.hops import BlockAnswer, HopEvent, HopOutput, HopSession, Inbox, Trouble
 from swarm_client.transport.steps import split
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
@@ -39,11 +39,11 @@ class Session:
         inputs = BlockInput(torch.randn(1, NEW, hidden_size))
         before = Journal.empty(1)
         steps = split(inputs, start=0, number=FIRST, size=SIZE, codec=pb.RAW, num_wanted=1)
-        self.call = Call(inputs, 1, before, before.copy().appended(inputs), (), steps)
+        self.call = SessionCall(inputs, 1, before, before.copy().appended(inputs), (), steps)
         self.servers, self.hops, self.inbox = servers, hops, inbox
         self.num_answers = 0
         self.others: list[HopEvent] = []
-        self.listener = Listener(hops, swarm, inbox, self._answered, self.others.append)
+        self.listener = ChainListener(hops, swarm, inbox, self._answered, self.others.append)
         self.listener.made_progress()
 
     def handle(self, event: HopEvent) -> dict[int, Exception]:
@@ -53,7 +53,7 @@ class Session:
 
     def says(self, index: int, step: int, hidden: torch.Tensor | None = None, **relay: Any) -> dict[int, Exception]:
         wire = None if hidden is None else WireTensor.of(hidden)
-        return self.handle(Answer(self.hops[index].number, step, wire, bool(relay), **relay))
+        return self.handle(HopOutput(self.hops[index].number, step, wire, bool(relay), **relay))
 
     def refuses(self, index: int, step: int | None, error: Exception | None = None) -> dict[int, Exception]:
         return self.handle(Trouble(self.hops[index].number, step, error or RequestRejected("it is wrong")))

@@ -9,7 +9,7 @@ import warnings
 import grpc
 import pytest
 
-from swarm_client.adapters.snapshots import Added, Snapshot
+from swarm_client.adapters.snapshots import ActiveAdapter, AdapterSnapshot
 from swarm_client.core.background import now_s
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
@@ -119,7 +119,7 @@ def test_what_a_server_is_asked_for(compression: str, codec: pb.Codec) -> None:
     async def story(swarm: Swarm) -> None:
         await asyncio.sleep(10.0)
         opener = Opener(swarm, Inbox())
-        opener.adapter = Snapshot(Added(name="polite"))
+        opener.adapter = AdapterSnapshot(ActiveAdapter(name="polite"))
         opening = Opening(2, 8, 7, 9, records_past=True, spare_tokens=3, asked_s=now_s() - 5.0)
         await opener.open_span(ALL, opening, None)
         for name, request in requests(servers).items():

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from swarm_client.speculation.choosing import SampledRanking, verify
-from swarm_client.speculation.draft import Plan, SteppedSession
+from swarm_client.speculation.draft import DraftPlan, SteppedSession
 from tests.marks import SLOW
 
 VOCAB, DEPTH, COUNT = 8, 3, 3000
@@ -67,7 +67,7 @@ def with_guesses(generator: torch.Generator, rows: int = 1) -> tuple[list[int], 
         return token, len(text) > DEPTH
 
     while len(text) <= DEPTH:
-        guesses = session.guess(Plan(rows, DEPTH - 1), SampledRanking(WARPERS, generator))
+        guesses = session.guess(DraftPlan(rows, DEPTH - 1), SampledRanking(WARPERS, generator))
         lines = [[text[-1], *line] for line in guesses.token_ids.tolist()]
         found = verify(guesses, MODEL.table[torch.tensor(lines)], choose)
         session.confirm(found.token_ids, None)

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from swarm_client.drafts.small_model import SmallModelDraft
 from swarm_client.speculation.choosing import Verified
-from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan
+from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses
 from swarm_client.speculation.policy import Size
 from swarm_client.speculation.speculation import Speculation
 
@@ -44,7 +44,7 @@ class FailingSession(DraftSession):
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self._called()
 
-    def guess(self, plan: Plan, ranking: Any) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Any) -> Guesses:
         self._called()
         return Guesses(torch.tensor([[1]]))
 
@@ -76,5 +76,5 @@ def test_a_small_model_guesses_no_further_than_its_positions_go() -> None:
     for num_known in range(1, MAX_POSITIONS + 3):
         session = draft.begin()
         session.confirm(list(range(num_known)), None)
-        length = session.guess(Plan(1, 5), Ranking()).length  # type: ignore[arg-type]
+        length = session.guess(DraftPlan(1, 5), Ranking()).length  # type: ignore[arg-type]
         assert length == max(0, min(5, MAX_POSITIONS - num_known))

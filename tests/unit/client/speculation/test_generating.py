@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from swarm_client.speculation.generating import Ends, Text, may_speculate
+from swarm_client.speculation.generating import Ends, GeneratedText, may_speculate
 from swarm_client.speculation.speculation import Speculation
 from tests.drafts import Always, KnowingDraft
 from tests.unit.client.speculation.stock import local
@@ -94,7 +94,7 @@ class Others:
     def computes_for(self, _model: Any, _config: Any) -> bool:
         return self._are_alike
 
-    def take_over(self, model: Any, text: Text, ends: Ends, *_: Any) -> torch.Tensor:
+    def take_over(self, model: Any, text: GeneratedText, ends: Ends, *_: Any) -> torch.Tensor:
         self.ends.append(ends)
         while not text.is_over:
             text.choose(model(text.ids).logits[0, -1])

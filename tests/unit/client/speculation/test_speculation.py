@@ -9,7 +9,7 @@ import torch
 
 from swarm_client.speculation import speculation
 from swarm_client.speculation.choosing import GreedyRanking, Verified
-from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Plan, Ranking
+from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
 from swarm_client.speculation.speculation import Guessing, Speculation
 
 PROMPT_S, GUESS_S, PASS_S = 2.0, 0.004, 0.15
@@ -44,7 +44,7 @@ class ReadingSession(DraftSession):
     def confirm(self, token_ids: Sequence[int], hidden: torch.Tensor | None) -> None:
         self._num_unread += len(token_ids)
 
-    def guess(self, plan: Plan, ranking: Ranking) -> Guesses:
+    def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
         self._clock.now_s += GUESS_S * plan.length + (PROMPT_S if self._num_unread > 100 else 0.0)
         self._num_unread = 0
         return Guesses(torch.ones(plan.num_rows, plan.length, dtype=torch.long))

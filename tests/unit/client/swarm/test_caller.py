@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from swarm_client.core.config import ClientConfig
-from swarm_client.swarm.caller import Caller
+from swarm_client.swarm.caller import ClientIdentity
 
 
 def test_a_client_is_one_peer_as_long_as_it_lives() -> None:
-    first, second = Caller(ClientConfig()), Caller(ClientConfig())
+    first, second = ClientIdentity(ClientConfig()), ClientIdentity(ClientConfig())
     peer_id = first.identity.peer_id
     assert first.credentials.peer_id == first.identity.peer_id == peer_id
     assert second.identity.peer_id != peer_id

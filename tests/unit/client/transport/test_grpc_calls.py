@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import grpc
 import pytest
 
-from swarm_client.transport.grpc_calls import Stream, error_of, no_answer, translated
+from swarm_client.transport.grpc_calls import GrpcStream, error_of, no_answer, translated
 from swarm_protocol.errors import (
     AccessDenied,
     CacheMiss,
@@ -85,8 +85,8 @@ class FakeCall:
         self.cancelled = True
 
 
-def stream(call: FakeCall) -> Stream[str, str]:
-    return Stream(call, SERVER, SPAN)
+def stream(call: FakeCall) -> GrpcStream[str, str]:
+    return GrpcStream(call, SERVER, SPAN)
 
 
 def raised(error: BaseException) -> BaseException:

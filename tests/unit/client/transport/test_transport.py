@@ -12,8 +12,8 @@ import torch
 
 from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.routing.routing import Hop
-from swarm_client.transport.grpc_calls import Stream
-from swarm_client.transport.hops import Answer, HopSession, Inbox, Trouble
+from swarm_client.transport.grpc_calls import GrpcStream
+from swarm_client.transport.hops import HopOutput, HopSession, Inbox, Trouble
 from swarm_client.transport.transport import ServerConnection, unwatched
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
@@ -68,10 +68,10 @@ class SilentCall(FakeCall):
         await asyncio.Event().wait()
 
 
-def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK) -> list[Answer | Trouble]:
+def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK) -> list[HopOutput | Trouble]:
     """What comes into the session's inbox from a hop that opens, answers this, and ends the stream."""
 
-    async def read() -> list[Answer | Trouble]:
+    async def read() -> list[HopOutput | Trouble]:
         inbox = Inbox()
         await hop_session(FakeCall([OPENED, *replies], code), inbox).open(pb.Open(), timeout_s=5)
         seen = [await inbox.get()]
@@ -84,7 +84,7 @@ def events(*replies: pb.SessionReply, code: grpc.StatusCode = grpc.StatusCode.OK
 
 def hop_session(call: FakeCall, inbox: Inbox | None = None, timeouts: Timeouts = DEFAULTS) -> HopSession:
     hop = Hop(server_record("peer"), Span(0, 4))
-    return HopSession(NUMBER, hop, Stream(call, hop.server, hop.span), inbox or Inbox(), pb.Open(), None, timeouts)
+    return HopSession(NUMBER, hop, GrpcStream(call, hop.server, hop.span), inbox or Inbox(), pb.Open(), None, timeouts)
 
 
 def output(tensor: torch.Tensor | None, number: int = 3, **fields: object) -> list[pb.SessionReply]:
@@ -186,7 +186,7 @@ class TestAnswers:
         large, nothing, relayed, end = events(*output(LARGE, 1), *output(None, 2), *output(HIDDEN, 3, relay=True))
         assert (large.hop, large.step, large.relay) == (NUMBER, 1, False)
         assert torch.equal(large.hidden.decode(LARGE.shape, LARGE.dtype), LARGE)
-        assert nothing == Answer(NUMBER, 2, None, relay=False)
+        assert nothing == HopOutput(NUMBER, 2, None, relay=False)
         assert (relayed.hop, relayed.step, relayed.relay) == (NUMBER, 3, True)
         assert torch.equal(relayed.hidden.decode(HIDDEN.shape, HIDDEN.dtype), HIDDEN)
         assert isinstance(end.error, PeerUnavailable)
@@ -311,7 +311,7 @@ def test_a_refusal_becomes_its_error_and_names_its_step(status: int, error: type
     assert str(refused.error) == "what happened"
     if isinstance(refused.error, PeerError):
         assert_of_the_peer(refused.error)
-    assert good == Answer(NUMBER, 6, None, relay=False)  # the stream goes on
+    assert good == HopOutput(NUMBER, 6, None, relay=False)  # the stream goes on
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING, Added, Snapshot
+from swarm_client.adapters.snapshots import NOTHING, ActiveAdapter, AdapterSnapshot
 from swarm_client.core.config import ClientConfig
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.codecs.sizes import CODECS
@@ -84,7 +84,7 @@ def test_the_context_of_hidden_states_alone_is_empty() -> None:
 
 def test_the_context_is_what_the_blocks_need_beside_hidden_states() -> None:
     mask, positions = torch.tensor([[0, 1, 1]]), torch.tensor([[4, 5]], dtype=torch.int32)
-    adapter = Snapshot(Added(name="polite"))
+    adapter = AdapterSnapshot(ActiveAdapter(name="polite"))
     context = Context.of(BlockInput(HIDDEN, mask, positions, packed=True), adapter, dropout_seed=3)
     assert torch.equal(decode_mask(context.attention_mask, 1, 3), mask)
     assert torch.equal(decode(context.position_ids), positions.int())

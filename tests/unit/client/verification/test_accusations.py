@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 
 from swarm_client.transport.wire_tensor import WireTensor
-from swarm_client.verification.accusations import Accusations
+from swarm_client.verification.accusations import AccusationClient
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.verification.comparison import Kind
+from swarm_protocol.verification.comparison import RoundingKind
 from swarm_protocol.verification.evidence import LASTS_S, Evidence, new_seed, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
@@ -73,7 +73,7 @@ class World:
         self.failures.append(error.peer_id)
 
     def tell(self, number: int, span: str) -> bool:
-        accusations = Accusations(self)  # type: ignore[arg-type]
+        accusations = AccusationClient(self)  # type: ignore[arg-type]
         return run(accusations.tell(self.peer_id(number), Span.parse(span), HIDDEN))
 
     def evidence(self, number: int, lie: Lying, span: str = "0:8") -> pb.Evidence:
@@ -106,7 +106,7 @@ class Connection:
         evidence = Evidence.parse(message, time.time())
         self._world.accused.append((self._record.peer_id, evidence))
         output = true(evidence.statement.span, evidence.inputs.hidden[0])
-        return (evidence.excess(output, Kind("none", "float32"), False) or 0) >= 1
+        return (evidence.excess(output, RoundingKind("none", "float32"), False) or 0) >= 1
 
 
 @pytest.mark.parametrize("lie", [scaled, zeros])
@@ -139,7 +139,7 @@ def test_who_signs_no_lie_and_whom_nobody_can_show_is_doubted(identities) -> Non
 def test_doubts_of_others_are_heard_and_ban_nobody(identities) -> None:
     """Not those of peers whose accusations were false, or about peers that are no servers."""
     world, heard = World(identities, "0:8", "0:8", "0:8", "0:8"), []
-    accusations = Accusations(world, heard.append)  # type: ignore[arg-type]
+    accusations = AccusationClient(world, heard.append)  # type: ignore[arg-type]
     world.published = [(world.peer_id(1), world.evidence(0, honest))]
     run(accusations.read())
     world.doubted = {
@@ -166,19 +166,19 @@ def test_one_that_has_gone_is_not_accused(identities) -> None:
     world = World(identities, "0:8", "0:8")
     world.gone = world.peer_id(0)
     assert not world.tell(0, "0:8") and not world.accused
-    assert not run(Accusations(world).tell("unknown", Span(0, 8), HIDDEN))  # type: ignore[arg-type]
+    assert not run(AccusationClient(world).tell("unknown", Span(0, 8), HIDDEN))  # type: ignore[arg-type]
 
 
 def test_what_others_confirm_is_believed(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8", "0:8")
     world.published = [(world.peer_id(1), world.evidence(0, scaled))]
-    run(Accusations(world).read())  # type: ignore[arg-type]
+    run(AccusationClient(world).read())  # type: ignore[arg-type]
     assert world.banned == {world.peer_id(0)}
 
 
 def test_a_false_accusation_bans_nobody_and_its_author_is_not_heard_again(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8", "0:8")
-    accusations = Accusations(world)  # type: ignore[arg-type]
+    accusations = AccusationClient(world)  # type: ignore[arg-type]
     world.published = [(world.peer_id(1), world.evidence(0, honest))]
     run(accusations.read())
     world.published = [(world.peer_id(1), world.evidence(2, scaled))]
@@ -193,7 +193,7 @@ def test_a_false_accusation_bans_nobody_and_its_author_is_not_heard_again(identi
 
 def test_who_publishes_what_has_expired_by_this_clock_is_heard_again(identities, monkeypatch) -> None:
     world = World(identities, "0:8", "0:8", "0:8")
-    accusations, now = Accusations(world), time.time()  # type: ignore[arg-type]
+    accusations, now = AccusationClient(world), time.time()  # type: ignore[arg-type]
     monkeypatch.setattr(time, "time", lambda: now - LASTS_S - 1)
     world.published = [(world.peer_id(1), world.evidence(2, scaled))]
     monkeypatch.undo()
@@ -207,7 +207,7 @@ def test_who_publishes_what_has_expired_by_this_clock_is_heard_again(identities,
 def test_without_another_that_confirms_it_nobody_is_believed(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:4")
     world.published = [(world.peer_id(1), world.evidence(0, scaled))]
-    run(Accusations(world).read())  # type: ignore[arg-type]
+    run(AccusationClient(world).read())  # type: ignore[arg-type]
     assert not world.banned
 
 
@@ -215,7 +215,7 @@ def test_liars_who_confirm_a_false_accusation_need_to_be_all_who_are_asked(ident
     """One honest witness clears the accused."""
     world = World(identities, "0:8", "0:8", "0:8", "0:8", lying={2: zeros})
     world.published = [(world.peer_id(1), world.evidence(0, honest))]
-    run(Accusations(world).read())  # type: ignore[arg-type]
+    run(AccusationClient(world).read())  # type: ignore[arg-type]
     assert not world.banned
 
 
@@ -223,12 +223,12 @@ def test_a_witness_that_fails_is_left_out(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8", "0:8")
     world.gone = world.peer_id(2)
     world.published = [(world.peer_id(1), world.evidence(0, scaled))]
-    run(Accusations(world).read())  # type: ignore[arg-type]
+    run(AccusationClient(world).read())  # type: ignore[arg-type]
     assert world.banned == {world.peer_id(0)} and world.failures == [world.gone]
     world = World(identities, "0:8", "0:8", "0:8")
     world.gone = world.peer_id(2)
     world.published = [(world.peer_id(1), world.evidence(0, scaled))]
-    run(Accusations(world).read())  # type: ignore[arg-type]
+    run(AccusationClient(world).read())  # type: ignore[arg-type]
     assert not world.banned
 
 
@@ -237,7 +237,7 @@ def test_each_accusation_is_looked_into_once_and_only_a_few_at_a_time(identities
     world = World(identities, "0:8", "0:8", "0:8")
     world.gone = world.peer_id(2)
     world.published = [(world.peer_id(1), world.evidence(0, scaled)) for _ in range(6)]
-    accusations = Accusations(world)  # type: ignore[arg-type]
+    accusations = AccusationClient(world)  # type: ignore[arg-type]
     num_asked = []
     for _ in range(3):
         run(accusations.read())

@@ -12,7 +12,7 @@ import pytest
 from swarm_client.core.config import CHECK_SHARE, ClientConfig
 from swarm_client.core.events import Reporter, WrongAnswers
 from swarm_client.verification.checker import Checker
-from swarm_client.verification.verdict import Verdict
+from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.errors import PeerError
 from tests.unit.client.verification.test_checks import Servers, scaled
 from tests.unit.support import run
@@ -44,7 +44,7 @@ class Swarm(Servers):
         self.banned[peer_id] = duration_s
 
 
-async def checked(checker: Checker, sample, events: list, wait_s: float = 5.0) -> Verdict | None:
+async def checked(checker: Checker, sample, events: list, wait_s: float = 5.0) -> CheckVerdict | None:
     return await checker.check(sample, Reporter(events.append), wait_s=wait_s, then=events.append)
 
 
@@ -54,7 +54,7 @@ def test_a_server_is_new_until_it_was_checked() -> None:
         checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]
         assert checker.has_new(sample.hops)
         events: list = []
-        assert await checked(checker, sample, events) == Verdict(frozenset("a"))
+        assert await checked(checker, sample, events) == CheckVerdict(frozenset("a"))
         assert not checker.has_new(sample.hops) and checker.has_new(swarm.sample("b").hops)
         assert not events
 
@@ -88,7 +88,7 @@ def test_one_that_does_not_answer_is_left_out_and_another_is_asked() -> None:
     async def scenario() -> None:
         swarm = Swarm("0:8", "0:8", "0:4", "4:8", gone="b")
         verdict = await checked(Checker(swarm), swarm.sample("a"), [])  # type: ignore[arg-type]
-        assert verdict == Verdict(frozenset("a")) and swarm.failed_ids == ["b"]
+        assert verdict == CheckVerdict(frozenset("a")) and swarm.failed_ids == ["b"]
 
     run(scenario())
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_checked_is_said_once(caplog) -> None:
         swarm = Swarm("0:8")
         checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]
         for _ in range(3):
-            assert not (await checked(checker, sample, []) or Verdict()).passed
+            assert not (await checked(checker, sample, []) or CheckVerdict()).passed
         assert not checker.has_new(sample.hops)  # at present nobody else is there to ask
 
     with caplog.at_level(logging.WARNING):
@@ -125,7 +125,7 @@ def test_servers_of_which_some_can_be_checked_are_looked_at_again_at_once() -> N
     async def scenario() -> None:
         swarm = Swarm("0:4", "4:8", "0:4")
         checker, sample = Checker(swarm), swarm.sample("a", "b")  # type: ignore[arg-type]
-        assert (await checked(checker, sample, []) or Verdict()).passed == {"a"}
+        assert (await checked(checker, sample, []) or CheckVerdict()).passed == {"a"}
         assert checker.has_new(sample.hops)
 
     run_virtually(scenario())
@@ -149,7 +149,7 @@ def test_a_check_that_takes_long_goes_on_beside() -> None:
         released.set()
         while not events:
             await asyncio.sleep(0)
-        assert events == [Verdict(frozenset("a"))] and not checker.is_busy
+        assert events == [CheckVerdict(frozenset("a"))] and not checker.is_busy
 
     run(scenario())
 

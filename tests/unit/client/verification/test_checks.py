@@ -14,9 +14,9 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.links import Links
 from swarm_client.transport.wire_tensor import WireTensor
-from swarm_client.verification.checks import Check, Sample
+from swarm_client.verification.checks import SampleCheck, SampledAnswer
 from swarm_client.verification.references import others, references
-from swarm_client.verification.verdict import Disagreement, Lie, Verdict
+from swarm_client.verification.verdict import CheckVerdict, Disagreement, Lie
 from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
@@ -80,7 +80,7 @@ class Servers:
         (record,) = (record for record in self.records if record.peer_id == name)
         return Hop(record, record.span if blocks is None else Span.parse(blocks))
 
-    def sample(self, *names: str, lying: Lying = honest, by: str = "", is_first_chain: bool = True) -> Sample:
+    def sample(self, *names: str, lying: Lying = honest, by: str = "", is_first_chain: bool = True) -> SampledAnswer:
         """Of a session through these servers; ``by`` lies in it."""
         hops = tuple(self.hop(name) for name in names)
         hidden = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -90,10 +90,10 @@ class Servers:
             outputs = true(hop.span, outputs)
             outputs = rounded(lying(outputs) if hop.server.peer_id == by else outputs, codec)
         is_rounded = any(codec != pb.RAW for codec in codecs)
-        return Sample(hops, codecs, BlockInput(hidden), outputs[0, -8:], NOTHING, is_first_chain, is_rounded)
+        return SampledAnswer(hops, codecs, BlockInput(hidden), outputs[0, -8:], NOTHING, is_first_chain, is_rounded)
 
-    def verdict(self, sample: Sample) -> Verdict:
-        return run(Check(self, sample, False, random.Random(0)).run())  # type: ignore[arg-type]
+    def verdict(self, sample: SampledAnswer) -> CheckVerdict:
+        return run(SampleCheck(self, sample, False, random.Random(0)).run())  # type: ignore[arg-type]
 
 
 class Connection:
@@ -115,7 +115,7 @@ THREE_OF_EACH = (*TWO_OF_EACH, "0:4", "4:8")
 
 def test_honest_servers_pass() -> None:
     servers = Servers(*TWO_OF_EACH)
-    assert servers.verdict(servers.sample("a", "b")) == Verdict(frozenset("ab"))
+    assert servers.verdict(servers.sample("a", "b")) == CheckVerdict(frozenset("ab"))
     assert servers.asked == ["c", "d"]  # and nobody else
 
 
@@ -140,7 +140,7 @@ def test_links_that_are_measured_again_make_no_liars(names: str, old: str, new: 
     servers.links = Links(ClientConfig(compression=old), servers.server, 8)
     sample = servers.sample(*names)
     servers.links = Links(ClientConfig(compression=new), servers.server, 8)
-    assert servers.verdict(sample) == Verdict(frozenset(names))
+    assert servers.verdict(sample) == CheckVerdict(frozenset(names))
 
 
 def in_four_bits(hidden: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def quantised(servers: Servers, **quants: str) -> Servers:
 def test_four_bits_beside_others_are_no_lie() -> None:
     servers = quantised(Servers(*THREE_OF_EACH, lying={"a": in_four_bits}), a="int4")
     sample = servers.sample("a", "b", lying=in_four_bits, by="a")
-    assert servers.verdict(sample) == Verdict(frozenset("ab"))
+    assert servers.verdict(sample) == CheckVerdict(frozenset("ab"))
     assert servers.verdict(quantised(servers, a="none").sample("a", "b", lying=in_four_bits, by="a")).lies
 
 
@@ -178,7 +178,7 @@ def test_four_bits_of_one_server_do_not_hide_what_another_makes_of_the_session()
 def test_two_of_the_same_four_bits_are_held_to_what_others_are() -> None:
     """Whatever the other part of the chain is."""
     servers = quantised(Servers(*THREE_OF_EACH), a="int4", c="int4", e="int4")
-    assert servers.verdict(servers.sample("a", "b")) == Verdict(frozenset("ab"))
+    assert servers.verdict(servers.sample("a", "b")) == CheckVerdict(frozenset("ab"))
     servers.lying = {"a": scaled}
     assert servers.verdict(servers.sample("a", "b", lying=scaled, by="a")).distrusted == {"a"}
 
@@ -207,7 +207,7 @@ def test_who_computes_again_and_lies_is_found_too(liar: str) -> None:
     """The chain's servers are not blamed."""
     servers = Servers(*TWO_OF_EACH, "0:8", lying={liar: scaled})
     for seed in range(10):  # chance may choose e to compute again, and then the chain passes
-        verdict = run(Check(servers, servers.sample("a", "b"), False, random.Random(seed)).run())  # type: ignore[arg-type]
+        verdict = run(SampleCheck(servers, servers.sample("a", "b"), False, random.Random(seed)).run())  # type: ignore[arg-type]
         assert verdict.distrusted <= {liar}
         if verdict.lies:
             break
@@ -222,8 +222,8 @@ def test_the_one_of_several_that_lies_is_found(liar: str) -> None:
     assert lie.span == servers.hop(liar).span
 
 
-def seeded(servers: Servers, sample: Sample, seed: int) -> Verdict:
-    return run(Check(servers, sample, False, random.Random(seed)).run())  # type: ignore[arg-type]
+def seeded(servers: Servers, sample: SampledAnswer, seed: int) -> CheckVerdict:
+    return run(SampleCheck(servers, sample, False, random.Random(seed)).run())  # type: ignore[arg-type]
 
 
 def test_two_that_lie_together_outvote_nobody_where_three_others_are() -> None:
@@ -270,7 +270,7 @@ def test_servers_of_one_address_do_not_check_one_another() -> None:
 def test_two_that_differ_are_not_judged() -> None:
     servers = Servers("0:8", "0:8", lying={"a": zeros})
     verdict = servers.verdict(servers.sample("a", lying=zeros, by="a"))
-    assert verdict == Verdict(disagreements=(Disagreement(("a", "b"), Span(0, 8)),))
+    assert verdict == CheckVerdict(disagreements=(Disagreement(("a", "b"), Span(0, 8)),))
     assert not verdict.distrusted
 
 
@@ -279,11 +279,11 @@ def test_blocks_of_one_server_are_not_checked_but_the_others_are() -> None:
     verdict = servers.verdict(servers.sample("a", "b", lying=scaled, by="a"))
     assert verdict.distrusted == {"a"}
     servers.lying = {"b": scaled}
-    assert servers.verdict(servers.sample("a", "b", lying=scaled, by="b")) == Verdict(
+    assert servers.verdict(servers.sample("a", "b", lying=scaled, by="b")) == CheckVerdict(
         frozenset("a"), unchecked=(Span(4, 8),)
     )
     alone = Servers("0:8", lying={"a": scaled})
-    assert alone.verdict(alone.sample("a", lying=scaled, by="a")) == Verdict(unchecked=(Span(0, 8),))
+    assert alone.verdict(alone.sample("a", lying=scaled, by="a")) == CheckVerdict(unchecked=(Span(0, 8),))
     assert alone.asked == []
 
 
@@ -292,13 +292,13 @@ def test_who_lies_in_sessions_only_contradicts_itself() -> None:
     sample = servers.sample("a", lying=scaled, by="a")
     assert servers.verdict(sample).lies == (Lie("a", Span(0, 8), ("b", "a")),)
     inherited = servers.sample("a", lying=scaled, by="a", is_first_chain=False)  # keys and values may be another's
-    assert servers.verdict(inherited) == Verdict()
+    assert servers.verdict(inherited) == CheckVerdict()
 
 
 def test_who_of_a_chain_lies_in_sessions_only_is_not_known() -> None:
     servers = Servers(*THREE_OF_EACH)
     verdict = servers.verdict(servers.sample("a", "b", lying=scaled, by="b"))
-    assert verdict == Verdict(suspects=frozenset("ab"))
+    assert verdict == CheckVerdict(suspects=frozenset("ab"))
 
 
 def test_a_server_that_is_gone_is_named() -> None:

@@ -10,9 +10,9 @@ import torch
 from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
-from swarm_client.verification.checks import Sample
+from swarm_client.verification.checks import SampledAnswer
 from swarm_client.verification.session_checks import SessionChecks, _changed
-from swarm_client.verification.verdict import Verdict
+from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -44,8 +44,8 @@ class Checker:
 
     share = 1.0
 
-    def __init__(self, verdict: Verdict | None = None) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, verdict: CheckVerdict | None = None) -> None:
+        self.samples: list[SampledAnswer] = []
         self._verdict = verdict
 
     def start(self) -> None: ...
@@ -59,7 +59,7 @@ class Checker:
     def choose(self, rows: Sequence[int]) -> int:
         return rows[0]
 
-    async def check(self, sample: Sample, *_: Any, **_options: Any) -> Verdict | None:
+    async def check(self, sample: SampledAnswer, *_: Any, **_options: Any) -> CheckVerdict | None:
         self.samples.append(sample)
         return self._verdict
 
@@ -100,13 +100,15 @@ def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
 @pytest.mark.parametrize(
     ("verdict", "is_usable"),
     [
-        (Verdict(passed=frozenset("ab")), True),
-        (Verdict(unchecked=(Span(0, 8),)), True),  # nobody else has the blocks
+        (CheckVerdict(passed=frozenset("ab")), True),
+        (CheckVerdict(unchecked=(Span(0, 8),)), True),  # nobody else has the blocks
         (None, True),
-        (Verdict(passed=frozenset("a"), suspects=frozenset("b")), False),
+        (CheckVerdict(passed=frozenset("a"), suspects=frozenset("b")), False),
     ],
 )
-def test_a_step_is_used_unless_its_check_finds_a_server_to_distrust(verdict: Verdict | None, is_usable: bool) -> None:
+def test_a_step_is_used_unless_its_check_finds_a_server_to_distrust(
+    verdict: CheckVerdict | None, is_usable: bool
+) -> None:
     inputs, checker = BlockInput(torch.randn(1, 8, 4)), Checker(verdict)
 
     async def story() -> bool:

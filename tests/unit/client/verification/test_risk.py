@@ -13,7 +13,7 @@ from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.config import CHECK_SHARE, ClientConfig
 from swarm_client.core.events import Reporter
 from swarm_client.verification.checker import Checker
-from swarm_client.verification.risk import Budget, History, check_cost, price_of, share_of, work_of
+from swarm_client.verification.risk import CheckBudget, CheckHistory, check_cost, price_of, share_of, work_of
 from swarm_client.verification.session_checks import SessionChecks
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
@@ -28,17 +28,19 @@ OLD = 1e6  # seconds
 @pytest.mark.parametrize(
     ("history", "times"),
     [
-        (History(), 8.0),
-        (History(passed=100), 4.0),  # within a moment
-        (History(passed=1, age_s=OLD), 4.0),
-        (History(passed=7, age_s=OLD), 1.0),
-        (History(passed=10_000, age_s=OLD), 1.0),
-        (History(passed=7, age_s=OLD, is_coarse=True), 2.0),
-        (History(passed=10_000, age_s=OLD, is_coarse=True), 1.0),
-        (History(passed=10_000, age_s=OLD, is_doubted=True), 8.0),
+        (CheckHistory(), 8.0),
+        (CheckHistory(passed=100), 4.0),  # within a moment
+        (CheckHistory(passed=1, age_s=OLD), 4.0),
+        (CheckHistory(passed=7, age_s=OLD), 1.0),
+        (CheckHistory(passed=10_000, age_s=OLD), 1.0),
+        (CheckHistory(passed=7, age_s=OLD, is_coarse=True), 2.0),
+        (CheckHistory(passed=10_000, age_s=OLD, is_coarse=True), 1.0),
+        (CheckHistory(passed=10_000, age_s=OLD, is_doubted=True), 8.0),
     ],
 )
-def test_the_share_falls_with_age_and_checks_and_never_below_the_steady_one(history: History, times: float) -> None:
+def test_the_share_falls_with_age_and_checks_and_never_below_the_steady_one(
+    history: CheckHistory, times: float
+) -> None:
     assert share_of(history, 0.02) == pytest.approx(0.02 * times)
 
 
@@ -54,7 +56,7 @@ def test_a_position_in_a_prompt_costs_what_most_servers_say() -> None:
 @pytest.mark.parametrize("owed_after", [0, 5, 10_000])
 def test_no_more_is_spent_than_the_share(cost: float, owed_after: int) -> None:
     """Texts of 100 steps, whose first check has its turn after some of them."""
-    budget, spent, num_texts = Budget(random.Random(0).random), 0.0, 400
+    budget, spent, num_texts = CheckBudget(random.Random(0).random), 0.0, 400
     for _ in range(num_texts):
         is_checked = False
         for step in range(100):
@@ -71,7 +73,7 @@ def test_doubts_of_others_move_checks_and_buy_none(cost: float, num_doubted: int
 
     No more is spent than the share of the work, and a server that is not doubted keeps nine tenths of its checks.
     """
-    budget, spent, num_texts, share = Budget(random.Random(2).random), [0.0] * 3, 1200, 0.03
+    budget, spent, num_texts, share = CheckBudget(random.Random(2).random), [0.0] * 3, 1200, 0.03
     for number in range(num_texts):
         is_checked = False
         for step in range(100):
@@ -89,7 +91,7 @@ def test_whom_others_begin_to_doubt_is_checked_soon(cost: float) -> None:
     """A geometric distribution: with what was kept, one step in 64, as long as that lasts, and others beside."""
     share, waits = 0.03, []
     for seed in range(300):
-        budget, wait = Budget(random.Random(seed).random), 1
+        budget, wait = CheckBudget(random.Random(seed).random), 1
         for step in range(8_000):  # texts of 100 steps, with their checks
             budget.draws(share, 1.0, cost, step % 100 >= 5)
         while not budget.draws(share, 1.0, cost, False, is_heard=True):
@@ -102,7 +104,7 @@ def test_whom_others_begin_to_doubt_is_checked_soon(cost: float) -> None:
 def test_a_liar_that_was_checked_in_this_text_is_found_after_as_many_steps_as_the_formula_says() -> None:
     """Where all texts have their check, the whole share is spent at random: a geometric distribution."""
     share, cost, waits = 0.03, 2.0, []
-    budget = Budget(random.Random(1).random)
+    budget = CheckBudget(random.Random(1).random)
     for _ in range(4000):  # nothing more can be saved
         budget.draws(share, 1.0, cost, False)
     for _ in range(2000):

@@ -18,7 +18,7 @@ from swarm_cli.commands.flags import model_choice
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import load_client
-from swarm_client.swarm.caller import Caller
+from swarm_client.swarm.caller import ClientIdentity
 from swarm_client.weights.opening import ModelOpening
 from swarm_models.checkpoints import files
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
@@ -70,8 +70,8 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Net:
     """A swarm with one model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     net = Net(Member(made(tmp_path / "first" / "tiny")))
-    monkeypatch.setattr(Caller, "join", lambda _caller, config: net.join(config))
-    monkeypatch.setattr(Caller, "connect", lambda _caller, record, config: net.connect(record, config))
+    monkeypatch.setattr(ClientIdentity, "join", lambda _caller, config: net.join(config))
+    monkeypatch.setattr(ClientIdentity, "connect", lambda _caller, record, config: net.connect(record, config))
     return net
 
 

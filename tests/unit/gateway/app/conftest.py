@@ -17,12 +17,12 @@ import torch
 import uvicorn
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
-from swarm_client.batching.request import Listener, Request, Servers, Token
+from swarm_client.batching.request import Request, Servers, Token, TokenListener
 from swarm_client.batching.sampler import Choice, choose
 from swarm_client.core.events import Event
 from swarm_gateway.app.app import create_app
 from swarm_gateway.app.serving import listen
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, Limits
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits
 from swarm_gateway.web.models import ServedModel, not_found
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 
@@ -65,7 +65,7 @@ class ScriptedBatcher:
     generations: list[Generation] = field(default_factory=list)
     submitted: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
-    def submit(self, request: Request, listener: Listener) -> Generation:
+    def submit(self, request: Request, listener: TokenListener) -> Generation:
         if self.refuses is not None:
             raise self.refuses
         generation = Generation(request)
@@ -74,7 +74,7 @@ class ScriptedBatcher:
         self.submitted.release()
         return generation
 
-    def _generate(self, generation: Generation, listener: Listener) -> None:
+    def _generate(self, generation: Generation, listener: TokenListener) -> None:
         request = generation.request
         most = request.config.max_new_tokens
         if request.scores_prompt:
@@ -97,12 +97,12 @@ class RandomBatcher:
     vocab_size: int
     ends: tuple[int, ...] = (1,)
 
-    def submit(self, request: Request, listener: Listener) -> Generation:
+    def submit(self, request: Request, listener: TokenListener) -> Generation:
         generation = Generation(request)
         threading.Thread(target=self._generate, args=(generation, listener)).start()
         return generation
 
-    def _generate(self, generation: Generation, listener: Listener) -> None:
+    def _generate(self, generation: Generation, listener: TokenListener) -> None:
         request, random = generation.request, torch.Generator().manual_seed(generation.request.seed or 0)
         processors = LogitsProcessorList(request.processors)
         choice = Choice(list(request.prompt), processors, random, request.num_logprobs)
@@ -205,7 +205,7 @@ def serve(tokenizer: PreTrainedTokenizerBase, ending: list[Running], request: py
     """Starts a gateway: ``serve(limits, keys, max_positions=…)``."""
     started: list[Running] = []
 
-    def start(limits: Limits = DEFAULT_LIMITS, keys: Sequence[str] = (), **fields: Any) -> Gateway:
+    def start(limits: GatewayLimits = DEFAULT_LIMITS, keys: Sequence[str] = (), **fields: Any) -> Gateway:
         batcher = ScriptedBatcher()
         config = GenerationConfig(eos_token_id=1)
         model = ServedModel(DEFAULT_MODEL, tokenizer, batcher, 1024, config, len(tokenizer), embed)

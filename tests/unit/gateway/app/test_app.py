@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from swarm_gateway.limits.admission import Limits
+from swarm_gateway.limits.admission import GatewayLimits
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoRoute
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, encode
@@ -456,7 +456,7 @@ def test_without_keys_pages_of_other_sites_are_refused(gateway: Gateway, hosts: 
 
 
 def test_requests_per_minute(serve: Any) -> None:
-    gateway = serve(Limits(requests_per_minute=2), keys=("first", "second"))
+    gateway = serve(GatewayLimits(requests_per_minute=2), keys=("first", "second"))
     for _ in range(2):
         gateway.client("first").chat.completions.create(**ASK)
     with pytest.raises(openai.RateLimitError) as refused:
@@ -466,7 +466,7 @@ def test_requests_per_minute(serve: Any) -> None:
 
 
 def test_a_full_queue(serve: Any) -> None:
-    gateway = serve(Limits(max_active=1, max_queued=1))
+    gateway = serve(GatewayLimits(max_active=1, max_queued=1))
     gateway.says("so", ends=None)
     first = gateway.client().chat.completions.create(**ASK, stream=True)
     (generation,) = gateway.wait_for_generations(1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from swarm_gateway.limits.admission import Limits
+from swarm_gateway.limits.admission import GatewayLimits
 from swarm_gateway.web.models import mean_hidden
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoRoute
@@ -63,7 +63,7 @@ def test_what_is_refused(gateway: Gateway, more: dict[str, Any], param: str) -> 
 
 
 def test_they_wait_in_the_queue_and_leave_it(serve: Serve) -> None:
-    gateway = serve(Limits(max_active=1, max_queued=3))
+    gateway = serve(GatewayLimits(max_active=1, max_queued=3))
     for _ in range(3):
         assert len(gateway.client().embeddings.create(model=DEFAULT_MODEL, input=TEXTS).data) == len(TEXTS)
     lines = httpx.get(f"{gateway.url}/metrics", timeout=WAIT_S).text.splitlines()

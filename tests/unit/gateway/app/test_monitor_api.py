@@ -15,10 +15,10 @@ import pytest
 
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.history import recorder as recorders
-from swarm_gateway.history.store import History, Sample
+from swarm_gateway.history.store import HistoryStore, SwarmSample
 from swarm_gateway.monitor_api.joining import Invitation
 from swarm_models.checkpoints.default_model import ALIASES
-from swarm_protocol.dht.records import ServerState, Work
+from swarm_protocol.dht.records import ServerState, WorkTotals
 from swarm_protocol.span import Span
 from tests.monitored_swarm import MODEL, PEER, FakeMonitor, monitor_served, server
 
@@ -71,13 +71,13 @@ def streamed(lines: Iterator[str], kind: str) -> dict[str, Any]:
 
 def test_the_swarm_in_numbers(serve):
     monitor = FakeMonitor(
-        server("a", "0:10", work=Work(1000, 0, 0, 100.0), cache_tokens=100, cache_tokens_left=75),
+        server("a", "0:10", work=WorkTotals(1000, 0, 0, 100.0), cache_tokens=100, cache_tokens_left=75),
         server("b", "10:20", cache_tokens=100, cache_tokens_left=75, queue_delay_s=0.006),
         server("c", "0:20", answers=False),
         server("d", "0:4", num_blocks=8, model="other", state=ServerState.JOINING),
     )
     api = serve(monitor)
-    monitor.change("a", work=Work(1400, 200, 20, 104.0))
+    monitor.change("a", work=WorkTotals(1400, 200, 20, 104.0))
     until(lambda: api.get("/swarm").json()["tokens_per_s"])
     swarm = api.get("/swarm").json()
     assert swarm["swarm"] == "home" and swarm["own_model"] == MODEL and abs(swarm["time"] - time.time()) < WAIT_S
@@ -93,7 +93,7 @@ def test_the_swarm_in_numbers(serve):
 
 
 def test_servers_are_flat(serve):
-    moving = server("b", "10:20", next_span=Span(3, 7), adapters=("tone",), work=Work(2000, 4000, 0, 60.0))
+    moving = server("b", "10:20", next_span=Span(3, 7), adapters=("tone",), work=WorkTotals(2000, 4000, 0, 60.0))
     api = serve(FakeMonitor(server("a", "0:20", rtt_s=None), moving, server("c", "0:3", answers=False)))
     rows = {each["peer_id"]: each for each in api.get("/servers").json()["servers"]}
     assert not any(isinstance(value, dict) for row in rows.values() for value in row.values())
@@ -140,7 +140,7 @@ def test_a_swarm_that_cannot_be_reached(serve):
 
 def test_contributions_are_those_of_who_has_left_too(serve):
     monitor = FakeMonitor(
-        server("a", "0:20", work=Work(200, 0, 0, 9.0)), server("b", "0:20", work=Work(0, 600, 20, 9.0))
+        server("a", "0:20", work=WorkTotals(200, 0, 0, 9.0)), server("b", "0:20", work=WorkTotals(0, 600, 20, 9.0))
     )
     api = serve(monitor)
     monitor.remove("b")
@@ -154,9 +154,9 @@ def test_contributions_are_those_of_who_has_left_too(serve):
 
 
 def test_history_at_the_resolution_that_fits(serve):
-    history, now = History(None), time.time()
+    history, now = HistoryStore(None), time.time()
     for age_s in (60, 7200, 86400 * 20):
-        history.add_sample(Sample(age_s, 1, 1, 1, 1, 1, 1), now - age_s)
+        history.add_sample(SwarmSample(age_s, 1, 1, 1, 1, 1, 1), now - age_s)
     api = serve(FakeMonitor(server("a", "0:20")), history=history)
 
     def ages(**query: Any) -> tuple[int, set[float]]:

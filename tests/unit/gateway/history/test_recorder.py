@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from swarm_gateway.history import recorder as recorders
-from swarm_gateway.history.recorder import Recorder, sample_of
-from swarm_gateway.history.store import History
-from swarm_protocol.dht.records import ServerState, Work
+from swarm_gateway.history.recorder import HistoryRecorder, sample_of
+from swarm_gateway.history.store import HistoryStore
+from swarm_protocol.dht.records import ServerState, WorkTotals
 from swarm_protocol.errors import NoSwarm
 from tests.monitored_swarm import FakeMonitor, server
 
@@ -40,14 +40,14 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def kinds(recorder: Recorder) -> list[str]:
+def kinds(recorder: HistoryRecorder) -> list[str]:
     return [str(stored.event.kind) for stored in recorder.events(-1)]
 
 
 def test_events_as_they_happen():
     async def test() -> None:
         monitor = FakeMonitor(server("a", "0:20"), server("b", "0:10"))
-        recorder = Recorder(monitor, History(None))
+        recorder = HistoryRecorder(monitor, HistoryStore(None))
         await recorder.start()
         looks = 0
 
@@ -75,7 +75,7 @@ def test_looking_waits_for_the_first_look_and_says_why_there_is_none():
     async def test() -> None:
         monitor = FakeMonitor()
         monitor.trouble = "nobody answers"
-        recorder = Recorder(monitor, History(None))
+        recorder = HistoryRecorder(monitor, HistoryStore(None))
         waiting = asyncio.ensure_future(recorder.look())
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -98,20 +98,20 @@ def test_looking_waits_for_the_first_look_and_says_why_there_is_none():
 def test_samples_every_ten_seconds_and_tallies_survive_a_restart(tmp_path: Path):
     async def test() -> None:
         clock, path = Clock(), tmp_path / "home.sqlite"
-        monitor = FakeMonitor(server("a", "0:20", work=Work(2000, 0, 0, 100.0)))
-        recorder = Recorder(monitor, History(path), clock)
+        monitor = FakeMonitor(server("a", "0:20", work=WorkTotals(2000, 0, 0, 100.0)))
+        recorder = HistoryRecorder(monitor, HistoryStore(path), clock)
         await recorder.start()
         for number in range(1, 4):
             await until(lambda: recorder.latest.time == clock.now)
             clock.now += 10.0
-            monitor.change("a", work=Work(2000 + 400 * number, 0, 0, 100.0 + 10 * number))
+            monitor.change("a", work=WorkTotals(2000 + 400 * number, 0, 0, 100.0 + 10 * number))
             await until(lambda: recorder.latest.time == clock.now)
         rates = [sample.tokens_per_s for _, sample in recorder.samples(10, 0)]
         assert rates == [0.0, *[400 / 10 / 20] * 3]
         await recorder.close()
-        again = Recorder(monitor, History(path), clock)
+        again = HistoryRecorder(monitor, HistoryStore(path), clock)
         assert again.latest.tallies["some-model", "a"].tokens == 3200 / 20
-        monitor.change("a", tls_fingerprint=b"new", work=Work(100, 0, 0, 5.0))
+        monitor.change("a", tls_fingerprint=b"new", work=WorkTotals(100, 0, 0, 5.0))
         clock.now += 30.0
         await again.start()
         await until(lambda: again.latest.time == clock.now)
@@ -124,7 +124,7 @@ def test_samples_every_ten_seconds_and_tallies_survive_a_restart(tmp_path: Path)
 def test_two_gateways_at_one_file_write_each_event_once(tmp_path: Path):
     async def test() -> None:
         monitor = FakeMonitor(server("a", "0:20"), server("b", "0:20"))
-        first, second = (Recorder(monitor, History(tmp_path / "home.sqlite")) for _ in range(2))
+        first, second = (HistoryRecorder(monitor, HistoryStore(tmp_path / "home.sqlite")) for _ in range(2))
         for each in (first, second):
             await each.start()
             await until(lambda: each.latest.time)  # noqa: B023
@@ -156,7 +156,7 @@ class LateMonitor(FakeMonitor):
 def test_who_goes_on_writing_does_not_write_again_what_the_other_has(tmp_path: Path):
     async def test() -> None:
         early, late = (kind(server("a", "0:20"), server("b", "0:20")) for kind in (FakeMonitor, LateMonitor))
-        first, second = (Recorder(monitor, History(tmp_path / "home.sqlite")) for monitor in (early, late))
+        first, second = (HistoryRecorder(monitor, HistoryStore(tmp_path / "home.sqlite")) for monitor in (early, late))
         for each in (first, second):
             await each.start()
             await until(lambda: each.latest.time)  # noqa: B023
@@ -180,7 +180,7 @@ def locked() -> sqlite3.OperationalError:
     return error
 
 
-class BusyHistory(History):
+class BusyHistory(HistoryStore):
     is_busy = False
 
     def add_sample(self, *args: object) -> None:
@@ -199,7 +199,7 @@ def test_what_happens_while_the_file_is_busy_is_written_once(tmp_path: Path, bus
     async def test() -> None:
         clock, monitor = Clock(), FakeMonitor(server("a", "0:20"), server("b", "0:20"))
         history = BusyHistory(tmp_path / "home.sqlite")
-        recorder = Recorder(monitor, history, clock)
+        recorder = HistoryRecorder(monitor, history, clock)
         await recorder.start()
         await until(lambda: recorder.latest.time == clock.now)
         history.is_busy = busy
@@ -215,13 +215,13 @@ def test_what_happens_while_the_file_is_busy_is_written_once(tmp_path: Path, bus
         monitor.remove("b")
         await until(lambda: recorder.latest.last_event_id == 4)
         await recorder.close()
-        kept = [str(stored.event.kind) for stored in History(tmp_path / "home.sqlite").events()]
+        kept = [str(stored.event.kind) for stored in HistoryStore(tmp_path / "home.sqlite").events()]
         assert kept == ["unreachable", "back", "unreachable", "left"]
 
     asyncio.run(test())
 
 
-class FullDisk(History):
+class FullDisk(HistoryStore):
     is_full = False
 
     def add_events(self, *args: object) -> None:
@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_once_and_events_go_on(tmp_path: Path, caplog):
     async def test() -> None:
         monitor = FakeMonitor(server("a", "0:20"), server("b", "0:20"))
         history = FullDisk(tmp_path / "home.sqlite")
-        recorder = Recorder(monitor, history)
+        recorder = HistoryRecorder(monitor, history)
         await recorder.start()
         await until(lambda: recorder.latest.time)
         monitor.change("b", answers=False)
@@ -254,7 +254,7 @@ def test_a_full_disk_is_said_once_and_events_go_on(tmp_path: Path, caplog):
 def test_a_mistake_in_one_look_does_not_end_looking(caplog):
     async def test() -> None:
         monitor = FakeMonitor(server("a", "0:20"))
-        recorder = Recorder(monitor, History(None))
+        recorder = HistoryRecorder(monitor, HistoryStore(None))
         await recorder.start()
         await until(lambda: recorder.latest.time)
         good, monitor.servers = monitor.servers, None
@@ -275,7 +275,7 @@ def test_what_a_sample_has():
             server("c", "15:20", state=ServerState.JOINING),
             server("d", "0:20", answers=False),
         )
-        recorder = Recorder(monitor, History(None))
+        recorder = HistoryRecorder(monitor, HistoryStore(None))
         await recorder.start()
         await until(lambda: recorder.latest.time)
         sample = sample_of(recorder.latest)

@@ -15,17 +15,17 @@ from swarm_gateway.history.store import (
     KEPT_S,
     MOST_EVENTS,
     WRITER_S,
-    History,
+    HistoryStore,
     NotHistory,
-    Sample,
+    SwarmSample,
     is_busy,
 )
 from swarm_gateway.history.work import Reading, Tally
 from swarm_gateway.monitor.server_events import EventKind, SwarmEvent
-from swarm_protocol.dht.records import Work
+from swarm_protocol.dht.records import WorkTotals
 
 NOON = 1_800_000_000.0  # a multiple of 3600
-EMPTY = Sample(0, 0, 0, 0, 0, 0, 0)
+EMPTY = SwarmSample(0, 0, 0, 0, 0, 0, 0)
 JOINED = SwarmEvent(EventKind.JOINED, "model", "peer", "0:4", "online")
 
 
@@ -35,12 +35,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def tally(number: int, last: float = NOON) -> Tally:
-    return Tally("model", f"p{number}", 8, Work(1, 2, 3, 4.5), Reading("f", Work(5, 6, 7, 8.5), last), NOON)
+    return Tally("model", f"p{number}", 8, WorkTotals(1, 2, 3, 4.5), Reading("f", WorkTotals(5, 6, 7, 8.5), last), NOON)
 
 
 def test_samples_are_means_over_minutes_and_hours():
     """The mean of 0, 1 … n - 1 is (n - 1) / 2."""
-    history = History(None)
+    history = HistoryStore(None)
     for number in range(6 * 60):  # an hour
         sample = replace(EMPTY, tokens_per_s=number, blocks_missing=number % 6)
         history.add_sample(sample, NOON + 10 * number + 3)
@@ -55,20 +55,20 @@ def test_samples_are_means_over_minutes_and_hours():
 
 
 def test_samples_since():
-    history = History(None)
+    history = HistoryStore(None)
     for number in range(5):
         history.add_sample(EMPTY, NOON + 10 * number)
     assert [time for time, _ in history.samples(10, NOON + 25)] == [NOON + 30, NOON + 40]
 
 
 def test_all_is_there_after_a_restart(path):
-    first = History(path)
+    first = HistoryStore(path)
     first.add_events([JOINED, replace(JOINED, kind=EventKind.LEFT)], NOON)
     first.add_sample(replace(EMPTY, servers=3), NOON)
     first.save_tallies([tally(1), tally(2)])
-    first.save_tallies([replace(tally(2), total=Work(9, 9, 9, 9.0))])
+    first.save_tallies([replace(tally(2), total=WorkTotals(9, 9, 9, 9.0))])
     first.close()
-    second = History(path)
+    second = HistoryStore(path)
     assert [(each.id, each.time, each.event.kind) for each in second.events()] == [
         (1, NOON, "joined"),
         (2, NOON, "left"),
@@ -77,7 +77,7 @@ def test_all_is_there_after_a_restart(path):
     assert [sample.servers for _, sample in second.samples(60, 0)] == [3]
     assert second.tallies() == {
         ("model", "p1"): tally(1),
-        ("model", "p2"): replace(tally(2), total=Work(9, 9, 9, 9.0)),
+        ("model", "p2"): replace(tally(2), total=WorkTotals(9, 9, 9, 9.0)),
     }
     second.add_events([JOINED], NOON)
     assert second.last_event_id() == 3
@@ -85,22 +85,22 @@ def test_all_is_there_after_a_restart(path):
 
 def test_a_half_minute_goes_on_after_a_restart(path):
     for number in range(6):
-        history = History(path)
+        history = HistoryStore(path)
         history.add_sample(replace(EMPTY, tokens_per_s=number), NOON + 10 * number)
         history.close()
-    ((_, sample),) = History(path).samples(60, 0)
+    ((_, sample),) = HistoryStore(path).samples(60, 0)
     assert sample.tokens_per_s == pytest.approx(2.5)
 
 
 def test_events_are_the_newest_oldest_first():
-    history = History(None)
+    history = HistoryStore(None)
     history.add_events([JOINED] * 10, NOON)
     assert [each.id for each in history.events(most=3)] == [8, 9, 10]
     assert [each.id for each in history.events(after=7, most=9)] == [8, 9, 10]
 
 
 def test_one_process_writes_at_a_time(path):
-    first, second = History(path), History(path)
+    first, second = HistoryStore(path), HistoryStore(path)
     assert first.may_write(NOON) and not second.may_write(NOON + 1)
     assert first.may_write(NOON + 20) and not second.may_write(NOON + 20 + WRITER_S - 1)
     assert second.may_write(NOON + 20 + WRITER_S + 1) and not first.may_write(NOON + 60)
@@ -111,7 +111,7 @@ def test_one_process_writes_at_a_time(path):
 
 
 def test_a_clock_that_was_put_back_does_not_stop_writing(path):
-    first, second = History(path), History(path)
+    first, second = HistoryStore(path), HistoryStore(path)
     assert first.may_write(NOON + 1e6)
     assert second.may_write(NOON)
 
@@ -119,7 +119,7 @@ def test_a_clock_that_was_put_back_does_not_stop_writing(path):
 def test_it_stays_small(path, monkeypatch):
     monkeypatch.setattr(store, "MOST_EVENTS", 50)
     monkeypatch.setattr(store, "MOST_TALLIES", 5)
-    history = History(path)
+    history = HistoryStore(path)
     history.add_events([JOINED] * 80, NOON)
     history.save_tallies(tally(number, NOON + number) for number in range(9))
     for resolution, kept_s in KEPT_S.items():
@@ -135,8 +135,8 @@ def test_it_stays_small(path, monkeypatch):
 
 def test_the_size_that_the_documentation_names(path):
     """Of all that is kept: about 4 MB of samples and 14 MB of events."""
-    history = History(path)
-    sample = Sample(100.0, 99.5, 123.456, 1234.5, 0.0123, 0.456, 1.0)
+    history = HistoryStore(path)
+    sample = SwarmSample(100.0, 99.5, 123.456, 1234.5, 0.0123, 0.456, 1.0)
     with history._writing() as connection:
         for resolution, kept_s in KEPT_S.items():
             times = range(0, int(kept_s), resolution)
@@ -182,7 +182,7 @@ def test_files_that_are_something_else_stay_where_they_are(path, content):
 
 
 def test_damaged_pages_inside_are_noticed(path):
-    history = History(path)
+    history = HistoryStore(path)
     history.add_events([JOINED] * 3000, NOON)
     history._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     history.close()
@@ -205,11 +205,11 @@ def test_other_databases_are_left_alone(path):
 
 
 def test_a_newer_version_is_refused(path):
-    history = History(path)
+    history = HistoryStore(path)
     history._connection.execute("PRAGMA user_version = 2")
     history.close()
     with pytest.raises(NotHistory, match="history of version 2: expected 1"):
-        History(path)
+        HistoryStore(path)
 
 
 def test_a_directory_is_no_file(tmp_path):
@@ -234,7 +234,7 @@ def test_none_keeps_nothing():
 
 def test_a_busy_file_is_no_damage(path, monkeypatch):
     monkeypatch.setattr(store, "_BUSY_S", 0.01)
-    first, second = History(path), History(path)
+    first, second = HistoryStore(path), HistoryStore(path)
     with first._writing(), pytest.raises(sqlite3.OperationalError) as caught:
         second.add_events([JOINED], NOON)
     assert is_busy(caught.value)

@@ -6,7 +6,7 @@ import pytest
 
 from swarm_gateway.history.work import RATE_LIFETIME_S, Rate, Tally, advance
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
-from swarm_protocol.dht.records import MAX_FORWARD_BLOCKS_PER_S, MAX_WORK, Work
+from swarm_protocol.dht.records import MAX_FORWARD_BLOCKS_PER_S, MAX_WORK, WorkTotals
 from tests.unit.support import server_record
 
 START = 1_000_000.0
@@ -19,14 +19,14 @@ class Counted:
         self.tallies: dict[tuple[str, str], Tally] = {}
 
     def read(self, time: float, decoded: int, uptime_s: float, process: bytes = b"1", **counts: int) -> Tally:
-        record = server_record("a", work=Work(decoded, uptime_s=uptime_s, **counts), tls_fingerprint=process)
+        record = server_record("a", work=WorkTotals(decoded, uptime_s=uptime_s, **counts), tls_fingerprint=process)
         advance(self.tallies, [ModelStatus("model", 8, (ServerStatus(record),))], START + time)
         return self.tallies["model", "a"]
 
 
 def test_the_first_reading_counts_since_the_start_of_the_server():
     tally = Counted().read(0, 800, 50.0, prompts=80, passes=8)
-    assert tally.total == Work(800, 80, 8, 50.0) and tally.tokens == (800 + 80 + 8) / 8
+    assert tally.total == WorkTotals(800, 80, 8, 50.0) and tally.tokens == (800 + 80 + 8) / 8
     assert tally.rate == Rate()  # nobody knows when
 
 
@@ -34,7 +34,7 @@ def test_the_rate_is_that_between_two_readings_by_the_clock_of_the_server():
     counted = Counted()
     counted.read(0, 800, 50.0, prompts=0)
     tally = counted.read(9, 1200, 55.0, prompts=80)
-    assert tally.rate == Rate(400 / 5 / 8, 80 / 5 / 8, 0.0) and tally.total == Work(1200, 80, 0, 55.0)
+    assert tally.rate == Rate(400 / 5 / 8, 80 / 5 / 8, 0.0) and tally.total == WorkTotals(1200, 80, 0, 55.0)
     assert tally.rate_at(START + 9 + RATE_LIFETIME_S - 1) == tally.rate
     assert tally.rate_at(START + 9 + RATE_LIFETIME_S + 1) == Rate()
     assert counted.read(12, 1200, 58.0, prompts=80).rate == Rate()
@@ -52,7 +52,7 @@ def test_a_record_that_is_read_twice_counts_once():
 def test_a_server_that_was_started_again_adds_to_what_it_had():
     counted = Counted()
     counted.read(0, 800, 50.0)
-    assert counted.read(20, 30, 10.0, b"2").total == Work(830, uptime_s=60.0)
+    assert counted.read(20, 30, 10.0, b"2").total == WorkTotals(830, uptime_s=60.0)
     assert counted.read(22, 900, 52.0, b"1").total.decoded == 830  # a late record of the process before
     assert counted.read(25, 90, 15.0, b"2").total.decoded == 890
     assert counted.read(500, 5000, 400.0, b"3").total.decoded == 5890  # though it counts more than the last

@@ -9,16 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from swarm_gateway.limits.admission import ApiError, FairQueue, Limits, Place, RateLimit, check_key, read_keys
+from swarm_gateway.limits.admission import (
+    ApiError,
+    GatewayLimits,
+    GenerationQueue,
+    QueuePlace,
+    RateLimit,
+    check_key,
+    read_keys,
+)
 from tests.unit.support import run
 
 
-def has_turn(*places: Place) -> list[bool]:
+def has_turn(*places: QueuePlace) -> list[bool]:
     return [place.turn.is_set() for place in places]
 
 
 def test_turns_go_round_robin_over_keys() -> None:
-    queue = FairQueue(Limits(max_active=1, max_queued=10))
+    queue = GenerationQueue(GatewayLimits(max_active=1, max_queued=10))
     (active,) = queue.join("a", 1)
     many, (other,), (third,) = queue.join("a", 3), queue.join("b", 1), queue.join("c", 1)
     order = []
@@ -33,7 +41,7 @@ def test_turns_go_round_robin_over_keys() -> None:
 
 
 def test_as_many_are_active_as_may_be() -> None:
-    queue = FairQueue(Limits(max_active=2, max_queued=2))
+    queue = GenerationQueue(GatewayLimits(max_active=2, max_queued=2))
     first, second, third = queue.join("a", 3)
     assert has_turn(first, second, third) == [True, True, False]
     assert (queue.num_active, queue.num_queued) == (2, 1)
@@ -48,12 +56,12 @@ def test_as_many_are_active_as_may_be() -> None:
 
 def test_more_than_ever_fit_are_refused_for_good() -> None:
     with pytest.raises(ApiError) as refused:
-        FairQueue(Limits(max_active=2, max_queued=2)).join("a", 5)
+        GenerationQueue(GatewayLimits(max_active=2, max_queued=2)).join("a", 5)
     assert refused.value.status == 400
 
 
 def test_who_gives_up_waiting_is_passed_over() -> None:
-    queue = FairQueue(Limits(max_active=1, max_queued=9))
+    queue = GenerationQueue(GatewayLimits(max_active=1, max_queued=9))
     (active,), (gone,), (next_,) = queue.join("a", 1), queue.join("b", 1), queue.join("c", 1)
 
     async def give_up() -> None:
@@ -111,7 +119,7 @@ def test_a_key_is_found() -> None:
 NUM_QUEUED = 7
 
 
-def queues() -> Iterator[tuple[FairQueue, tuple[int, int, int]]]:
+def queues() -> Iterator[tuple[GenerationQueue, tuple[int, int, int]]]:
     """One in each state that three keys can bring it into by joining, one generation at a time, behind an active one.
 
     With how many of each key wait.
@@ -129,11 +137,11 @@ def queues() -> Iterator[tuple[FairQueue, tuple[int, int, int]]]:
         yield queue, waiting
 
 
-def filled(waiting: tuple[int, ...]) -> FairQueue:
-    queue = FairQueue(Limits(max_active=1, max_queued=NUM_QUEUED))
+def filled(waiting: tuple[int, ...]) -> GenerationQueue:
+    queue = GenerationQueue(GatewayLimits(max_active=1, max_queued=NUM_QUEUED))
     queue.join("active", 1)
     for key, count in enumerate(waiting):
-        queue._waiting.update({str(key): deque(Place(queue, str(key)) for _ in range(count))} if count else {})
+        queue._waiting.update({str(key): deque(QueuePlace(queue, str(key)) for _ in range(count))} if count else {})
     return queue
 
 
@@ -156,7 +164,7 @@ def test_a_request_of_many_generations_takes_no_more_than_single_ones() -> None:
         for count in range(1, NUM_QUEUED + 1):
             one_by_one = all(filled((waiting[0] + more, *waiting[1:]))._fits("0", 1) for more in range(count))
             assert queue._fits("0", count) <= one_by_one
-    queue = FairQueue(Limits(max_active=2, max_queued=8))
+    queue = GenerationQueue(GatewayLimits(max_active=2, max_queued=8))
     with pytest.raises(ApiError) as refused:
         queue.join("a", 7)
     assert refused.value.status == 400
@@ -168,4 +176,4 @@ def test_a_request_of_many_generations_takes_no_more_than_single_ones() -> None:
 
 
 def test_one_key_alone_has_the_whole_queue() -> None:
-    assert len(FairQueue(Limits(max_active=1, max_queued=8), is_shared=False).join("", 9)) == 9
+    assert len(GenerationQueue(GatewayLimits(max_active=1, max_queued=8), is_shared=False).join("", 9)) == 9

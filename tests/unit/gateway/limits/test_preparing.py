@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from swarm_gateway.limits.admission import ApiError, Limits
+from swarm_gateway.limits.admission import ApiError, GatewayLimits
 from swarm_gateway.limits.preparing import Preparations
 from tests.unit.support import run, until
 
@@ -88,7 +88,7 @@ def test_long_requests_of_one_key_do_not_hold_up_those_of_another() -> None:
 
 def test_more_long_requests_than_may_wait_are_refused() -> None:
     async def scenario() -> None:
-        preparations, first = Preparations(Limits(max_active=1, max_queued=0)), Work()
+        preparations, first = Preparations(GatewayLimits(max_active=1, max_queued=0)), Work()
         one = asyncio.ensure_future(preparations.run("key", LONG, first))
         await until(first.begun.is_set)
         two = asyncio.ensure_future(preparations.run("key", LONG, lambda: 8))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarm_models.checkpoints import safetensors_file
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.files import HubUnreachable
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.span import Span
@@ -74,7 +74,7 @@ def test_reads_what_was_saved(layout: str, request: pytest.FixtureRequest) -> No
     saved: dict[str, torch.Tensor] = {}
     for shard in directory.glob("*.safetensors"):
         saved |= load_file(shard)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ModelCheckpoint.open(directory)
     read = checkpoint.read(lambda name: True)
     assert checkpoint.name == "tiny-llama"
     assert checkpoint.config.num_hidden_layers == 3
@@ -83,7 +83,7 @@ def test_reads_what_was_saved(layout: str, request: pytest.FixtureRequest) -> No
 
 
 def test_blocks_and_client_share_out_all_tensors(sharded: Path) -> None:
-    checkpoint = Checkpoint.open(sharded)
+    checkpoint = ModelCheckpoint.open(sharded)
     parts = [checkpoint.client_tensors(), *(checkpoint.block_tensors(index) for index in range(3))]
     assert sorted(name for part in parts for name in part) == sorted(checkpoint.tensor_names)
     assert set(parts[0]) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
@@ -91,7 +91,7 @@ def test_blocks_and_client_share_out_all_tensors(sharded: Path) -> None:
 
 
 def test_block_parameters_agree_with_the_shards(sharded: Path) -> None:
-    checkpoint = Checkpoint.open(sharded)
+    checkpoint = ModelCheckpoint.open(sharded)
     for index in range(3):
         assert checkpoint.block_parameters(index) == sum(
             t.read().numel() for t in checkpoint.block_tensors(index).values()
@@ -110,9 +110,9 @@ def test_every_dtype_survives(tmp_path: Path) -> None:
 
 
 def test_generation_config(sharded: Path) -> None:
-    assert Checkpoint.open(sharded).generation_config.eos_token_id == 2
+    assert ModelCheckpoint.open(sharded).generation_config.eos_token_id == 2
     (sharded / "generation_config.json").unlink()
-    assert Checkpoint.open(sharded).generation_config is None
+    assert ModelCheckpoint.open(sharded).generation_config is None
 
 
 # ---------------------------------------------------------------- fingerprint of a directory
@@ -122,31 +122,31 @@ def test_equal_weights_have_equal_fingerprints(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_checkpoint("llama", tmp_path / name, num_hidden_layers=2)
     edit_json(tmp_path / "b" / "config.json", lambda config: config.update(transformers_version="5.0", dtype="float16"))
-    assert Checkpoint.open(tmp_path / "a").revision == Checkpoint.open(tmp_path / "b").revision
+    assert ModelCheckpoint.open(tmp_path / "a").revision == ModelCheckpoint.open(tmp_path / "b").revision
 
 
 def test_other_weights_have_another_fingerprint(sharded: Path) -> None:
-    before = Checkpoint.open(sharded).revision
+    before = ModelCheckpoint.open(sharded).revision
     edit_tensors(sharded / weight_map(sharded)[Q_PROJ], lambda tensors: tensors[Q_PROJ].mul_(1.01))
-    after = Checkpoint.open(sharded).revision
+    after = ModelCheckpoint.open(sharded).revision
     assert before != after
     assert len(before) == len(after) == 16
 
 
 def test_tensors_that_have_changed_places_have_another_fingerprint(single: Path) -> None:
     """Only the header of the file says which of the two norms is which."""
-    before, path = Checkpoint.open(single).revision, single / "model.safetensors"
+    before, path = ModelCheckpoint.open(single).revision, single / "model.safetensors"
     one, other = (f'"model.layers.0.{norm}_layernorm.weight"'.encode() for norm in ("input", "post_attention"))
     data = path.read_bytes()
     assert data.count(one) == data.count(other) == 1
     path.write_bytes(data.replace(one, b"<one>").replace(other, one).replace(b"<one>", other))
-    assert Checkpoint.open(single).revision != before
+    assert ModelCheckpoint.open(single).revision != before
 
 
 def test_another_config_has_another_fingerprint(sharded: Path) -> None:
-    before = Checkpoint.open(sharded).revision
+    before = ModelCheckpoint.open(sharded).revision
     edit_json(sharded / "config.json", lambda config: config.update(rms_norm_eps=1e-3))
-    assert Checkpoint.open(sharded).revision != before
+    assert ModelCheckpoint.open(sharded).revision != before
 
 
 # ---------------------------------------------------------------- the hub, by way of its local cache
@@ -156,7 +156,7 @@ def test_only_needed_shards_are_opened(sharded: Path, tmp_path: Path, monkeypatc
     shards = {shard for name, shard in weight_map(sharded).items() if name.startswith("model.layers.1.")}
     assert shards < set(weight_map(sharded).values())
     commit = hub_cache(tmp_path, monkeypatch, sharded, ["config.json", INDEX, *shards])
-    checkpoint = Checkpoint.open("someone/tiny-llama")
+    checkpoint = ModelCheckpoint.open("someone/tiny-llama")
     assert (checkpoint.name, checkpoint.revision) == ("someone/tiny-llama", commit)
     assert load_blocks(checkpoint, Span(1, 2)).num_blocks == 1
     with pytest.raises(CheckpointError, match=r"has no model-.*\.safetensors in the local cache, and the hub cannot"):
@@ -167,17 +167,17 @@ def test_only_needed_shards_are_opened(sharded: Path, tmp_path: Path, monkeypatc
 
 def test_a_single_file_on_the_hub(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub_cache(tmp_path, monkeypatch, single, ["config.json", "model.safetensors"])
-    checkpoint = Checkpoint.open("someone/tiny-llama", revision="main")
+    checkpoint = ModelCheckpoint.open("someone/tiny-llama", revision="main")
     assert checkpoint.revision == commit
     assert len(checkpoint.block_tensors(0)) == 9
     with pytest.raises(CheckpointError, match="someone/tiny-llama at v2 is neither a directory nor in the local cache"):
-        Checkpoint.open("someone/tiny-llama", revision="v2")
+        ModelCheckpoint.open("someone/tiny-llama", revision="v2")
 
 
 def test_no_weights_in_the_cache(single: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_cache(tmp_path, monkeypatch, single, ["config.json"])
     with pytest.raises(HubUnreachable, match=r"has no model\.safetensors in the local cache, and the hub cannot be"):
-        Checkpoint.open("someone/tiny-llama")
+        ModelCheckpoint.open("someone/tiny-llama")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
@@ -185,7 +185,7 @@ def test_unreachable_hub(name: str) -> None:
     with pytest.raises(
         CheckpointError, match="neither a directory nor in the local cache, and the hub cannot be reached"
     ):
-        Checkpoint.open(name)
+        ModelCheckpoint.open(name)
 
 
 # ---------------------------------------------------------------- what can be wrong
@@ -194,35 +194,35 @@ def test_unreachable_hub(name: str) -> None:
 @pytest.mark.parametrize("path", ["/no/such/model", "./model", "../model", "~/no-such-model", "a/b/c"])
 def test_missing_path(path: str) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        Checkpoint.open(path)
+        ModelCheckpoint.open(path)
 
 
 def test_name_that_cannot_be_a_model() -> None:
     with pytest.raises(CheckpointError, match="neither a directory nor the name of a model"):
-        Checkpoint.open("what is this?")
+        ModelCheckpoint.open("what is this?")
 
 
 def test_file_instead_of_directory(sharded: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is a file, expected the directory"):
-        Checkpoint.open(sharded / "config.json")
+        ModelCheckpoint.open(sharded / "config.json")
 
 
 def test_revision_of_a_directory(sharded: Path) -> None:
     with pytest.raises(CheckpointError, match="is a directory: revision 'main' is for models on the hub"):
-        Checkpoint.open(sharded, revision="main")
+        ModelCheckpoint.open(sharded, revision="main")
 
 
 def test_no_config(sharded: Path) -> None:
     (sharded / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "llama",', "", "\x00\x01"])
 def test_config_is_no_json(sharded: Path, text: str) -> None:
     (sharded / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json is no valid JSON"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 @pytest.mark.parametrize(
@@ -240,45 +240,45 @@ def test_config_is_no_json(sharded: Path, text: str) -> None:
 def test_config_makes_no_sense(sharded: Path, edit: Callable, message: str) -> None:
     edit_json(sharded / "config.json", edit)
     with pytest.raises((CheckpointError, UnsupportedModel), match=message) as caught:
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
     assert "\n" not in str(caught.value)
 
 
 def test_config_is_a_list(sharded: Path) -> None:
     (sharded / "config.json").write_text("[1, 2]")
     with pytest.raises(CheckpointError, match="holds a JSON list, expected an object"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 def test_unknown_model_type(sharded: Path) -> None:
     edit_json(sharded / "config.json", lambda config: config.update(model_type="llama99"))
     with pytest.raises(UnsupportedModel, match="'llama99' are not known to the installed transformers"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 def test_no_weights(single: Path) -> None:
     (single / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no safetensors weights$"):
-        Checkpoint.open(single)
+        ModelCheckpoint.open(single)
 
 
 def test_only_pickled_weights(single: Path) -> None:
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"has no safetensors weights but pytorch_model\.bin: convert it"):
-        Checkpoint.open(single)
+        ModelCheckpoint.open(single)
 
 
 def test_index_is_damaged(sharded: Path) -> None:
     (sharded / INDEX).write_text('{"weight_map": 3}')
     with pytest.raises(CheckpointError, match="no index of shards"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 def test_shard_is_missing(sharded: Path) -> None:
     shard = weight_map(sharded)[Q_PROJ]
     (sharded / shard).unlink()
     with pytest.raises(CheckpointError, match=f"has no {shard}"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 5, 50, -1])
@@ -286,7 +286,7 @@ def test_shard_is_truncated(sharded: Path, kept_bytes: int) -> None:
     shard = sharded / weight_map(sharded)[Q_PROJ]
     shard.write_bytes(shard.read_bytes()[:kept_bytes])
     with pytest.raises(CheckpointError, match=rf"{shard.name} is (truncated|no safetensors file)"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 @pytest.mark.parametrize("content", [b"<html>not found</html>", b"\x10" + bytes(7) + b"{" * 16, bytes(8), b"\xff" * 64])
@@ -294,11 +294,11 @@ def test_shard_is_something_else(sharded: Path, content: bytes) -> None:
     shard = sharded / weight_map(sharded)[Q_PROJ]
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{shard.name} is (truncated|damaged|no safetensors file)"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 def test_shard_shrinks_after_opening(sharded: Path) -> None:
-    checkpoint = Checkpoint.open(sharded)
+    checkpoint = ModelCheckpoint.open(sharded)
     shard = sharded / weight_map(sharded)[Q_PROJ]
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=f"{shard.name} is truncated"):
@@ -308,26 +308,26 @@ def test_shard_shrinks_after_opening(sharded: Path) -> None:
 def test_tensor_is_missing_in_its_shard(sharded: Path) -> None:
     edit_tensors(sharded / weight_map(sharded)[Q_PROJ], lambda tensors: tensors.pop(Q_PROJ))
     with pytest.raises(CheckpointError, match=f"lacks tensor {Q_PROJ}"):
-        Checkpoint.open(sharded)
+        ModelCheckpoint.open(sharded)
 
 
 def test_tensor_is_missing(single: Path) -> None:
     edit_tensors(single / "model.safetensors", lambda tensors: tensors.pop(Q_PROJ))
-    checkpoint = Checkpoint.open(single)
+    checkpoint = ModelCheckpoint.open(single)
     with pytest.raises(CheckpointError, match=r"lacks tensor layers\.1\.self_attn\.q_proj\.weight"):
         load_blocks(checkpoint, Span(0, 3))
 
 
 def test_block_is_missing(single: Path) -> None:
     edit_json(single / "config.json", lambda config: config.update(num_hidden_layers=4))
-    checkpoint = Checkpoint.open(single)
+    checkpoint = ModelCheckpoint.open(single)
     with pytest.raises(CheckpointError, match="has no tensors of block 3"):
         load_blocks(checkpoint, Span(2, 4))
 
 
 def test_tensor_has_the_wrong_shape(single: Path) -> None:
     edit_tensors(single / "model.safetensors", lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 32)}))
-    checkpoint = Checkpoint.open(single)
+    checkpoint = ModelCheckpoint.open(single)
     with pytest.raises(
         CheckpointError, match=r"tensor layers\.1\.self_attn\.q_proj\.weight has shape \[64, 32\], expected \[64, 64\]"
     ):
@@ -346,5 +346,5 @@ def test_expert_is_wrong(tmp_path: Path, edit: str) -> None:
 
     edit_tensors(tmp_path / "model.safetensors", change)
     with pytest.raises(CheckpointError, match=r"experts") as caught:
-        load_blocks(Checkpoint.open(tmp_path), Span(1, 2))
+        load_blocks(ModelCheckpoint.open(tmp_path), Span(1, 2))
     assert "\n" not in str(caught.value)

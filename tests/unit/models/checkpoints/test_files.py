@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm_models.checkpoints import files
-from swarm_models.checkpoints.files import Directory, FileMissing, HubModel, choose_gguf, locate
+from swarm_models.checkpoints.files import FileMissing, HubModel, LocalFiles, choose_gguf, locate
 from swarm_protocol.errors import CheckpointError
 
 
@@ -40,11 +40,11 @@ def test_files_that_leave_the_choice_open(names: list[str]) -> None:
 
 def test_a_directory_with_safetensors_is_no_gguf_model(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
-    assert Directory(tmp_path).gguf == "a.gguf"
+    assert LocalFiles(tmp_path).gguf == "a.gguf"
     (tmp_path / "config.json").touch()
-    assert Directory(tmp_path).gguf == "a.gguf"
+    assert LocalFiles(tmp_path).gguf == "a.gguf"
     (tmp_path / "model.safetensors").touch()
-    assert Directory(tmp_path).gguf is None
+    assert LocalFiles(tmp_path).gguf is None
     assert locate(str(tmp_path / "a.gguf"), None, None).gguf == "a.gguf"
 
 

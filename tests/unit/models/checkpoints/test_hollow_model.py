@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.hollow_model import load_whole_model
 from tests.gguf_files import write_gguf
@@ -29,7 +29,7 @@ def test_a_whole_model_computes_what_transformers_makes_of_its_files(format, tmp
         save_checkpoint("mixtral", tmp_path)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
-        found = load_whole_model(Checkpoint.open(path))(ids).logits
+        found = load_whole_model(ModelCheckpoint.open(path))(ids).logits
         expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options).eval()(ids).logits
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 

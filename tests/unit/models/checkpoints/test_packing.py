@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
@@ -47,7 +47,7 @@ class Chain(nn.Module):
 def load(name: str, directory: Path) -> tuple[PreTrainedModel, list[BlockStack]]:
     save_checkpoint(name, directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ModelCheckpoint.open(directory)
     return model, [load_blocks(checkpoint, span) for span in (Span(0, 2), Span(2, BLOCKS))]
 
 

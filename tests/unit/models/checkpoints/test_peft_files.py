@@ -12,7 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.peft_files import CONFIG_NAME, WEIGHTS_NAME, named_patterns, read_adapter
 from swarm_protocol.errors import CheckpointError
@@ -39,7 +39,7 @@ def test_it_is_what_peft_saved(family, tmp_path):
         tmp_path / "model", r=4, lora_alpha=6, lora_dropout=0.1, target_modules=targets, **options.get(family, {})
     )
     local.peft.save_pretrained(tmp_path / "saved")
-    config = Checkpoint.open(tmp_path / "model").config
+    config = ModelCheckpoint.open(tmp_path / "model").config
     adapter = read_adapter(tmp_path / "saved", local.family)
     expected = LocalModel.saved(tmp_path / "model", tmp_path / "saved").adapter(WHOLE, dropout=0.1)
     assert len(adapter.low_rank) == len(expected.low_rank) > 0

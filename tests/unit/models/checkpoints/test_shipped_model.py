@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
@@ -56,7 +56,7 @@ def test_predicts_python_documentation_far_better_than_chance(model, windows):
 
 def test_int8_costs_at_most_half_a_percent_of_held_out_loss(model, windows):
     stack = load_blocks(
-        Checkpoint.open(PATH),
+        ModelCheckpoint.open(PATH),
         Span(0, 20),
         transform=lambda block, _index: quantize_(block, "int8", torch.device("cpu"), torch.float32),
     )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from safetensors.torch import save_file
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.family import max_positions, rope_depends_on_length, slice_config
 from swarm_models.checkpoints.peft_files import read_adapter
@@ -146,7 +146,7 @@ def test_an_index_does_not_lead_out_of_the_directory(models: dict[str, Path], tm
     with pytest.raises(
         CheckpointError, match=r"index\.json names a file .*: expected one in the same directory"
     ) as caught:
-        Checkpoint.open(directory)
+        ModelCheckpoint.open(directory)
     assert "\n" not in str(caught.value)
 
 
@@ -156,7 +156,7 @@ def test_an_index_may_name_a_directory_below(models: dict[str, Path], tmp_path: 
     (directory / "shards").mkdir()
     (directory / "model.safetensors").rename(directory / "shards" / "1.safetensors")
     (directory / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "shards/1.safetensors")}))
-    assert set(Checkpoint.open(directory).tensor_names) == set(names)
+    assert set(ModelCheckpoint.open(directory).tensor_names) == set(names)
 
 
 def test_a_link_to_somewhere_else_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -164,39 +164,39 @@ def test_a_link_to_somewhere_else_is_refused(models: dict[str, Path], tmp_path: 
     (directory / "config.json").rename(tmp_path / "config.json")
     (directory / "config.json").symlink_to(Path("..") / "config.json")
     with pytest.raises(CheckpointError, match=r"config\.json is a link to .*, outside .*: expected the file itself"):
-        Checkpoint.open(directory)
+        ModelCheckpoint.open(directory)
 
 
 def test_weights_may_lie_on_another_disk(models: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(models["llama"], tmp_path / "model")
     (directory / "model.safetensors").rename(tmp_path / "weights.safetensors")
     (directory / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
-    assert set(Checkpoint.open(directory).tensor_names) == set(read_header(tmp_path / "weights.safetensors"))
+    assert set(ModelCheckpoint.open(directory).tensor_names) == set(read_header(tmp_path / "weights.safetensors"))
 
 
 def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(models: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(models["llama"], tmp_path / "model")
     (directory / "config.json").rename(directory / "another.json")
     (directory / "config.json").symlink_to("another.json")
-    assert Checkpoint.open(directory).config.num_hidden_layers == 6
+    assert ModelCheckpoint.open(directory).config.num_hidden_layers == 6
 
     snapshot = copy_of(models["llama"], tmp_path / "models--some--llama" / "snapshots" / "0123")
     (tmp_path / "models--some--llama" / "blobs").mkdir()
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(tmp_path / "models--some--llama" / "blobs" / str(number))
         path.symlink_to(Path("../../blobs") / str(number))
-    assert Checkpoint.open(snapshot).config.num_hidden_layers == 6
+    assert ModelCheckpoint.open(snapshot).config.num_hidden_layers == 6
     (tmp_path / "linked").symlink_to(snapshot)
-    assert Checkpoint.open(tmp_path / "linked").config.num_hidden_layers == 6
+    assert ModelCheckpoint.open(tmp_path / "linked").config.num_hidden_layers == 6
     (tmp_path / "downloaded").mkdir()  # as the hub's client does into a directory of one's own
     for path in snapshot.iterdir():
         (tmp_path / "downloaded" / path.name).symlink_to(path.resolve())
-    assert Checkpoint.open(tmp_path / "downloaded").config.num_hidden_layers == 6
+    assert ModelCheckpoint.open(tmp_path / "downloaded").config.num_hidden_layers == 6
 
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(tmp_path / "model" / "another.json")
     with pytest.raises(CheckpointError, match=r"config\.json is a link to"):
-        Checkpoint.open(snapshot)
+        ModelCheckpoint.open(snapshot)
 
 
 def test_files_of_another_checkpoint_may_be_linked_under_their_names(models: dict[str, Path], tmp_path: Path) -> None:
@@ -205,15 +205,15 @@ def test_files_of_another_checkpoint_may_be_linked_under_their_names(models: dic
     directory.mkdir()
     for path in other.iterdir():
         (directory / path.name).symlink_to(path)
-    assert Checkpoint.open(directory).revision == Checkpoint.open(other).revision
+    assert ModelCheckpoint.open(directory).revision == ModelCheckpoint.open(other).revision
     (directory / "generation_config.json").unlink(missing_ok=True)
     (directory / "generation_config.json").symlink_to(other / ".env")  # under another name
     sentence = r"\.env, outside .*: expected the file itself, or a link to generation_config\.json in the directory of"
     with pytest.raises(CheckpointError, match=sentence):
-        assert Checkpoint.open(directory).generation_config
+        assert ModelCheckpoint.open(directory).generation_config
     (other / "model.safetensors").unlink()  # nothing says any longer that a model is there
     with pytest.raises(CheckpointError, match=r"config\.json is a link to"):
-        Checkpoint.open(directory)
+        ModelCheckpoint.open(directory)
 
 
 # ---------------------------------------------------------------- configs
@@ -229,11 +229,11 @@ def test_json_that_is_nested_or_large(models: dict[str, Path], tmp_path: Path, f
     ):
         (directory / f"{file}.json").write_text(text)
         with pytest.raises(CheckpointError, match=rf"{file}\.json {sentence}"):
-            assert Checkpoint.open(directory).generation_config
+            assert ModelCheckpoint.open(directory).generation_config
     with (directory / f"{file}.json").open("wb") as large:
         large.truncate(65 << 20)
     with pytest.raises(CheckpointError, match=rf"{file}\.json is too large: expected at most"):
-        assert Checkpoint.open(directory).generation_config
+        assert ModelCheckpoint.open(directory).generation_config
 
 
 def test_generation_config_that_makes_no_sense(models: dict[str, Path], tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_generation_config_that_makes_no_sense(models: dict[str, Path], tmp_path
     ):
         directory = copy_of(models["llama"], tmp_path, generation_config=config)
         with pytest.raises(CheckpointError, match=rf"generation_config\.json {sentence}"):
-            assert Checkpoint.open(directory).generation_config
+            assert ModelCheckpoint.open(directory).generation_config
 
 
 # ---------------------------------------------------------------- mutated
@@ -361,7 +361,7 @@ def test_mutated_configs(
     )
 
     def use() -> None:
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = ModelCheckpoint.open(directory)
         survives(lambda: checkpoint.generation_config)
         assert checkpoint.family.num_blocks == checkpoint.config.num_hidden_layers
         max_positions(checkpoint.config), rope_depends_on_length(checkpoint.config)
@@ -382,7 +382,7 @@ def test_mutated_indices(
     names = list(read_header(directory / "model.safetensors"))
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
     (directory / INDEX).write_text(json.dumps(data.draw(mutations(index, SCRAPS | st.sampled_from(ELSEWHERE)))))
-    survives(lambda: Checkpoint.open(directory))
+    survives(lambda: ModelCheckpoint.open(directory))
 
 
 @MANY

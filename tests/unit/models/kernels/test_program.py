@@ -12,31 +12,31 @@ from torch.nn import functional
 
 from swarm_models.kernels.int8_linear import quantize_rows
 from swarm_models.kernels.kernel_weight import KernelWeight
-from swarm_models.kernels.program import NOTHING, Instruction, Kind, Operand, Program
+from swarm_models.kernels.program import NOTHING, Instruction, Opcode, Operand, Program
 
 pytestmark = pytest.mark.skipif(not Program.is_available(), reason="no compiled kernel")
 
 NO_PLACES = np.zeros((1, 4), dtype=np.int64)
 SIZES = [(1, 1, 1, 1), (2, 3, 1, 17), (1, 1, 5, 64), (3, 1, 2, 127)]
-UNARY: dict[Kind, Callable[[torch.Tensor], torch.Tensor]] = {
-    Kind.COPY: lambda x: x,
-    Kind.NEG: lambda x: -x,
-    Kind.SILU: functional.silu,
-    Kind.SIGMOID: torch.sigmoid,
-    Kind.TANH: torch.tanh,
-    Kind.RELU: torch.relu,
-    Kind.GELU: functional.gelu,
-    Kind.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
-    Kind.COS: torch.cos,
-    Kind.SIN: torch.sin,
-    Kind.SQUARE: lambda x: x**2,
-    Kind.CUBE: lambda x: x**3,
+UNARY: dict[Opcode, Callable[[torch.Tensor], torch.Tensor]] = {
+    Opcode.COPY: lambda x: x,
+    Opcode.NEG: lambda x: -x,
+    Opcode.SILU: functional.silu,
+    Opcode.SIGMOID: torch.sigmoid,
+    Opcode.TANH: torch.tanh,
+    Opcode.RELU: torch.relu,
+    Opcode.GELU: functional.gelu,
+    Opcode.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    Opcode.COS: torch.cos,
+    Opcode.SIN: torch.sin,
+    Opcode.SQUARE: lambda x: x**2,
+    Opcode.CUBE: lambda x: x**3,
 }
-BINARY: dict[Kind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    Kind.ADD: torch.add,
-    Kind.SUB: torch.sub,
-    Kind.MUL: torch.mul,
-    Kind.DIV: torch.div,
+BINARY: dict[Opcode, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    Opcode.ADD: torch.add,
+    Opcode.SUB: torch.sub,
+    Opcode.MUL: torch.mul,
+    Opcode.DIV: torch.div,
 }
 
 
@@ -44,7 +44,7 @@ def operand(tensor: torch.Tensor, sizes: tuple[int, ...]) -> Operand:
     return Operand(tensor.data_ptr(), tuple(tensor.expand(sizes).stride()))
 
 
-def run(kind: Kind, sizes: tuple[int, ...], out: torch.Tensor, *inputs: torch.Tensor, scalar: float = 0.0) -> None:
+def run(kind: Opcode, sizes: tuple[int, ...], out: torch.Tensor, *inputs: torch.Tensor, scalar: float = 0.0) -> None:
     operands = [operand(out, sizes), *(operand(tensor, sizes) for tensor in inputs)]
     operands += [NOTHING] * (4 - len(operands))
     assert Program([Instruction(kind, sizes, tuple(operands), scalar)]).run(NO_PLACES)
@@ -56,14 +56,14 @@ def numbers(*sizes: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", UNARY)
-def test_functions_of_one_tensor(kind: Kind, sizes: tuple[int, ...]) -> None:
+def test_functions_of_one_tensor(kind: Opcode, sizes: tuple[int, ...]) -> None:
     x, out = numbers(*sizes), torch.zeros(sizes)
     run(kind, sizes, out, x)
     torch.testing.assert_close(out.double(), UNARY[kind](x.double()), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Kind.NEG, Kind.SILU])
-def test_strides_of_all_kinds(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Opcode.NEG, Opcode.SILU])
+def test_strides_of_all_kinds(kind: Opcode) -> None:
     """Transposed, every other element, broadcast."""
     wide = numbers(6, 4, 3, 10)
     for x in (wide.permute(2, 0, 1, 3), wide[..., ::2], wide[:, :, :, :1].expand(6, 4, 3, 7), wide.transpose(2, 3)):
@@ -73,8 +73,8 @@ def test_strides_of_all_kinds(kind: Kind) -> None:
         torch.testing.assert_close(out.double(), UNARY[kind](x.double()), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Kind.SILU, Kind.SIGMOID, Kind.GELU_TANH, Kind.GELU])
-def test_large_numbers_stay_finite_and_nan_stays(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Opcode.SILU, Opcode.SIGMOID, Opcode.GELU_TANH, Opcode.GELU])
+def test_large_numbers_stay_finite_and_nan_stays(kind: Opcode) -> None:
     x = torch.tensor([-1e30, -200.0, -88.5, 0.0, 88.5, 200.0, 1e10, math.nan]).view(1, 1, 1, -1)
     out = torch.zeros_like(x)
     run(kind, tuple(x.shape), out, x)
@@ -83,7 +83,7 @@ def test_large_numbers_stay_finite_and_nan_stays(kind: Kind) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", BINARY)
-def test_functions_of_two_tensors(kind: Kind, sizes: tuple[int, ...]) -> None:
+def test_functions_of_two_tensors(kind: Opcode, sizes: tuple[int, ...]) -> None:
     x, y = numbers(*sizes), numbers(*sizes, seed=1)
     others = [y, y[..., :1], y[:1, :1, :1], torch.full((1, 1, 1, 1), 2.5)]
     for a, b in [*((x, other) for other in others), *((other, x) for other in others)]:
@@ -95,7 +95,7 @@ def test_functions_of_two_tensors(kind: Kind, sizes: tuple[int, ...]) -> None:
 def test_in_place() -> None:
     x, y = numbers(2, 3, 4, 33), numbers(2, 3, 4, 33, seed=1)
     expected = x + y
-    run(Kind.ADD, tuple(x.shape), x, x, y)
+    run(Opcode.ADD, tuple(x.shape), x, x, y)
     assert torch.equal(x, expected)
 
 
@@ -103,14 +103,14 @@ def test_in_place() -> None:
 def test_means_and_layer_norms(size: int) -> None:
     x = numbers(2, 1, 3, size)
     out = torch.zeros(2, 1, 3, 1)
-    run(Kind.MEAN, tuple(x.shape), out.expand_as(x), x)
+    run(Opcode.MEAN, tuple(x.shape), out.expand_as(x), x)
     torch.testing.assert_close(out.double(), x.double().mean(-1, keepdim=True), rtol=1e-6, atol=1e-6)
     weight, bias, out = numbers(size, seed=1), numbers(size, seed=2), torch.zeros_like(x)
     for given in ((weight, bias), (weight, None), (None, None)):
         operands = [NOTHING if tensor is None else Operand(tensor.data_ptr()) for tensor in given]
         sizes = tuple(x.shape)
         instruction = Instruction(
-            Kind.LAYER_NORM, sizes, (operand(out, sizes), operand(x, sizes), *operands), scalar=1e-5
+            Opcode.LAYER_NORM, sizes, (operand(out, sizes), operand(x, sizes), *operands), scalar=1e-5
         )
         assert Program([instruction]).run(NO_PLACES)
         doubles = [None if tensor is None else tensor.double() for tensor in given]
@@ -120,10 +120,10 @@ def test_means_and_layer_norms(size: int) -> None:
 
 def test_square_roots_and_integers() -> None:
     x, out = numbers(1, 1, 2, 50).abs() + 0.1, torch.zeros(1, 1, 2, 50)
-    run(Kind.RSQRT, tuple(x.shape), out, x)
+    run(Opcode.RSQRT, tuple(x.shape), out, x)
     torch.testing.assert_close(out.double(), x.double().rsqrt(), rtol=1e-6, atol=0)
     integers = torch.arange(100).view(1, 1, 2, 50) * 1000
-    run(Kind.FROM_INT64, tuple(x.shape), out, integers)
+    run(Opcode.FROM_INT64, tuple(x.shape), out, integers)
     assert torch.equal(out, integers.float())
 
 
@@ -132,17 +132,17 @@ def test_products_are_those_of_the_weight() -> None:
     x, out = numbers(5, 70, seed=1), torch.zeros(5, 130)
     packed, scale = weight.address
     operands = Operand(out.data_ptr()), Operand(x.data_ptr()), Operand(packed), Operand(scale)
-    assert Program([Instruction(Kind.PRODUCT, (5, 70, 130, 0), operands)]).run(NO_PLACES)
+    assert Program([Instruction(Opcode.PRODUCT, (5, 70, 130, 0), operands)]).run(NO_PLACES)
     assert torch.equal(out, weight.matmul(x))
 
 
-@pytest.mark.parametrize("kind", [Kind.SILU, Kind.MEAN, Kind.LAYER_NORM, Kind.MUL])
-def test_no_bit_of_a_row_depends_on_the_others(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Opcode.SILU, Opcode.MEAN, Opcode.LAYER_NORM, Opcode.MUL])
+def test_no_bit_of_a_row_depends_on_the_others(kind: Opcode) -> None:
     x, y = numbers(1, 1, 7, 301), numbers(301, seed=1).view(1, 1, 1, -1)
 
     def of(rows: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(rows.shape if kind != Kind.MEAN else (1, 1, rows.shape[2], 1))
-        more = {Kind.MUL: (y,), Kind.LAYER_NORM: (y, y)}.get(kind, ())
+        out = torch.zeros(rows.shape if kind != Opcode.MEAN else (1, 1, rows.shape[2], 1))
+        more = {Opcode.MUL: (y,), Opcode.LAYER_NORM: (y, y)}.get(kind, ())
         run(kind, tuple(rows.shape), out.expand(rows.shape), rows, *more, scalar=1e-5)
         return out
 

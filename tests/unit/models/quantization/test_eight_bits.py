@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.kernels.int4_linear import Int4Linear, KernelInt4Weight
 from swarm_models.kernels.int8_linear import Int8Linear
@@ -60,7 +60,7 @@ def test_names_of_other_families(model_type: str, chosen: set[str]) -> None:
 
 
 def load(directory: Path, method: str, cache: WeightCache, span: Span | None = None) -> tuple[BlockStack, Report]:
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ModelCheckpoint.open(directory)
     layers, report = PackedLayers(cache, method, CPU, torch.float32, checkpoint.family), Report(method)
 
     def prepare(block: torch.nn.Module, index: int) -> None:
@@ -75,7 +75,7 @@ def load(directory: Path, method: str, cache: WeightCache, span: Span | None = N
 def test_blocks_have_the_chosen_layers_in_8_bits_and_the_others_in_4(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path / "model")
     cache = WeightCache(1 << 30, tmp_path / "cache")
-    family = Checkpoint.open(tmp_path / "model").family
+    family = ModelCheckpoint.open(tmp_path / "model").family
     chosen = eight_bit_layers(family)
     assert any(chosen)
     eight, _ = load(tmp_path / "model", "int8", WeightCache(0))

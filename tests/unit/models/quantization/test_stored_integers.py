@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.kernels.int4_linear import Int4Linear
 from swarm_models.kernels.int8_linear import Int8Linear
 from swarm_models.quantization import quantize_
@@ -53,7 +53,7 @@ def gptq_with_zeros(weight: torch.Tensor) -> Packed:
 def linears(directory: Path, config: object, pack: Packer, method: str) -> tuple[dict[str, Any], dict[str, float]]:
     """The linear layers of a block that was loaded with this quantisation, and their relative errors, by name."""
     expected = publish(directory, config, pack, num_hidden_layers=1, intermediate_size=128)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ModelCheckpoint.open(directory)
     stack = load_blocks(
         checkpoint,
         Span(0, 1),
@@ -126,7 +126,7 @@ def test_int4_keeps_integers_and_rounds_scales(tmp_path: Path, config: object, p
 )
 def test_others_are_rounded_again_in_8_bits_where_int4_holds_8(tmp_path: Path, config: object, pack: Packer) -> None:
     layers, found = linears(tmp_path, config, pack, "int4")
-    eight_bits = eight_bit_layers(Checkpoint.open(tmp_path).family)[0]
+    eight_bits = eight_bit_layers(ModelCheckpoint.open(tmp_path).family)[0]
     assert "self_attn.v_proj" in eight_bits
     for name, layer in layers.items():
         assert type(layer) is (Int8Linear if name in eight_bits else Int4Linear), name

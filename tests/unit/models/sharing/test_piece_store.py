@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_models.checkpoints.files import Directory
+from swarm_models.checkpoints.files import LocalFiles
 from swarm_models.sharing.manifest import Manifest, SharedFile
 from swarm_models.sharing.piece_store import PieceStore, model_directory, remembered
 from swarm_protocol.errors import BadReply, CheckpointError
@@ -45,7 +45,7 @@ def test_pieces_come_in_any_order_and_stay(manifest: Manifest, tmp_path: Path) -
     assert store.is_whole(file) and store.path(file) == store.snapshot / file.name
     assert store.path(file).read_bytes() == (tmp_path / "source" / file.name).read_bytes()
     assert store.path(file).readlink() == Path("../../blobs") / file.sha256.hex()  # as in the hub's cache
-    assert Directory(store.snapshot).path(file.name) == store.path(file)
+    assert LocalFiles(store.snapshot).path(file.name) == store.path(file)
     assert opened(manifest, tmp_path).held(file) == set(order)
 
 

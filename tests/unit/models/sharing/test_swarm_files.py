@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_models.sharing.hashing import FileHashes
 from swarm_models.sharing.manifest import Manifest, SharedFile, has_weights, may_be_shared
@@ -60,17 +60,17 @@ def test_once_the_files_are_open_no_thread_waits_for_the_loop_while_the_checkpoi
     store, download = empty_store(Path(locate(DEFAULT_MODEL)), tmp_path)
     files = SwarmFiles(store, download, never)
     asyncio.run(files.open())
-    assert Checkpoint(files).weight_files == ("model.safetensors",)
+    assert ModelCheckpoint(files).weight_files == ("model.safetensors",)
 
 
 def test_the_headers_of_all_wanted_shards_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "source"
     save_checkpoint("llama", source)
-    original = Checkpoint.open(source)
+    original = ModelCheckpoint.open(source)
     store, download = empty_store(source, tmp_path)
     files = SwarmFiles(store, download, asyncio.run)
     asyncio.run(files.open())
-    checkpoint = Checkpoint(files)
+    checkpoint = ModelCheckpoint(files)
     wanted = checkpoint.client_tensors()
     of_client = {Path(tensor.path).name for tensor in original.client_tensors().values()}
     assert 1 < len(of_client) < len(original.weight_files)

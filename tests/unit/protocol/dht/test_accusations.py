@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from swarm_protocol.dht.notices.accusations import MAX_DOUBTED, MAX_EVIDENCE, Accusations
+from swarm_protocol.dht.notices.accusations import MAX_DOUBTED, MAX_EVIDENCE, AccusationRegistry
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from tests.unit.support import run
@@ -26,7 +26,7 @@ class Node:
 
 def test_the_last_evidence_and_the_first_doubts_are_published_and_read() -> None:
     node, identity = Node(), Identity.generate()
-    accusations = Accusations(lambda: node, "swarm", "model", identity, None)  # type: ignore[arg-type,return-value]
+    accusations = AccusationRegistry(lambda: node, "swarm", "model", identity, None)  # type: ignore[arg-type,return-value]
     evidence = [pb.Evidence(hidden_size=number) for number in range(9)]
     doubted = [f"server {number}" for number in range(9)]
     assert run(accusations.publish(evidence, doubted, b""))

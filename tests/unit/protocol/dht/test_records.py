@@ -18,7 +18,7 @@ from swarm_protocol.dht.records import (
     ServerRecord,
     ServerState,
     SwarmView,
-    Work,
+    WorkTotals,
     missing_spans,
     models_key,
     servers_key,
@@ -62,7 +62,7 @@ records = st.builds(
     relay_address=texts,
     weights=st.binary(max_size=32),
     work=st.builds(
-        Work, st.integers(0, 2**50), st.integers(0, 2**50), st.integers(0, 2**50), st.floats(2e7, 1e9, width=32)
+        WorkTotals, st.integers(0, 2**50), st.integers(0, 2**50), st.integers(0, 2**50), st.floats(2e7, 1e9, width=32)
     ),
 )
 
@@ -76,7 +76,7 @@ def test_every_field_of_the_contract_is_written() -> None:
     record = server_record(
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
         next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
-        pinned=True, next_span=Span(1, 2), token=b"t", work=Work(1, 2, 3, 4.0), cache_tokens=9, codecs=("int4",),
+        pinned=True, next_span=Span(1, 2), token=b"t", work=WorkTotals(1, 2, 3, 4.0), cache_tokens=9, codecs=("int4",),
         relay_address="/ip4/192.0.2.1/tcp/1/p2p/QmRelay", weights=b"w",
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
@@ -157,7 +157,7 @@ def test_speeds_that_no_hardware_has_are_cut() -> None:
 def test_work_that_no_hardware_can_have_done_is_cut() -> None:
     for uptime_s, most in ((0.0, 0), (2.0, 2 * MAX_FORWARD_BLOCKS_PER_S), (1e9, 2**53)):
         work = pb.Work(decoded=7, prompts=2**64 - 1, passes=2**64 - 1, uptime_s=uptime_s)
-        assert ServerRecord.parse(malformed(work=work)).work == Work(min(7, most), most, most, uptime_s)
+        assert ServerRecord.parse(malformed(work=work)).work == WorkTotals(min(7, most), most, most, uptime_s)
 
 
 def test_short_id_tells_servers_apart() -> None:

@@ -13,7 +13,7 @@ from swarm_protocol.streams.streams import Handler, Stream
 from swarm_protocol.tunnel import accepting
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL, Acceptor
 from swarm_protocol.tunnel.relaying import RELAY, RESERVE, Relay, RelayLimits
-from swarm_protocol.tunnel.reserving import Reservation
+from swarm_protocol.tunnel.reserving import RelayReservation
 from tests.unit.support import run, until
 from tests.unit.virtual_time import run_virtually
 
@@ -164,7 +164,7 @@ def test_a_caller_to_whom_no_port_can_be_opened_is_served_through_the_relay(monk
 def test_a_reservation_is_lost_at_once_when_the_relay_closes_its_stream() -> None:
     async def scenario() -> None:
         stream, writer = stream_of("relay")
-        reservation = Reservation("/relay", 0.1, "", stream, keepalive_s=300.0)
+        reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)
         await asyncio.sleep(299.0)
         assert not reservation.lost.done()
         stream.reader.feed_eof()
@@ -178,7 +178,7 @@ def test_a_reservation_is_lost_at_once_when_the_relay_closes_its_stream() -> Non
 def test_a_reservation_is_lost_when_the_relay_does_not_answer_a_sign_of_life() -> None:
     async def scenario() -> None:
         stream, writer = stream_of("relay")
-        reservation = Reservation("/relay", 0.1, "", stream, keepalive_s=300.0)
+        reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)
         for _ in range(3):
             sign = await asyncio.wait_for(writer.written.readexactly(1), 301.0)
             stream.reader.feed_data(sign)

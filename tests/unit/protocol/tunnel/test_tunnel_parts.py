@@ -17,11 +17,11 @@ from swarm_protocol.net.shares import Caller
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, read_message, read_run
-from swarm_protocol.streams.limits import Budget, Places
+from swarm_protocol.streams.limits import BandwidthBudget, Places
 from swarm_protocol.tunnel import dialing
 from swarm_protocol.tunnel.circuit import Circuit, relay_of
 from swarm_protocol.tunnel.dialing import Dialer, first_reached
-from swarm_protocol.tunnel.members import Membership, require_member
+from swarm_protocol.tunnel.members import RelayCredentials, require_member
 from tests.unit.identities import identity
 from tests.unit.support import run, until
 from tests.unit.virtual_time import run_virtually
@@ -93,7 +93,7 @@ def test_a_budget_is_kept_over_time():
 
     async def spend() -> float:
         start_s = asyncio.get_running_loop().time()
-        budget = Budget(1000.0)
+        budget = BandwidthBudget(1000.0)
         await asyncio.gather(*(budget.take(500) for _ in range(10)))
         assert budget.num_bytes == 5000
         return asyncio.get_running_loop().time() - start_s
@@ -106,7 +106,7 @@ def test_a_budget_is_kept_over_time():
 
 def test_calls_that_are_cancelled_give_back_what_they_have_reserved():
     async def spend() -> float:
-        budget, clock = Budget(1000.0), asyncio.get_running_loop().time
+        budget, clock = BandwidthBudget(1000.0), asyncio.get_running_loop().time
         await budget.take(500)  # half a second's may pass at once
         waiting = [asyncio.ensure_future(budget.take(1000)) for _ in range(5)]
         await asyncio.sleep(0)
@@ -122,7 +122,7 @@ def test_calls_that_are_cancelled_give_back_what_they_have_reserved():
 
 
 def test_a_budget_without_end_does_not_wait():
-    run(Budget().take(1 << 40))
+    run(BandwidthBudget().take(1 << 40))
 
 
 def test_messages_that_are_none_are_refused():
@@ -152,7 +152,7 @@ def test_only_members_open_streams_to_a_relay_of_a_private_swarm():
     now = time.time()
     token = Grant(organiser.public, b"0" * 16, Role.CLIENT, "anna", identity.peer_id, now, now + 1000).signed(organiser)
     access = AccessControl(organiser.public)
-    shown = Membership(identity, token).shown("caller", "relay")
+    shown = RelayCredentials(identity, token).shown("caller", "relay")
     require_member(access, Role.CLIENT, shown, "caller", "relay")
     require_member(None, Role.CLIENT, pb.Member(), "caller", "relay")  # a swarm that is open to all
     for member, caller, relay, role in (
@@ -160,7 +160,7 @@ def test_only_members_open_streams_to_a_relay_of_a_private_swarm():
         (shown, "another caller", "relay", Role.CLIENT),
         (shown, "caller", "relay", Role.SERVER),
         (pb.Member(), "caller", "relay", Role.CLIENT),
-        (Membership(thief, token).shown("caller", "relay"), "caller", "relay", Role.CLIENT),
+        (RelayCredentials(thief, token).shown("caller", "relay"), "caller", "relay", Role.CLIENT),
         (pb.Member(token=token, public_key=b"none", signature=b""), "caller", "relay", Role.CLIENT),
     ):
         with pytest.raises(AccessDenied):

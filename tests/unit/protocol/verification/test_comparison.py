@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarm_protocol.verification.comparison import Bounds, Comparison, Kind
+from swarm_protocol.verification.comparison import Bounds, Comparison, RoundingKind
 
-INT8, FP32, BF16 = Kind("int8", "float32"), Kind("none", "float32"), Kind("none", "bfloat16")
-INT4, NF4 = Kind("int4", "float32"), Kind("nf4", "float32")
+INT8, FP32, BF16 = RoundingKind("int8", "float32"), RoundingKind("none", "float32"), RoundingKind("none", "bfloat16")
+INT4, NF4 = RoundingKind("int4", "float32"), RoundingKind("nf4", "float32")
 TOKENS, HIDDEN = 32, 256
 
 
@@ -57,7 +57,7 @@ LIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kinds", [(FP32, INT8), (INT8, BF16), (INT8, INT8), (FP32, FP32)])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_found(lie: str, kinds: tuple[Kind, Kind]) -> None:
+def test_a_lie_is_found(lie: str, kinds: tuple[RoundingKind, RoundingKind]) -> None:
     inputs, ours, theirs = outputs(3e-4 if kinds[0] == kinds[1] else 0.015)
     assert excess(inputs, LIES[lie](inputs, ours), theirs, kinds) > 1
     assert excess(inputs, ours, LIES[lie](inputs, theirs), kinds) > 1
@@ -77,7 +77,7 @@ def test_a_router_near_a_tie_is_no_lie() -> None:
 
 @pytest.mark.parametrize("kinds", [(INT4, INT8), (FP32, INT4), (NF4, INT4)])
 @pytest.mark.parametrize("num_blocks", [1, 6, 40])
-def test_gross_lies_are_found_beside_four_bits(kinds: tuple[Kind, Kind], num_blocks: int) -> None:
+def test_gross_lies_are_found_beside_four_bits(kinds: tuple[RoundingKind, RoundingKind], num_blocks: int) -> None:
     """Their rounding is no lie, though it comes to a third of what the blocks do."""
     bounds = Bounds.of(*kinds, num_blocks, routed=False)
     assert bounds.is_wide and bounds == Bounds.of(*reversed(kinds), num_blocks, routed=False)

@@ -11,7 +11,7 @@ import torch
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.verification.comparison import Kind
+from swarm_protocol.verification.comparison import RoundingKind
 from swarm_protocol.verification.evidence import LASTS_S, SEED_BYTES, Evidence, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
@@ -21,7 +21,7 @@ NOW, HIDDEN = 1_000_000.0, 48
 SEED = bytes(range(SEED_BYTES))
 SPAN = Span(0, 2)
 WEIGHT = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
-KIND = Kind("int8", "float32", "cpu")
+KIND = RoundingKind("int8", "float32", "cpu")
 
 
 def true(hidden: torch.Tensor) -> torch.Tensor:
@@ -72,11 +72,11 @@ def test_lies_are_off(signer: Signer, lie) -> None:
 
 
 def test_gross_lies_are_off_beside_another_kind_too(signer: Signer) -> None:
-    other = Kind("none", "float32", "cpu")
+    other = RoundingKind("none", "float32", "cpu")
     found = evidence(signer, torch.zeros_like(TRUTH))
     assert (found.excess(TRUTH, other, False) or 0) > 1
     assert (evidence(signer, 1.01 * TRUTH).excess(TRUTH, other, False) or inf) < 1
-    assert (found.excess(TRUTH, Kind("nf4", "float32", "cpu"), False) or 0) > 1
+    assert (found.excess(TRUTH, RoundingKind("nf4", "float32", "cpu"), False) or 0) > 1
 
 
 def test_where_blocks_choose_among_experts_nothing_can_be_told(signer: Signer) -> None:

@@ -11,8 +11,15 @@ import torch
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.verification.comparison import Kind
-from swarm_protocol.verification.statements import DIRECTIONS, SKETCH_POSITIONS, Signer, Statement, digest_of, sketch_of
+from swarm_protocol.verification.comparison import RoundingKind
+from swarm_protocol.verification.statements import (
+    DIRECTIONS,
+    SKETCH_POSITIONS,
+    OutputStatement,
+    Signer,
+    digest_of,
+    sketch_of,
+)
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.support import server_record
 
@@ -34,14 +41,14 @@ def signed(identity: Identity) -> pb.SignedStatement:
 
 
 def test_says_who_has_computed_what(identity: Identity, signed: pb.SignedStatement) -> None:
-    statement = Statement.parse(signed)
+    statement = OutputStatement.parse(signed)
     assert statement.is_by(server_record(identity.peer_id, quant="int8"), SPAN)
     assert statement.is_about(INPUTS, OUTPUT)
-    assert (statement.kind, statement.made_at) == (Kind("int8", "float32", "cpu"), NOW)
+    assert (statement.kind, statement.made_at) == (RoundingKind("int8", "float32", "cpu"), NOW)
 
 
 def test_is_about_nothing_else(identity: Identity, signed: pb.SignedStatement) -> None:
-    statement, record = Statement.parse(signed), server_record(identity.peer_id, quant="int8")
+    statement, record = OutputStatement.parse(signed), server_record(identity.peer_id, quant="int8")
     assert not statement.is_about(INPUTS, 1.0001 * OUTPUT)
     for other in (
         replace(INPUTS, hidden=INPUTS.hidden.nextafter(torch.tensor(9.0))),
@@ -60,7 +67,7 @@ def test_what_was_changed_is_not_signed(signed: pb.SignedStatement, field: str) 
     content = pb.Statement.FromString(signed.content)
     setattr(content, field, "else")
     with pytest.raises(ValueError, match="peer" if field == "peer_id" else "signature"):
-        Statement.parse(pb.SignedStatement(content=content.SerializeToString(), **rest(signed)))
+        OutputStatement.parse(pb.SignedStatement(content=content.SerializeToString(), **rest(signed)))
 
 
 def test_numbers_are_signed_too(signed: pb.SignedStatement) -> None:
@@ -73,7 +80,7 @@ def test_numbers_are_signed_too(signed: pb.SignedStatement) -> None:
         content = pb.Statement.FromString(signed.content)
         change(content)
         with pytest.raises(ValueError, match="signature"):
-            Statement.parse(pb.SignedStatement(content=content.SerializeToString(), **rest(signed)))
+            OutputStatement.parse(pb.SignedStatement(content=content.SerializeToString(), **rest(signed)))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +107,7 @@ def test_numbers_are_signed_too(signed: pb.SignedStatement) -> None:
 )
 def test_what_is_none_is_refused(message: pb.SignedStatement, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
-        Statement.parse(message)
+        OutputStatement.parse(message)
 
 
 def test_projections_have_the_length_of_what_is_projected() -> None:

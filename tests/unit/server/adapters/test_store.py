@@ -13,7 +13,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.adapters import Adapter
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.shared_store import SharedStore
-from swarm_server.adapters.store import AdapterStore, Arriving
+from swarm_server.adapters.store import AdapterStore, IncomingAdapter
 from tests.unit.support import run, until
 
 SIZE = 100
@@ -30,7 +30,7 @@ def named(key: bytes) -> pb.AdapterName:
 
 def put(store: AdapterStore, *keys: bytes, size_bytes: int = SIZE, client: Caller = ANNA) -> None:
     for key in keys:
-        with Arriving(store, client) as arriving:
+        with IncomingAdapter(store, client) as arriving:
             for _ in range(size_bytes // 10):
                 arriving.add(bytes(10))
             arriving.keep(placed(key))
@@ -85,15 +85,18 @@ def test_what_arrives_is_counted_and_given_back():
     async def scenario() -> None:
         store = AdapterStore(4 * SIZE)
         put(store, b"a")
-        with pytest.raises(ZeroDivisionError), Arriving(store, ANNA) as arriving:
+        with pytest.raises(ZeroDivisionError), IncomingAdapter(store, ANNA) as arriving:
             arriving.add(bytes(2 * SIZE))
             assert store.used_bytes == 3 * SIZE
-            with Arriving(store, ANNA) as other, pytest.raises(PeerBusy):
+            with IncomingAdapter(store, ANNA) as other, pytest.raises(PeerBusy):
                 other.add(bytes(2 * SIZE))
             assert len(store) == 0 and store.used_bytes == 2 * SIZE
             raise ZeroDivisionError
         assert store.used_bytes == 0
-        with Arriving(store, ANNA) as arriving, pytest.raises(RequestRejected, match="larger than 300 bytes, the most"):
+        with (
+            IncomingAdapter(store, ANNA) as arriving,
+            pytest.raises(RequestRejected, match="larger than 300 bytes, the most"),
+        ):
             arriving.add(bytes(3 * SIZE + 1))
         assert store.used_bytes == 0
 

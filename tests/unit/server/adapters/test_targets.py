@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization import quantize_
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
@@ -32,7 +32,7 @@ def stacks(quant, tmp_path_factory) -> dict[str, BlockStack]:
     for family in ("llama", "gpt2", "falcon-7b", "mixtral", "llama4_text"):
         directory = tmp_path_factory.mktemp(family)
         save_checkpoint(family, directory)
-        loaded[family] = load_blocks(Checkpoint.open(directory), SPAN, transform=transform)
+        loaded[family] = load_blocks(ModelCheckpoint.open(directory), SPAN, transform=transform)
     return loaded
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from tests.families import families
@@ -86,7 +86,7 @@ def test_gradients_equal_those_of_the_whole(swarm: Swarm) -> None:
 
 def test_weights_have_the_dtypes_of_the_whole(swarm: Swarm) -> None:
     whole = load_whole(swarm.directory, torch.bfloat16)
-    stack = load_blocks(Checkpoint.open(swarm.directory), Span(2, 3), dtype=torch.bfloat16)
+    stack = load_blocks(ModelCheckpoint.open(swarm.directory), Span(2, 3), dtype=torch.bfloat16)
     family = stack.family
     assert_same_weights(stack.blocks[0], getattr(family.owner_of(whole), family.blocks)[2])
 
@@ -107,7 +107,7 @@ def assert_same_weights(block: nn.Module, expected: nn.Module) -> None:
 def test_half_precision_checkpoint_computes_in_fp32(name: str, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path, dtype=torch.bfloat16)
     whole = load_whole(tmp_path)
-    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 4))
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(1, 4))
     for index, block in zip(stack.span, stack.blocks, strict=True):
         assert {parameter.dtype for parameter in block.parameters()} == {torch.float32}
         assert_same_weights(block, getattr(stack.family.owner_of(whole), stack.family.blocks)[index])
@@ -115,7 +115,7 @@ def test_half_precision_checkpoint_computes_in_fp32(name: str, tmp_path: Path) -
 
 def test_sessions_on_overlapping_views_do_not_meet(tmp_path: Path) -> None:
     save_checkpoint("gemma2", tmp_path)
-    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 6))
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(1, 6))
     spans = [Span(1, 6), Span(2, 5), Span(3, 6), Span(3, 4)]
     hidden = torch.randn(len(spans), 1, TOKENS, HIDDEN)
     steps = [slice(0, PROMPT), *(slice(i, i + 1) for i in range(PROMPT, TOKENS))]
@@ -135,7 +135,7 @@ def test_sessions_on_overlapping_views_do_not_meet(tmp_path: Path) -> None:
 
 def test_sliding_blocks_keep_only_their_window(tmp_path: Path) -> None:
     save_checkpoint("qwen2-sliding", tmp_path)  # blocks from 2 on slide
-    view = load_blocks(Checkpoint.open(tmp_path), Span(0, 6)).view(Span(1, 4))
+    view = load_blocks(ModelCheckpoint.open(tmp_path), Span(0, 6)).view(Span(1, 4))
     cache = view.new_cache()
     with torch.inference_mode():
         view(torch.randn(1, TOKENS, HIDDEN), cache=cache)
@@ -144,7 +144,7 @@ def test_sliding_blocks_keep_only_their_window(tmp_path: Path) -> None:
 
 def test_positions_that_jump_do_not_separate_sequences(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path)
-    stack = load_blocks(Checkpoint.open(tmp_path), Span(0, 2))
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(0, 2))
     hidden, positions = torch.randn(1, 4, HIDDEN), torch.tensor([[0, 1, 7, 8]])
     mask = torch.ones(1, 4, dtype=torch.long)
     with torch.inference_mode():
@@ -155,7 +155,7 @@ def test_positions_that_jump_do_not_separate_sequences(tmp_path: Path) -> None:
 def test_stack_describes_itself(tmp_path: Path) -> None:
     save_checkpoint("opt-projected", tmp_path)
     loaded = []
-    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 5), progress=loaded.append)
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(1, 5), progress=loaded.append)
     view = stack.view(Span(2, 4))
     assert loaded == [1, 2, 3, 4]
     assert (view.span, view.num_blocks, view.config.num_hidden_layers) == (Span(2, 4), 2, 2)
@@ -165,13 +165,13 @@ def test_stack_describes_itself(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"blocks 0:2 are not all among the hosted blocks 1:5"):
         stack.view(Span(0, 2))
     with pytest.raises(ValueError, match="outside the model, which has 6 blocks"):
-        load_blocks(Checkpoint.open(tmp_path), Span(4, 8))
+        load_blocks(ModelCheckpoint.open(tmp_path), Span(4, 8))
 
 
 def test_blocks_are_frozen_and_ready_for_autograd(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path)
     with torch.inference_mode():
-        stack = load_blocks(Checkpoint.open(tmp_path), Span(0, 2))
+        stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(0, 2))
     assert not any(parameter.requires_grad or parameter.is_inference() for parameter in stack.blocks.parameters())
     assert not any(block.training for block in stack.blocks)
     hidden = torch.randn(1, 4, HIDDEN, requires_grad=True)
@@ -190,7 +190,7 @@ def test_transform_is_called_with_the_whole_models_index(tmp_path: Path) -> None
         else:
             assert isinstance(part.linear, nn.Linear)
 
-    stack = load_blocks(Checkpoint.open(tmp_path), Span(3, 5), transform=transform)
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(3, 5), transform=transform)
     assert changed == [(3, 3), (4, 4)]
     assert all(isinstance(block.mlp, nn.Identity) for block in stack.blocks)
     assert [block.self_attn.layer_idx for block in stack.view(Span(4, 5)).blocks] == [0]
@@ -200,7 +200,7 @@ def test_transform_is_called_with_the_whole_models_index(tmp_path: Path) -> None
 def test_weight_initialisation_does_not_meet_what_is_left_out(name: str, tmp_path: Path) -> None:
     """These families initialise weights of layers, or buffers of blocks, from outside: here some are not there."""
     save_checkpoint(name, tmp_path)
-    stack = load_blocks(Checkpoint.open(tmp_path), Span(1, 3), transform=lambda _part, _index: None)
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(1, 3), transform=lambda _part, _index: None)
     whole = load_whole(tmp_path)
     for index, block in zip(stack.span, stack.blocks, strict=True):
         assert_same_weights(stack.original(index), getattr(stack.family.owner_of(whole), stack.family.blocks)[index])

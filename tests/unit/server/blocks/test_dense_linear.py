@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks import dense_linear
@@ -74,7 +74,7 @@ def test_gradients_of_a_sum():
 def test_blocks(family, tmp_path, products):
     save_checkpoint(family, tmp_path)
     plain, fast = (
-        Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED, transform=transform)).stateless
+        Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, transform=transform)).stateless
         for transform in (None, lambda block, _index: use_onednn_(block))
     )
     hidden, grad = torch.randn(3, 7, HIDDEN), torch.randn(3, 7, HIDDEN)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.formats.packed import PackedTensor
 from swarm_models.checkpoints.safetensors_file import FileTensor
 from swarm_models.quantization import quantize_
@@ -46,7 +46,7 @@ def load(path: Path, method: str, in_parts: bool, dtype: torch.dtype = torch.flo
         quantize_(block, method, CPU, dtype)
 
     layers = PackedLayers(WeightCache(0), method, CPU, dtype) if in_parts else None
-    checkpoint = Checkpoint.open(path)
+    checkpoint = ModelCheckpoint.open(path)
     return load_blocks(checkpoint, checkpoint.family.all_blocks, dtype=dtype, transform=transform, layers=layers)
 
 
@@ -169,7 +169,7 @@ def test_integers_of_experts_are_kept(tmp_path: Path) -> None:
 
 def test_files_are_read_in_tiles(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path, num_hidden_layers=1)
-    stored = Checkpoint.open(tmp_path).block_tensors(0)["model.layers.0.mlp.up_proj.weight"]
+    stored = ModelCheckpoint.open(tmp_path).block_tensors(0)["model.layers.0.mlp.up_proj.weight"]
     assert isinstance(stored, FileTensor) and stored.has_tiles
     tiles = list(stored.tiles(40))
     assert [len(tile) for tile in tiles[:-1]] == [40] * (len(tiles) - 1) and len(tiles) > 1
@@ -178,7 +178,7 @@ def test_files_are_read_in_tiles(tmp_path: Path) -> None:
 
 def test_without_quantisation_experts_are_those_of_transformers(tmp_path: Path) -> None:
     path = fp8("qwen3_moe")(tmp_path / "model")
-    checkpoint = Checkpoint.open(path)
+    checkpoint = ModelCheckpoint.open(path)
     layers = PackedLayers(WeightCache(0), "none", CPU, torch.float32)
     stack = load_blocks(checkpoint, Span(1, 2), transform=lambda block, index: None, layers=layers)
     assert all(parameter.device == CPU for parameter in stack.blocks.parameters())

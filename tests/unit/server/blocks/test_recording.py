@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -35,7 +35,7 @@ def load(name: str, directory: Path, quant: str = "none", **config) -> Engine:
     def transform(block: torch.nn.Module, _index: int) -> None:
         quantize_(block, quant, torch.device("cpu"), torch.float32)
 
-    return Engine(load_blocks(Checkpoint.open(directory), HOSTED, transform=transform))
+    return Engine(load_blocks(ModelCheckpoint.open(directory), HOSTED, transform=transform))
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])

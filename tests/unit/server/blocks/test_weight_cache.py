@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.safetensors_file import StoredTensor, read_header
 from swarm_models.kernels.int8_linear import Int8Linear, quantize_rows
 from swarm_models.kernels.kernel_weight import KernelWeight
@@ -287,7 +287,7 @@ def load(directory: Path, cache: Path) -> tuple[BlockStack, Report, int]:
         nonlocal report
         report += quantize_(block, "int8", CPU, torch.float32)
 
-    stack = load_blocks(Checkpoint.open(directory), Span(0, 2), transform=prepare, layers=layers)
+    stack = load_blocks(ModelCheckpoint.open(directory), Span(0, 2), transform=prepare, layers=layers)
     return stack, layers.report + report, kept.num_written
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank, Prompt
@@ -69,7 +69,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 def split(directory: Path, devices: tuple[torch.device, ...], **options) -> SplitStack:
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ModelCheckpoint.open(directory)
     return SplitStack(
         [load_blocks(checkpoint, part, device=device, **options) for part, device in zip(PARTS, devices, strict=True)]
     )
@@ -78,7 +78,7 @@ def split(directory: Path, devices: tuple[torch.device, ...], **options) -> Spli
 def engines(directory: Path, devices: tuple[torch.device, ...], **options) -> tuple[Engine, Engine]:
     """On one of the devices, and over all; no programs and no graphs, which round otherwise."""
     stacks = (
-        load_blocks(Checkpoint.open(directory), HOSTED, device=devices[0], **options),
+        load_blocks(ModelCheckpoint.open(directory), HOSTED, device=devices[0], **options),
         split(directory, devices, **options),
     )
     whole, parts = (Engine(stack, prefix_cache=PrefixCache()) for stack in stacks)
@@ -274,7 +274,7 @@ def test_one_accelerator(name: str, tmp_path: Path) -> None:
     """No family leaves a mask, positions or states on the CPU; rows are copied side by side for attention."""
     save_checkpoint(name, tmp_path)
     with SimulatedDevices():
-        engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED, device=FIRST))
+        engine = Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, device=FIRST))
         everyone = [Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=rows, seed=rows) for rows in (1, 3)]
         for generation, num_tokens in zip(everyone, (5, SLIDING + 2), strict=True):
             advance(engine, [generation], num_tokens)
@@ -299,7 +299,7 @@ def test_bfloat16_and_bitsandbytes(llama: Path, device: str, method: str) -> Non
     def prepare(block: torch.nn.Module, _index: int) -> None:
         quantize_(block, method, torch.device(device), torch.bfloat16)
 
-    checkpoint = Checkpoint.open(llama)
+    checkpoint = ModelCheckpoint.open(llama)
     exact = Engine(load_blocks(checkpoint, HOSTED))
     rounded = Engine(load_blocks(checkpoint, HOSTED, dtype=torch.bfloat16, device=device, transform=prepare))
     outputs = []

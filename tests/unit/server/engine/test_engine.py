@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -121,7 +121,7 @@ def stack_of(tmp_path_factory) -> Callable[[str], BlockStack]:
     def load(name: str) -> BlockStack:
         directory = tmp_path_factory.mktemp(name)
         save_checkpoint(name, directory)
-        return load_blocks(Checkpoint.open(directory), HOSTED)
+        return load_blocks(ModelCheckpoint.open(directory), HOSTED)
 
     return load
 
@@ -255,7 +255,7 @@ class TestEveryFamily:
 def test_sessions_share_batches_on_cuda(tmp_path) -> None:
     """Where rows are copied side by side for attention."""
     save_checkpoint("llama", tmp_path)
-    engine = Engine(load_blocks(Checkpoint.open(tmp_path), HOSTED, device="cuda"))
+    engine = Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, device="cuda"))
     everyone = [Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=rows, seed=rows) for rows in (1, 3)]
     for generation, num_tokens in zip(everyone, (5, 2 * PAGE_TOKENS), strict=True):
         advance(engine, [generation], num_tokens)

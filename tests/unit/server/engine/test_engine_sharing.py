@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
@@ -26,7 +26,7 @@ from tests.zoo import HIDDEN, save_checkpoint
 def llama(tmp_path_factory) -> BlockStack:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory)
-    return load_blocks(Checkpoint.open(directory), HOSTED)
+    return load_blocks(ModelCheckpoint.open(directory), HOSTED)
 
 
 @pytest.fixture

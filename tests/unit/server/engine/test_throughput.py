@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import load_blocks
@@ -33,7 +33,7 @@ class Changes(list):
 def engine(tmp_path_factory) -> Engine:
     directory = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", directory)
-    return Engine(load_blocks(Checkpoint.open(directory), Span(0, 4)))
+    return Engine(load_blocks(ModelCheckpoint.open(directory), Span(0, 4)))
 
 
 @pytest.mark.parametrize("span", [Span(0, 4), Span(1, 2)], ids=str)

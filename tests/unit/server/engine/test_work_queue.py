@@ -13,30 +13,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.engine.scheduler import MAX_POSITIONS, Kind, Work, WorkQueue
+from swarm_server.engine.scheduler import MAX_POSITIONS, WorkItem, WorkKind, WorkQueue
 from swarm_server.engine.session_state import SessionStep
 
 
-def work(kind: Kind = Kind.DECODE, num_tokens: int = 1, rows: int = 1) -> Work:
+def work(kind: WorkKind = WorkKind.DECODE, num_tokens: int = 1, rows: int = 1) -> WorkItem:
     """A step of a session of its own."""
-    return Work(kind, done=None, session=object(), step=SessionStep(0, BlockInput(torch.zeros(rows, num_tokens, 1))))
+    return WorkItem(
+        kind, done=None, session=object(), step=SessionStep(0, BlockInput(torch.zeros(rows, num_tokens, 1)))
+    )
 
 
-def call(kind: Kind) -> Work:
-    return Work(kind, done=None, call=lambda: None)
+def call(kind: WorkKind) -> WorkItem:
+    return WorkItem(kind, done=None, call=lambda: None)
 
 
 CHUNK = 64  # positions
 
 
-def filled(*works: Work, mixes_sessions: bool = True) -> WorkQueue:
+def filled(*works: WorkItem, mixes_sessions: bool = True) -> WorkQueue:
     queue = WorkQueue(mixes_sessions, CHUNK)
     for one in works:
         queue.add(one)
     return queue
 
 
-def batches(queue: WorkQueue) -> list[list[Work]]:
+def batches(queue: WorkQueue) -> list[list[WorkItem]]:
     """Everything, in the order of its computation."""
     result = []
     while batch := queue.next_batch():
@@ -49,54 +51,54 @@ class TestTurns:
         queue = WorkQueue()
         assert queue.next_batch() == [] and len(queue) == 0
 
-    @pytest.mark.parametrize("kind", Kind)
-    def test_first_come_first_served_within_a_kind(self, kind: Kind) -> None:
+    @pytest.mark.parametrize("kind", WorkKind)
+    def test_first_come_first_served_within_a_kind(self, kind: WorkKind) -> None:
         works = [work(kind) for _ in range(5)]
         assert batches(filled(*works, mixes_sessions=False)) == [[one] for one in works]
 
     def test_decoding_has_every_other_turn(self) -> None:
         """While others wait, however much of them there is and whatever came first."""
-        others = [work(Kind.PREFILL, CHUNK) for _ in range(6)] + [call(Kind.TRAINING) for _ in range(3)]
+        others = [work(WorkKind.PREFILL, CHUNK) for _ in range(6)] + [call(WorkKind.TRAINING) for _ in range(3)]
         queue, kinds = filled(*others), []
         for _ in range(16):
             queue.add(work())
             kinds.append(queue.next_batch()[0].kind)
-        assert [kind for kind in kinds[::2]] == [Kind.DECODE] * 8
-        assert Kind.DECODE not in kinds[1::2]
+        assert [kind for kind in kinds[::2]] == [WorkKind.DECODE] * 8
+        assert WorkKind.DECODE not in kinds[1::2]
 
     def test_training_has_one_in_four_of_the_turns_that_decoding_leaves(self) -> None:
-        queue, kinds = filled(*(call(Kind.TRAINING) for _ in range(4))), []
+        queue, kinds = filled(*(call(WorkKind.TRAINING) for _ in range(4))), []
         for _ in range(16):
-            queue.add(work(Kind.PREFILL))
+            queue.add(work(WorkKind.PREFILL))
             kinds.append(queue.next_batch()[0].kind)
-        assert kinds == ([Kind.PREFILL] * 3 + [Kind.TRAINING]) * 4
+        assert kinds == ([WorkKind.PREFILL] * 3 + [WorkKind.TRAINING]) * 4
 
     def test_whoever_is_alone_has_all_turns(self) -> None:
-        for kind in Kind:
+        for kind in WorkKind:
             works = [call(kind) for _ in range(4)]
             assert batches(filled(*works)) == [[one] for one in works]
 
     def test_a_prompt_goes_before_the_training_that_came_before_it(self) -> None:
-        queue = filled(*(call(Kind.TRAINING) for _ in range(9)))
+        queue = filled(*(call(WorkKind.TRAINING) for _ in range(9)))
         for _ in range(4):
             queue.next_batch()
-        queue.add(work(Kind.PREFILL))
-        assert queue.next_batch()[0].kind is Kind.PREFILL
+        queue.add(work(WorkKind.PREFILL))
+        assert queue.next_batch()[0].kind is WorkKind.PREFILL
 
-    @given(st.lists(st.sampled_from(list(Kind)), max_size=40), st.randoms(use_true_random=False))
-    def test_nobody_starves(self, arrivals: list[Kind], chance: random.Random) -> None:
+    @given(st.lists(st.sampled_from(list(WorkKind)), max_size=40), st.randoms(use_true_random=False))
+    def test_nobody_starves(self, arrivals: list[WorkKind], chance: random.Random) -> None:
         """Whatever arrives meanwhile, the work that came first of its kind has its turn within eight."""
-        queue, waited = WorkQueue(mixes_sessions=False), dict.fromkeys(Kind, 0)
+        queue, waited = WorkQueue(mixes_sessions=False), dict.fromkeys(WorkKind, 0)
         for kind in arrivals:
             for _ in range(chance.randrange(3)):
                 queue.add(work(kind))
-            waiting = [kind for kind in Kind if queue.count(kind)]
+            waiting = [kind for kind in WorkKind if queue.count(kind)]
             if not waiting:
                 continue
             served = queue.next_batch()[0].kind
-            for kind in Kind:
+            for kind in WorkKind:
                 waited[kind] = waited[kind] + 1 if kind in waiting and kind is not served else 0
-            assert max(waited.values()) < 8 and waited[Kind.DECODE] < 2
+            assert max(waited.values()) < 8 and waited[WorkKind.DECODE] < 2
 
 
 class TestBatches:
@@ -109,14 +111,14 @@ class TestBatches:
         assert batches(filled(*works, mixes_sessions=False)) == [[one] for one in works]
 
     def test_training_comes_one_by_one(self) -> None:
-        works = [call(Kind.TRAINING) for _ in range(3)]
+        works = [call(WorkKind.TRAINING) for _ in range(3)]
         assert batches(filled(*works)) == [[one] for one in works]
 
     def test_short_prompts_of_equal_length_come_together_as_long_as_decoding_can_wait(self) -> None:
-        short = [work(Kind.PREFILL, num_tokens=16) for _ in range(9)]
+        short = [work(WorkKind.PREFILL, num_tokens=16) for _ in range(9)]
         at_once = CHUNK // 16
         assert batches(filled(*short)) == [short[:at_once], short[at_once : 2 * at_once], short[2 * at_once :]]
-        long, one, other = works = [work(Kind.PREFILL, num_tokens=length) for length in (CHUNK, 1, 2)]
+        long, one, other = works = [work(WorkKind.PREFILL, num_tokens=length) for length in (CHUNK, 1, 2)]
         assert batches(filled(*works)) == [[one], [other], [long]]
 
     def test_steps_of_equal_length(self) -> None:
@@ -124,7 +126,7 @@ class TestBatches:
         assert batches(filled(*works)) == [[one, also_one], [four, also_four]]
 
     def test_calls_are_alone(self) -> None:
-        first, between, last = work(), call(Kind.DECODE), work()
+        first, between, last = work(), call(WorkKind.DECODE), work()
         assert batches(filled(first, between, last)) == [[first, last], [between]]
 
     def test_have_so_many_positions_and_no_more(self) -> None:
@@ -175,12 +177,12 @@ class Prompt:
     ended: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
 
-    def next_chunk(self) -> Work:
+    def next_chunk(self) -> WorkItem:
         num_left = self.length - sum(size for _, size in self.chunks)
         size = min(CHUNK, num_left)
         step = SessionStep(self.length - num_left, BlockInput(torch.zeros(1, size, 1)), num_following=num_left - size)
         names = {"client": self.client, "user": self.user}
-        return Work(Kind.PREFILL, done=None, session=self, step=step, cost=size, **names)
+        return WorkItem(WorkKind.PREFILL, done=None, session=self, step=step, cost=size, **names)
 
     @property
     def wait(self) -> int:
@@ -193,7 +195,7 @@ class Server:
     def __init__(self) -> None:
         self.queue = WorkQueue(chunk_positions=CHUNK)
         self.time = 0
-        self.kinds: list[Kind] = []
+        self.kinds: list[WorkKind] = []
 
     def add(self, prompt: Prompt) -> None:
         prompt.came = self.time
@@ -202,7 +204,7 @@ class Server:
     def run(self, on_end: Callable[[Prompt], None] = lambda _prompt: None, until: int = 10**9) -> None:
         while self.time < until and (batch := self.queue.next_batch()):
             self.kinds.append(batch[0].kind)
-            prompts = [(one.session, one.num_positions) for one in batch if one.kind is Kind.PREFILL]
+            prompts = [(one.session, one.num_positions) for one in batch if one.kind is WorkKind.PREFILL]
             self.time += sum(size for _, size in prompts)
             for prompt, size in prompts:
                 prompt.chunks.append((self.time, size))
@@ -296,8 +298,8 @@ class TestPrompts:
         for number in range(20):
             server.queue.add(work(num_tokens=1))
             server.run(until=server.time + 1)
-            assert server.kinds[-1] is Kind.PREFILL and server.kinds[2 * number :].count(Kind.DECODE) <= 1
-        assert server.kinds.count(Kind.DECODE) >= 19
+            assert server.kinds[-1] is WorkKind.PREFILL and server.kinds[2 * number :].count(WorkKind.DECODE) <= 1
+        assert server.kinds.count(WorkKind.DECODE) >= 19
 
     def test_of_a_prompt_that_has_gone_nothing_is_kept(self) -> None:
         queue = WorkQueue(chunk_positions=CHUNK)
@@ -312,8 +314,8 @@ class TestPrompts:
 
 
 class TestLeaving:
-    @pytest.mark.parametrize("kind", Kind)
-    def test_work_whose_caller_has_gone(self, kind: Kind) -> None:
+    @pytest.mark.parametrize("kind", WorkKind)
+    def test_work_whose_caller_has_gone(self, kind: WorkKind) -> None:
         first, gone, last = works = [call(kind) for _ in range(3)]
         queue = filled(*works)
         queue.discard(gone)
@@ -322,7 +324,7 @@ class TestLeaving:
         assert batches(queue) == [[first], [last]]
 
     def test_everything_at_once(self) -> None:
-        works = [work(kind) for kind in Kind]
+        works = [work(kind) for kind in WorkKind]
         queue = filled(*works)
         assert queue.clear() == works
         assert len(queue) == 0 and queue.next_batch() == []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
@@ -42,13 +42,13 @@ def name(request) -> str:
 def stack(name: str, tmp_path_factory) -> BlockStack:
     directory = tmp_path_factory.mktemp(name)
     save_checkpoint(name, directory)
-    return load_blocks(Checkpoint.open(directory), HOSTED)
+    return load_blocks(ModelCheckpoint.open(directory), HOSTED)
 
 
 @pytest.fixture
 def llama(tmp_path) -> BlockStack:
     save_checkpoint("llama", tmp_path)
-    return load_blocks(Checkpoint.open(tmp_path), HOSTED)
+    return load_blocks(ModelCheckpoint.open(tmp_path), HOSTED)
 
 
 def test_steps_are_graphs_and_right_or_say_why_not(name: str, stack: BlockStack) -> None:
@@ -105,7 +105,7 @@ def test_long_prompts_are_computed_by_the_code(llama: BlockStack) -> None:
 
 
 def test_blocks_on_several_devices_are_graphs_of_each(llama: BlockStack, tmp_path) -> None:
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = ModelCheckpoint.open(tmp_path)
     parts = Span(0, 2), Span(2, BLOCKS)
     engine, recorder = open_engine(SplitStack([load_blocks(checkpoint, part) for part in parts]))
     assert engine.ways.graphs is not None
@@ -117,7 +117,7 @@ def test_blocks_on_several_devices_are_graphs_of_each(llama: BlockStack, tmp_pat
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
 def test_padding_is_left_out_and_so_is_what_a_window_hides(name: str, tmp_path) -> None:
     save_checkpoint(name, tmp_path)
-    engine, _ = open_engine(load_blocks(Checkpoint.open(tmp_path), HOSTED))
+    engine, _ = open_engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED))
     engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
     budget = CacheBudget(PLENTY, 1)
     padded = Generation.open(engine, budget, batch_size=2, padded=2, seed=1)
@@ -208,7 +208,7 @@ def test_attention_that_is_right_in_its_trial_alone_is_not_used(llama: BlockStac
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3_text"])
 def test_steps_are_graphs_on_cuda(name: str, parts: list[Span], tmp_path) -> None:
     save_checkpoint(name, tmp_path)
-    stacks = [load_blocks(Checkpoint.open(tmp_path), part, device="cuda") for part in parts]
+    stacks = [load_blocks(ModelCheckpoint.open(tmp_path), part, device="cuda") for part in parts]
     engine = Engine(stacks[0] if len(stacks) == 1 else SplitStack(stacks))
     assert engine.ways.graphs is not None, engine.ways.refusal
     engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))

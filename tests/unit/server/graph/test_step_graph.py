@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.kernels.int8_linear import Int8Weight
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.quantization import quantize_
@@ -67,7 +67,7 @@ def load_int8(directory, weight: type[Int8Weight] | None = KernelWeight) -> Bloc
     def transform(block: nn.Module, _index: int) -> None:
         quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=weight)
 
-    return load_blocks(Checkpoint.open(directory), HOSTED, transform=transform)
+    return load_blocks(ModelCheckpoint.open(directory), HOSTED, transform=transform)
 
 
 class Counted:
@@ -234,7 +234,7 @@ def test_holes_and_padding_among_the_new_are_left_to_the_code(llama: BlockStack)
 
 def test_weights_of_another_kind_have_no_programs(tmp_path) -> None:
     save_checkpoint("llama", tmp_path)
-    stack = load_blocks(Checkpoint.open(tmp_path), HOSTED)
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED)
     assert Engine(stack).ways.refusal == "products are not the kernel's"
 
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_captured_is_refused(tmp_path, mlp: nn.Module, reason: st
         if hasattr(block, "mlp"):
             block.mlp = mlp
 
-    stack = load_blocks(Checkpoint.open(tmp_path), HOSTED, transform=transform)
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, transform=transform)
     with pytest.raises(NotCapturable, match=reason):
         capture(stack, 2, 100)
     assert reason in Engine(stack).ways.refusal
@@ -282,6 +282,6 @@ def test_what_depends_on_the_length_is_refused(tmp_path) -> None:
         if hasattr(block, "mlp"):
             block.mlp = Remembers()
 
-    stack = load_blocks(Checkpoint.open(tmp_path), HOSTED, transform=transform)
+    stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, transform=transform)
     graphs = StepGraphs(stack, 0)
     assert graphs.refusal is not None and "how many positions" in graphs.refusal

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from swarm_protocol.errors import PeerBusy
 from swarm_server.kv import kv_rows
 from swarm_server.kv.kv_cache import CacheBudget, Lease
-from swarm_server.kv.kv_rows import Growth, PageLayout, Row, grow
+from swarm_server.kv.kv_rows import Growth, KvRow, PageLayout, grow
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.unit.rows import LAYOUTS, read, write
 
@@ -39,7 +39,7 @@ class Generation:
     lease: Lease
     promised: int
     reserved: int
-    rows: tuple[Row, ...]
+    rows: tuple[KvRow, ...]
     tokens: tuple[tuple[int, ...], ...]
     settled: int | None = None
     can_match: bool = True  # everything so far came from the prefix cache
@@ -85,7 +85,7 @@ class Rows(RuleBasedStateMachine):
             lease = self.budget.lease(client, promised)
         except PeerBusy:
             promised, reserved, lease = 0, 0, self.budget.lease(client)
-        generation = Generation(layout, lease, promised, reserved, (Row.empty(layout),) * num_rows, ((),) * num_rows)
+        generation = Generation(layout, lease, promised, reserved, (KvRow.empty(layout),) * num_rows, ((),) * num_rows)
         self.open_ones.append(generation)
         return generation
 
@@ -124,7 +124,7 @@ class Rows(RuleBasedStateMachine):
     def grow(
         self,
         generation: Generation,
-        rows: tuple[Row, ...],
+        rows: tuple[KvRow, ...],
         before: tuple[tuple[int, ...], ...],
         tokens: list[int],
         varied: bool,
@@ -153,7 +153,7 @@ class Rows(RuleBasedStateMachine):
         self.remember(generation)
         return True
 
-    def growth(self, generation: Generation, rows: tuple[Row, ...], count: int) -> Growth:
+    def growth(self, generation: Generation, rows: tuple[KvRow, ...], count: int) -> Growth:
         one = generation
         return grow(one.rows, rows, count, one.layout, one.lease, reserved=one.reserved, settled=one.settled)
 
@@ -164,8 +164,8 @@ class Rows(RuleBasedStateMachine):
         )
 
     def matched(
-        self, generation: Generation, rows: tuple[Row, ...], after: Sequence[tuple[int, ...]]
-    ) -> tuple[tuple[Row, ...], int]:
+        self, generation: Generation, rows: tuple[KvRow, ...], after: Sequence[tuple[int, ...]]
+    ) -> tuple[tuple[KvRow, ...], int]:
         """Rows with the pages of content that the prefix cache knows, and how many positions these are."""
         start = rows[0].length
         if not generation.can_match or start % CONTENT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
@@ -24,7 +24,7 @@ def engine(tmp_path_factory) -> Engine:
     """Of blocks with and without windows."""
     directory = tmp_path_factory.mktemp("gemma3")
     save_checkpoint("gemma3_text", directory)
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ModelCheckpoint.open(directory)
     return Engine(load_blocks(checkpoint, checkpoint.family.all_blocks))
 
 
@@ -105,7 +105,7 @@ def test_without_room_nothing_is_taken(engine, original):
 
 def test_dtypes_keep_their_bits(tmp_path, budget):
     save_checkpoint("llama", tmp_path)
-    engine = Engine(load_blocks(Checkpoint.open(tmp_path), Span(0, 2), dtype=torch.bfloat16))
+    engine = Engine(load_blocks(ModelCheckpoint.open(tmp_path), Span(0, 2), dtype=torch.bfloat16))
     session, copy = (engine.open(Span(0, 2), 1, budget.lease(name)) for name in "ab")
     generation = Generation(engine, session, torch.ones(1, 0), torch.empty(1, 0, engine.hidden_size), torch.Generator())
     engine.run([(session, generation.step(5))])

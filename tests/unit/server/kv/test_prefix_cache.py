@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.kv.kv_cache import CacheBudget, Lease
-from swarm_server.kv.kv_rows import PageLayout, Row, grow
+from swarm_server.kv.kv_rows import KvRow, PageLayout, grow
 from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
 from tests.unit.rows import LAYOUTS
 from tests.unit.support import TIMEOUT_S
@@ -107,9 +107,9 @@ class Memory:
     def lease(self) -> Lease:
         return self.budget.lease("anna")
 
-    def row(self, lease: Lease, num_tokens: int = 4) -> Row:
+    def row(self, lease: Lease, num_tokens: int = 4) -> KvRow:
         """With a page of its own."""
-        empty = (Row.empty(self.layout),)
+        empty = (KvRow.empty(self.layout),)
         (row,) = grow(empty, empty, num_tokens, self.layout, lease).rows
         return row
 
@@ -186,7 +186,7 @@ def test_memory_comes_back_when_neither_a_prefix_nor_a_row_needs_it() -> None:
     memory.prefixes.add(b"a", row.slice(0, 4))
     memory.prefixes.add(b"b", row.slice(4, 8))
     lease.close()
-    other = Row.empty(memory.layout).extended(memory.prefixes.longest([b"a"])[0], 4)
+    other = KvRow.empty(memory.layout).extended(memory.prefixes.longest([b"a"])[0], 4)
     del row
     assert memory.prefixes.reclaim() and memory.prefixes.reclaim()
     assert not fits(memory, 5)  # the other row still reads it

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -28,7 +28,7 @@ assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 def engine(tmp_path_factory) -> Engine:
     directory = tmp_path_factory.mktemp("jamba")
     save_checkpoint("jamba", directory)
-    return Engine(load_blocks(Checkpoint.open(directory), ALL))
+    return Engine(load_blocks(ModelCheckpoint.open(directory), ALL))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarm_models.kernels.attention import attention_kernel
 from swarm_server.kv.kv_cache import CacheBudget
-from swarm_server.kv.kv_rows import Channel, ChannelPlace, Group, PageLayout, Row, grow, runs
+from swarm_server.kv.kv_rows import Channel, ChannelPlace, KvGroup, KvRow, PageLayout, grow, runs
 from swarm_server.kv.rows_attention import hidden_at_start, is_plain_sdpa
 from swarm_server.kv.rows_cache import BlockRuns, RowsCache
 
@@ -40,11 +40,11 @@ class Counting:
 def block() -> BlockRuns:
     """Sessions whose rows are on several pages."""
     generator = torch.Generator().manual_seed(0)
-    group = Group((Channel(KV_HEADS, WIDTH, torch.float32), Channel(KV_HEADS, WIDTH + 4, torch.float32)), None)
+    group = KvGroup((Channel(KV_HEADS, WIDTH, torch.float32), Channel(KV_HEADS, WIDTH + 4, torch.float32)), None)
     layout = PageLayout((group,), (ChannelPlace(0, 0, 1),))
     budget, found = CacheBudget(1 << 40, 1), []
     for count, length in SESSIONS:
-        rows, lease = (Row.empty(layout),) * count, budget.lease("")
+        rows, lease = (KvRow.empty(layout),) * count, budget.lease("")
         for num_tokens in (length // 3, length - length // 3):
             rows = grow(rows, rows, num_tokens, layout, lease).rows if num_tokens else rows
         for page in {part.page for row in rows for part in row.parts[0]}:

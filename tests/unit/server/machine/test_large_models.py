@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from transformers import AutoConfig
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_server.machine.memory import hosted_bytes
 
@@ -112,7 +112,7 @@ def test_memory_of_a_block(name: str) -> None:
     model_type, sizes = MODELS[name]
     family = describe(AutoConfig.for_model(model_type, **sizes))
     parameters = family.block_parameters.__getitem__
-    checkpoint = cast(Checkpoint, SimpleNamespace(family=family, block_parameters=parameters))
+    checkpoint = cast(ModelCheckpoint, SimpleNamespace(family=family, block_parameters=parameters))
     taken = [f"{max(hosted_bytes(checkpoint, quant)) / 1e9:.1f} GB" for quant in QUANTS]
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
     assert [cell.strip() for cell in row.strip("|").split("|")][-3:] == taken

@@ -14,7 +14,7 @@ from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import Assembler, encode
 from swarm_protocol.wire.constants import MIB, PART_BYTES
-from swarm_server.net.arrivals import Arrivals, ArrivingTensor, Reservation
+from swarm_server.net.arrivals import Arrivals, ArrivingTensor, ByteReservation
 from swarm_server.net.incoming import Incoming
 from tests.unit.virtual_time import run_virtually
 
@@ -67,7 +67,7 @@ class TestRoom:
         stalled = []
         with pytest.raises(PeerBusy, match=f"{15 * MIB} of {20 * MIB} bytes are in use, {15 * MIB} of them by this"):
             while True:
-                stalled.append(Reservation(arrivals.of(Caller("attacker"))))
+                stalled.append(ByteReservation(arrivals.of(Caller("attacker"))))
                 stalled[-1].take(MIB)
         with arriving(arrivals.of(Caller("honest")), 2), pytest.raises(PeerBusy):
             stalled[-1].take(MIB)
@@ -83,7 +83,7 @@ class TestRoom:
 
     def test_a_reservation_gives_back_once(self) -> None:
         arrivals = Arrivals(10)
-        with Reservation(arrivals) as reservation:
+        with ByteReservation(arrivals) as reservation:
             reservation.take(4)
             reservation.take(6)
             with pytest.raises(PeerBusy):

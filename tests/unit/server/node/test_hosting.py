@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.split_stack import SplitStack
 from swarm_server.core.config import ServerConfig
@@ -28,7 +28,7 @@ def test_a_span_on_two_devices(quant: str, tmp_path: Path, caplog) -> None:
 
     async def scenario() -> None:
         with CoreShare() as cores:
-            checkpoint = Checkpoint.open(tmp_path)
+            checkpoint = ModelCheckpoint.open(tmp_path)
             loader = SpanLoader(config, checkpoint, cores, (CPU, CPU), torch.float32, Counters())
             stack = await loader.load(Span(1, 5))
             assert isinstance(stack, SplitStack) and stack.cuts == (3,) and stack.span == Span(1, 5)

@@ -11,7 +11,7 @@ from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.node import joining
-from swarm_server.node.joining import Membership
+from swarm_server.node.joining import SwarmMembership
 from swarm_server.reach import own_addresses
 from tests.unit.identities import identity
 from tests.unit.support import run
@@ -49,7 +49,7 @@ def registry(tmp_path: Path) -> LocalRegistry:
 def met(registry: LocalRegistry, dht: FakeDht, own: str = OWN, **config: object) -> set[str]:
     """Whom the server meets when it looks around once; looking again, it finds that all is well."""
     before = set(dht.known)
-    membership = Membership(ServerConfig(**config), registry, dht, [own])
+    membership = SwarmMembership(ServerConfig(**config), registry, dht, [own])
     assert run(membership.keep()) == (dht.known != before)
     assert not run(membership.keep())
     return dht.known - before
@@ -72,7 +72,7 @@ def test_in_a_large_swarm_few_strangers_are_asked_at_a_time(registry: LocalRegis
     for number in range(20):
         registry.write(f"peer{number}", [f"/ip4/127.0.0.1/tcp/9/p2p/peer{number}"])
     dht = FakeDht()
-    membership = Membership(ServerConfig(), registry, dht, [OWN])
+    membership = SwarmMembership(ServerConfig(), registry, dht, [OWN])
     counts = []
     while run(membership.keep()):
         counts.append(len(dht.known))
@@ -80,7 +80,7 @@ def test_in_a_large_swarm_few_strangers_are_asked_at_a_time(registry: LocalRegis
 
 
 def test_the_entry_is_kept_until_the_server_leaves(registry: LocalRegistry) -> None:
-    membership = Membership(ServerConfig(), registry, FakeDht(), [OWN])
+    membership = SwarmMembership(ServerConfig(), registry, FakeDht(), [OWN])
     assert OWN in registry.read()
     registry.remove("own")
     run(membership.keep())
@@ -91,7 +91,7 @@ def test_the_entry_is_kept_until_the_server_leaves(registry: LocalRegistry) -> N
 
 def test_a_server_that_cannot_be_registered_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mine").write_text("no directory")
-    membership = Membership(ServerConfig(), LocalRegistry("mine", tmp_path), FakeDht(), [OWN])
+    membership = SwarmMembership(ServerConfig(), LocalRegistry("mine", tmp_path), FakeDht(), [OWN])
     run(membership.keep())
     membership.leave()
     assert caplog.text.count("others of this machine will not find this server by themselves") == 1
@@ -133,14 +133,14 @@ class JoiningDht(FakeDht):
 
 def joined(
     monkeypatch: pytest.MonkeyPatch, registry: LocalRegistry, discovery: FakeDiscovery | None, **config: object
-) -> Membership:
+) -> SwarmMembership:
     async def discover(*_: object) -> FakeDiscovery | None:
         return discovery
 
     async def join_dht(*_: object, **_options: object) -> JoiningDht:
         return JoiningDht()
 
-    async def story() -> Membership:
+    async def story() -> SwarmMembership:
         async with AsyncExitStack() as cleanup:
             given = ServerConfig(model="none", discover=discovery is not None, **config)
             return await joining.join(given, ServerAccess(identity(0)), cleanup)

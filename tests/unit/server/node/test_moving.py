@@ -19,8 +19,8 @@ from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.throughput import Speeds
 from swarm_server.node import moving
-from swarm_server.node.moving import Mover, PeerMonitor, num_hosted
-from swarm_server.node.presence import Presence
+from swarm_server.node.moving import PeerMonitor, SpanMover, num_hosted
+from swarm_server.node.presence import RecordPublisher
 from swarm_server.node.states import Draining, Ended, Joined, Loading, Serving, Starting, Unloaded
 from swarm_server.verification.liars import Liars
 from tests.unit.support import run, server_record
@@ -138,8 +138,8 @@ class Life:
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
         self.monitor = PeerMonitor(self.joined, FakeProbe(), Liars())
         self.loading = self.joined.load(HERE)
-        self.presence = Presence(self.joined, FakeProbe(), self.loading)
-        self.mover = Mover(self.joined, self.monitor, self.presence)
+        self.presence = RecordPublisher(self.joined, FakeProbe(), self.loading)
+        self.mover = SpanMover(self.joined, self.monitor, self.presence)
 
     def serve(self, num_sessions: int = 0) -> FakeRuntime:
         """In the swarm's eyes too."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.span import Span
 from swarm_server.placement.capacity import Coverage
-from swarm_server.placement.placement import Move, choose_span, may_leave, others_first, own_move, plan_moves
+from swarm_server.placement.placement import PlannedMove, choose_span, may_leave, others_first, own_move, plan_moves
 from tests.unit.server.placement.test_capacity import NUM_BLOCKS, most_tokens_per_s, views
 from tests.unit.support import server_record
 
@@ -109,7 +109,7 @@ def test_servers_that_join_at_once_do_not_pile_up(num_servers: int) -> None:
 # ------------------------------------------------------------ moving
 
 
-def applied(view: SwarmView, moves: tuple[Move, ...]) -> SwarmView:
+def applied(view: SwarmView, moves: tuple[PlannedMove, ...]) -> SwarmView:
     """Where all servers are in the end; one may have moved twice."""
     destinations = {move.peer_id: move.to for move in moves}
     return SwarmView(
@@ -164,7 +164,7 @@ def test_a_gap_is_filled_by_those_who_can_go() -> None:
     view = swarm(("0:4", 10), ("0:4", 10), ("0:4", 10))
     after = applied(view, plan_moves(view, NUM_BLOCKS))
     assert sorted(str(server.span) for server in after.servers) == ["0:4", "2:6", "4:8"]  # 15 tokens/s
-    assert plan_moves(swarm(("0:4", 10), ("2:6", 10)), NUM_BLOCKS) == (Move("peer01", Span(4, 8)),)
+    assert plan_moves(swarm(("0:4", 10), ("2:6", 10)), NUM_BLOCKS) == (PlannedMove("peer01", Span(4, 8)),)
 
 
 def test_nobody_moves_for_little() -> None:
@@ -178,8 +178,10 @@ def test_pinned_servers_and_those_on_the_move_stay() -> None:
     view = swarm(("0:4", 10), ("0:4", 10))
     (move,) = plan_moves(view, NUM_BLOCKS)
     stays, goes = view.servers
-    assert move == Move(stays.peer_id, Span(4, 8))
-    assert plan_moves(SwarmView((replace(stays, pinned=True), goes)), NUM_BLOCKS) == (Move(goes.peer_id, Span(4, 8)),)
+    assert move == PlannedMove(stays.peer_id, Span(4, 8))
+    assert plan_moves(SwarmView((replace(stays, pinned=True), goes)), NUM_BLOCKS) == (
+        PlannedMove(goes.peer_id, Span(4, 8)),
+    )
     pinned = SwarmView(tuple(replace(server, pinned=True) for server in view.servers))
     assert plan_moves(pinned, NUM_BLOCKS) == ()
     for state in (ServerState.ONLINE, ServerState.DRAINING):

@@ -12,7 +12,7 @@ import pytest
 from swarm_protocol.errors import PeerBusy, PeerMoved
 from swarm_protocol.net.shares import Caller
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
-from swarm_server.sessions.admission import Admission, Applicant, Holder, RoomQueue, choose_victims
+from swarm_server.sessions.admission import Admission, AdmittedSession, Applicant, RoomQueue, choose_victims
 from tests.unit.virtual_time import run_virtually
 
 
@@ -87,17 +87,17 @@ class TestRoomQueue:
 
 class TestVictims:
     def test_as_few_of_the_youngest_as_will_do(self):
-        holders = [Holder((float(born), 0), 10) for born in (1, 2, 3, 4)]
+        holders = [AdmittedSession((float(born), 0), 10) for born in (1, 2, 3, 4)]
         assert choose_victims(15, holders, (2.0, 0)) == [holders[3], holders[2]]
         assert choose_victims(10, holders, (2.0, 0)) == [holders[3]]
 
     def test_nobody_if_all_that_are_younger_would_not_do(self):
-        holders = [Holder((float(born), 0), 10) for born in (1, 2, 3, 4)]
+        holders = [AdmittedSession((float(born), 0), 10) for born in (1, 2, 3, 4)]
         assert choose_victims(21, holders, (2.0, 0)) == []
         assert choose_victims(1, holders, (4.0, 0)) == []
 
     def test_nobody_without_room_is_asked(self):
-        holders = [Holder((1.0, 0), 10), Holder((2.0, 0), 0)]
+        holders = [AdmittedSession((1.0, 0), 10), AdmittedSession((2.0, 0), 0)]
         assert choose_victims(5, holders, (0.0, 0)) == holders[:1]
 
     @pytest.mark.parametrize("seed", range(20))
@@ -105,7 +105,7 @@ class TestVictims:
         """However large the others are: it needs no more than the room."""
         chance = random.Random(seed)
         sizes = [chance.randint(0, 30) for _ in range(8)]
-        holders = [Holder((chance.random(), number), size) for number, size in enumerate(sizes)]
+        holders = [AdmittedSession((chance.random(), number), size) for number, size in enumerate(sizes)]
         oldest = min(holders, key=lambda holder: holder.seniority)
         others = [holder for holder in holders if holder is not oldest]
         missing = chance.randint(1, max(1, sum(holder.size_bytes for holder in others)))

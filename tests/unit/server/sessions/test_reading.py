@@ -12,7 +12,7 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import Assembler, encode
 from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_STEPS, MIB
-from swarm_server.net.arrivals import Arrivals, Reservation
+from swarm_server.net.arrivals import Arrivals, ByteReservation
 from swarm_server.net.incoming import Incoming
 from swarm_server.sessions.reading import StepReader, read_resent
 from tests.unit.support import run
@@ -97,7 +97,7 @@ def resent(arrivals: Arrivals, *messages: pb.RerouteRequest) -> list[pb.Step]:
             yield message
 
     async def read() -> list[pb.Step]:
-        with Reservation(arrivals) as reservation:
+        with ByteReservation(arrivals) as reservation:
             return await read_resent(Incoming(more(), arrivals), messages[0], reservation)
 
     return run(read())

@@ -19,7 +19,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.verification.evidence import LASTS_S, new_seed, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.verification.judge import Judge
+from swarm_server.verification.judge import AnswerJudge
 from swarm_server.verification.liars import Liars
 from tests.unit.support import run, server_record
 
@@ -70,7 +70,7 @@ class World:
         services = SimpleNamespace(engine=engine, scheduler=self.scheduler, neighbours=self)
         self.strangers: set[str] = set()
         self.record = server_record("judge")
-        self.judge = Judge(
+        self.judge = AnswerJudge(
             lambda: services,  # type: ignore[arg-type,return-value]
             lambda: self.record,
             False,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import ALIASES, DEFAULT_MODEL, FROM_SWARM, locate
 from swarm_models.sharing import obtaining
 from swarm_models.sharing.hashing import FileHashes
@@ -33,7 +33,7 @@ class Member:
     """A server of a model in a directory, called without a network."""
 
     def __init__(self, directory: Path) -> None:
-        self.offering = Offering(Checkpoint.open(directory), None, hashes=FileHashes(directory.parent / "kept"))
+        self.offering = Offering(ModelCheckpoint.open(directory), None, hashes=FileHashes(directory.parent / "kept"))
         run(self.offering.refresh())
         checkpoint = self.offering._checkpoint
         self.num_blocks, self.model = checkpoint.family.num_blocks, checkpoint.name
@@ -75,8 +75,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(obtaining, "_LOOK_S", 0.0)
 
 
-def opened(name: str, *members: Member, **options: Any) -> Checkpoint:
-    async def scenario() -> Checkpoint:
+def opened(name: str, *members: Member, **options: Any) -> ModelCheckpoint:
+    async def scenario() -> ModelCheckpoint:
         loop = asyncio.get_running_loop()
 
         async def models() -> dict[str, int]:
@@ -118,7 +118,7 @@ def test_what_was_taken_before_is_enough(tmp_path: Path) -> None:
 
 def test_a_model_that_is_on_this_machine_is_not_fetched(tmp_path: Path) -> None:
     member = SimpleNamespace(model=DEFAULT_MODEL, num_blocks=20)
-    local = Checkpoint.open(locate(DEFAULT_MODEL))
+    local = ModelCheckpoint.open(locate(DEFAULT_MODEL))
     member.record = server_record(model=DEFAULT_MODEL, revision=local.revision, num_blocks=20)
     found = opened("", member)
     assert found.location == locate(DEFAULT_MODEL) and not (tmp_path / "cache" / "swarm" / "hub").exists()

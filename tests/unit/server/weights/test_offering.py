@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_models.checkpoints.files import HubModel
 from swarm_models.sharing.download import LEAST_BYTES_PER_S, Download, OfferingMember
@@ -29,7 +29,7 @@ from swarm_protocol.net.shares import Caller
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.presence import offered_bytes_per_s
 from swarm_server.weights import offering
-from swarm_server.weights.offering import Load, Offering, rate_beside
+from swarm_server.weights.offering import CompetingTraffic, Offering, rate_beside
 from tests.unit.support import run
 from tests.unit.virtual_time import run_virtually
 
@@ -47,8 +47,10 @@ def source(tmp_path: Path) -> Path:
     return directory
 
 
-def offered(directory: Path, rate: float | None = None, load: Callable[[], Load] = Load) -> Offering:
-    return Offering(Checkpoint.open(directory), rate, load, FileHashes(directory.parent / "kept"))
+def offered(
+    directory: Path, rate: float | None = None, load: Callable[[], CompetingTraffic] = CompetingTraffic
+) -> Offering:
+    return Offering(ModelCheckpoint.open(directory), rate, load, FileHashes(directory.parent / "kept"))
 
 
 async def joined(parts: AsyncIterator[bytes]) -> bytes:
@@ -145,9 +147,11 @@ async def _at_once(function: Any, *args: Any) -> Any:
 
 
 def test_sessions_come_first() -> None:
-    assert rate_beside(Load(has_sessions=False, line_bytes_per_s=1e6)) == float("inf")
-    assert rate_beside(Load(has_sessions=True, line_bytes_per_s=1e6)) == 5e5
-    assert 0 < rate_beside(Load(has_sessions=True)) < 12.5e6  # a line that was not measured may be a slow one
+    assert rate_beside(CompetingTraffic(has_sessions=False, line_bytes_per_s=1e6)) == float("inf")
+    assert rate_beside(CompetingTraffic(has_sessions=True, line_bytes_per_s=1e6)) == 5e5
+    assert (
+        0 < rate_beside(CompetingTraffic(has_sessions=True)) < 12.5e6
+    )  # a line that was not measured may be a slow one
 
 
 def test_one_caller_does_not_take_all_places(source: Path) -> None:
@@ -269,10 +273,10 @@ def test_a_directory_is_offered_to_strangers_only_if_that_is_said(
     starting = SimpleNamespace(
         config=ServerConfig(share_weights=value, open_to_clients=open_to_clients),
         access=SimpleNamespace(control=object() if is_private else None),
-        checkpoint=Checkpoint.open(source),
+        checkpoint=ModelCheckpoint.open(source),
     )
     assert offered_bytes_per_s(starting) == rate
-    starting.checkpoint = Checkpoint.open(locate(DEFAULT_MODEL))  # everybody has it
+    starting.checkpoint = ModelCheckpoint.open(locate(DEFAULT_MODEL))  # everybody has it
     assert offered_bytes_per_s(starting) == starting.config.share_bytes_per_s
 
 
@@ -298,7 +302,7 @@ def test_a_model_of_the_hub_is_offered_to_strangers_only_if_anybody_can_have_it(
             raise said.__new__(said)
         return said
 
-    checkpoint = Checkpoint.open(source)
+    checkpoint = ModelCheckpoint.open(source)
     own = checkpoint.files.local
     monkeypatch.setattr(HfApi, "model_info", model_info)
     monkeypatch.setattr(HubModel, "local", lambda _files, name: own(name))
@@ -344,10 +348,10 @@ def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(
     for module in ("manifest", "hashing", "piece_store"):
         monkeypatch.setattr(f"swarm_models.sharing.{module}.PIECE_BYTES", 16384)
     monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
-    server, local = offered(source), Checkpoint.open(source)
+    server, local = offered(source), ModelCheckpoint.open(source)
     manifest = run(manifest_of(server)).manifest
     machine = Machine(server, tmp_path / "cache", manifest)
-    remote = Checkpoint(machine.files)
+    remote = ModelCheckpoint(machine.files)
     assert (remote.name, remote.revision) == (local.name, local.revision)
     assert remote.config.to_dict() == local.config.to_dict() | {"_name_or_path": remote.config._name_or_path}
     last = local.family.num_blocks - 1
@@ -358,13 +362,13 @@ def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(
     assert 0 < had < len(weights.pieces) and not (machine.files.store.snapshot / weights.name).exists()
 
     again = Machine(server, tmp_path / "cache", manifest)  # another start
-    remote = Checkpoint(again.files)
+    remote = ModelCheckpoint(again.files)
     remote.block_tensors(last)
     assert not again.asked
     for name, tensor in remote.stored(lambda _name: True).items():
         assert torch.equal(tensor.read(), local.stored(lambda _name: True)[name].read())
     assert len(again.asked) == len(weights.pieces) - had
-    assert Checkpoint.open(again.files.location).revision == local.revision  # a directory like any other
+    assert ModelCheckpoint.open(again.files.location).revision == local.revision  # a directory like any other
 
 
 def test_a_machine_with_some_pieces_offers_those(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +377,7 @@ def test_a_machine_with_some_pieces_offers_those(source: Path, tmp_path: Path, m
     monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
     server = offered(source)
     manifest = run(manifest_of(server)).manifest
-    remote = Checkpoint(Machine(server, tmp_path / "cache", manifest).files)
+    remote = ModelCheckpoint(Machine(server, tmp_path / "cache", manifest).files)
     second = Offering(remote, None)
     offer, weights = run(manifest_of(second)), manifest.file("model.safetensors")
     header = offer.held[weights.key]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swarm_training.broadcast.agreement import Agreement, most_cheaters
-from swarm_training.broadcast.signed import Statement, endorse, endorsers_of
-from swarm_training.broadcast.wire import Place
+from swarm_training.broadcast.signed import SignedStatement, endorse, endorsers_of
+from swarm_training.broadcast.wire import StatementSlot
 from swarm_training.pb import training_robust_pb2 as pb
 from tests.unit.identities import identity
 
@@ -15,13 +15,15 @@ DEADLINE_S, SPREAD_S = 10.0, 2.0
 RECEIPT = pb.Said.DESCRIPTOR.fields_by_name["receipt"].number
 
 
-def said(number: int, missing: str = "") -> Statement:
+def said(number: int, missing: str = "") -> SignedStatement:
     receipt = pb.Receipt(missing=[missing] if missing else [])
-    return Statement.make(pb.Said(session=b"s", step=1, receipt=receipt), identity(number))
+    return SignedStatement.make(pb.Said(session=b"s", step=1, receipt=receipt), identity(number))
 
 
-def vote(number: int, digests: tuple[bytes, ...]) -> Statement:
-    return Statement.make(pb.Said(session=b"s", step=1, vote=pb.Vote(phase=RECEIPT, digests=digests)), identity(number))
+def vote(number: int, digests: tuple[bytes, ...]) -> SignedStatement:
+    return SignedStatement.make(
+        pb.Said(session=b"s", step=1, vote=pb.Vote(phase=RECEIPT, digests=digests)), identity(number)
+    )
 
 
 def agreement() -> Agreement:
@@ -105,8 +107,8 @@ def test_fewer_than_a_third_may_cheat() -> None:
 
 
 def test_places_tell_votes_from_what_they_are_on() -> None:
-    assert said(0).place == Place(1, 0, "receipt")
-    assert vote(0, ()).place == Place(1, 0, "vote on receipt")
+    assert said(0).place == StatementSlot(1, 0, "receipt")
+    assert vote(0, ()).place == StatementSlot(1, 0, "vote on receipt")
     for nonsense in (pb.Said(step=1), pb.Said(vote=pb.Vote(phase=6)), pb.Said(vote=pb.Vote(phase=1))):
         with pytest.raises(ValueError, match=r"says nothing|on no phase"):
-            _ = Statement.make(nonsense, identity(0)).place
+            _ = SignedStatement.make(nonsense, identity(0)).place

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from swarm_protocol.errors import PeerUnavailable
-from swarm_training.broadcast.outbox import Outbox
+from swarm_training.broadcast.outbox import BroadcastOutbox
 from swarm_training.pb import training_robust_pb2 as pb
 from tests.unit.virtual_time import run_virtually
 
@@ -21,7 +21,7 @@ def test_statements_are_told_soon_and_in_order_though_the_peer_is_away_for_a_whi
 
     async def scenario() -> None:
         nonlocal is_away
-        outbox = Outbox(tell)
+        outbox = BroadcastOutbox(tell)
         statements = [pb.Statement(content=bytes([number])) for number in range(4)]
         for number in range(2):
             await asyncio.sleep(60.0)  # the outbox is empty, and waits

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from swarm_training.broadcast import wire
-from swarm_training.broadcast.signed import Statement
+from swarm_training.broadcast.signed import SignedStatement
 from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust import messages as msg
-from swarm_training.robust.btard import Snapshot
-from swarm_training.robust.instructions import Finished, Remove
-from swarm_training.robust.roster import Standing
+from swarm_training.robust.btard import BtardSnapshot
+from swarm_training.robust.instructions import Remove, StepRecord
+from swarm_training.robust.roster import MemberRecord
 from swarm_training.robust_run.standings import Standings, vouched
 from tests.unit.identities import identity
 
@@ -21,7 +21,7 @@ ACCUSATIONS = (
     msg.Accusation(msg.FalseGradient("c"), None),
     msg.Accusation(msg.FalseGradient("d"), 1e6),
 )
-MESSAGES: list[msg.Message] = [
+MESSAGES: list[msg.BroadcastMessage] = [
     msg.Commitment(*STAMP, b"h" * 32, 1.25, (b"1" * 32, b"2" * 32)),
     msg.Receipt(*STAMP, ("a", "b")),
     msg.PartsOpened(*STAMP, ITEMS, (b"1", b"2")),
@@ -36,9 +36,9 @@ MESSAGES: list[msg.Message] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_broadcast_survives_the_wire(message: msg.Message) -> None:
-    sent = Statement.make(wire.to_said(message), identity(0))
-    received = Statement.from_proto(pb.Statement.FromString(sent.to_proto().SerializeToString()))
+def test_a_broadcast_survives_the_wire(message: msg.BroadcastMessage) -> None:
+    sent = SignedStatement.make(wire.to_said(message), identity(0))
+    received = SignedStatement.from_proto(pb.Statement.FromString(sent.to_proto().SerializeToString()))
     assert wire.to_message("peer", received.said) == message
     assert received.sender == identity(0).peer_id and received.place.kind == wire.kind_of(type(message))
     has_data = isinstance(message, msg.PartsOpened | msg.EvidenceOpened | msg.AggregateOpened)
@@ -46,10 +46,10 @@ def test_a_broadcast_survives_the_wire(message: msg.Message) -> None:
 
 
 def test_what_is_not_signed_so_is_nobodys() -> None:
-    sent = Statement.make(wire.to_said(MESSAGES[0]), identity(0))
-    changed = Statement(sent.content + b" ", sent.public_key, sent.signature)
-    other = Statement(sent.content, Statement.make(pb.Said(), identity(1)).public_key, sent.signature)
-    for wrong in (changed, other, Statement(sent.content, b"", b"")):
+    sent = SignedStatement.make(wire.to_said(MESSAGES[0]), identity(0))
+    changed = SignedStatement(sent.content + b" ", sent.public_key, sent.signature)
+    other = SignedStatement(sent.content, SignedStatement.make(pb.Said(), identity(1)).public_key, sent.signature)
+    for wrong in (changed, other, SignedStatement(sent.content, b"", b"")):
         with pytest.raises(ValueError, match=r"signature|key"):
             _ = wrong.sender
 
@@ -64,10 +64,10 @@ def test_what_is_too_large_or_no_statement_is_refused() -> None:
 
 
 def test_standings_survive_the_wire() -> None:
-    last = msg.Round(6, 1, ("a", "b"), ("a",), 2.5, b"seed")
-    snapshot = Snapshot(
-        {"a": Standing(2), "b": Standing(0, 1, 1)},
-        Finished(last, {"a": (b"1", b"2")}, {"a": (1.0, 2.0)}),
+    last = msg.RobustRound(6, 1, ("a", "b"), ("a",), 2.5, b"seed")
+    snapshot = BtardSnapshot(
+        {"a": MemberRecord(2), "b": MemberRecord(0, 1, 1)},
+        StepRecord(last, {"a": (b"1", b"2")}, {"a": (1.0, 2.0)}),
         {"a": "b"},
         {"c": Remove("c", "slander", True)},
     )

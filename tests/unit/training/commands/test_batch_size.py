@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from swarm_training.commands.batch_size import (
-    Limits,
+    BatchSizeLimits,
     Trial,
     computing,
     find_batch_size,
@@ -31,25 +31,25 @@ def machine(memory: int = 1 << 60, seconds_each: float = 0.0, raises: Exception 
 @pytest.mark.parametrize(("memory", "expected"), [(1, 1), (7, 4), (8, 8), (1000, 64)])
 def test_it_doubles_until_memory_runs_out(memory: int, expected: int) -> None:
     compute, tried = machine(memory)
-    assert find_batch_size(compute, Limits(100)) == expected
+    assert find_batch_size(compute, BatchSizeLimits(100)) == expected
     assert tried == [1 << power for power in range(len(tried))]
     assert tried[-1] == (expected if expected == 64 else 2 * expected)
 
 
 def test_what_would_take_too_much_is_not_tried() -> None:
     compute, tried = machine()
-    assert find_batch_size(compute, Limits(1 << 20, memory_bytes=8000)) == 8 and tried[-1] == 8
+    assert find_batch_size(compute, BatchSizeLimits(1 << 20, memory_bytes=8000)) == 8 and tried[-1] == 8
     compute, tried = machine(seconds_each=0.5)
-    assert find_batch_size(compute, Limits(1 << 20, seconds=9.0)) == 16 and tried[-1] == 16
+    assert find_batch_size(compute, BatchSizeLimits(1 << 20, seconds=9.0)) == 16 and tried[-1] == 16
     compute, tried = machine(seconds_each=100.0)
-    assert find_batch_size(compute, Limits(1 << 20)) == 1
+    assert find_batch_size(compute, BatchSizeLimits(1 << 20)) == 1
 
 
 def test_a_single_sample_without_room_is_said_and_other_errors_stay_themselves() -> None:
     with pytest.raises(ValueError, match="there is no memory to compute a single sample"):
-        find_batch_size(machine(0)[0], Limits(8))
+        find_batch_size(machine(0)[0], BatchSizeLimits(8))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        find_batch_size(machine(2, raises=RuntimeError("shapes cannot be multiplied"))[0], Limits(8))
+        find_batch_size(machine(2, raises=RuntimeError("shapes cannot be multiplied"))[0], BatchSizeLimits(8))
 
 
 def test_the_cpus_own_error_is_known() -> None:
@@ -57,7 +57,7 @@ def test_the_cpus_own_error_is_known() -> None:
         torch.empty(1 << 58, dtype=torch.uint8)
     assert is_out_of_memory(failure.value)
     compute, _ = machine(4, raises=failure.value)
-    assert find_batch_size(compute, Limits(64)) == 4
+    assert find_batch_size(compute, BatchSizeLimits(64)) == 4
 
 
 def test_trials_leave_no_gradients_and_measure() -> None:

@@ -28,7 +28,7 @@ from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Backend, Joining
 from swarm_training.contract.run_like import PeerView, RunView
 from swarm_training.core.config import RollbackPolicy
-from swarm_training.data.order import Part
+from swarm_training.data.order import DataShard
 from swarm_training.ledger.archive import Archive
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.ledger.orders import Ban, GoBack, Orders
@@ -195,7 +195,7 @@ def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.Mo
     argv = ["join", str(path), "--initial-peers", PEER, "--membership", str(member), "--batch-size", "512"]
     command_line.main([*argv, "--part", "2/5", "--device", "cpu"], Network().backend())
     file, who, part, device, *_ = calls[0]
-    assert (file.batch.size, part, device) == (512, Part(1, 5), "cpu")
+    assert (file.batch.size, part, device) == (512, DataShard(1, 5), "cpu")
     assert (who.run, who.target_batch_size, who.initial_peers) == ("my-run", 1024, (PEER,))
     assert (who.organiser, who.identity.peer_id) == (ORGANISER.public, IDENTITY.peer_id)
     assert who.averaging == AveragingSettings("int8")

@@ -14,11 +14,11 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.net.identity import Identity
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
-from swarm_training.commands.batch_size import Limits
+from swarm_training.commands.batch_size import BatchSizeLimits
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
 from swarm_training.contract.backend import Joining
 from swarm_training.core.moment import Moment
-from swarm_training.data.opening import Reader
+from swarm_training.data.opening import DataReader
 from swarm_training.data.order import EVERYTHING
 from swarm_training.data.settings import DataSettings
 from swarm_training.optim.lamb import LAMB
@@ -52,7 +52,7 @@ def who() -> Joining:
     return Joining("run", TARGET, (), IDENTITY)
 
 
-def prepared(file: RunFile, said: list[str]) -> joining.Trained:
+def prepared(file: RunFile, said: list[str]) -> joining.TrainingSetup:
     return joining.prepare(file, who(), EVERYTHING, "cpu", said.append)
 
 
@@ -88,7 +88,7 @@ def test_it_trains_as_plain_torch_does_until_the_schedules_end(file: RunFile, tm
     tokenizer = build_tokenizer(file.model)
     model = build_model(file.model, len(tokenizer), BLOCK)
     batches = building.build_batches(
-        file.data, Reader("run", IDENTITY.peer_id, EVERYTHING), tokenizer, BATCH, tmp_path / "other cache"
+        file.data, DataReader("run", IDENTITY.peer_id, EVERYTHING), tokenizer, BATCH, tmp_path / "other cache"
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
     expected = []
@@ -155,9 +155,9 @@ def test_stopping_and_failing_leave_the_run(file: RunFile, monkeypatch: pytest.M
 
 
 def test_the_batch_size_is_found_if_the_file_does_not_say_it(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Limits] = []
+    asked: list[BatchSizeLimits] = []
 
-    def found(_compute: object, limits: Limits) -> int:
+    def found(_compute: object, limits: BatchSizeLimits) -> int:
         asked.append(limits)
         return 2
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_training.data.order import Order, Part, PartCursor, batch_of_step, derived_seed, samples_of_peer
+from swarm_training.data.order import DataShard, PartCursor, SampleOrder, batch_of_step, derived_seed, samples_of_peer
 from swarm_training.data.permutation import MAX_SIZE, Permutation
 
 FROZEN = [5, 0, 6, 2, 1, 9, 4, 8, 3, 7]
@@ -59,11 +59,11 @@ def test_a_number_is_found_at_every_place_and_neighbours_are_parted() -> None:
 @given(st.integers(1, 50), st.integers(1, 6), st.integers(1, 7))
 def test_over_all_parts_every_sample_comes_once_in_an_epoch(num_samples: int, num_parts: int, batch: int) -> None:
     """Of so many epochs that all parts are equally long."""
-    order = Order("run", num_samples)
+    order = SampleOrder("run", num_samples)
     total = num_samples * num_parts
     taken: list[tuple[int, int]] = []
     for index in range(num_parts):
-        cursor, left = PartCursor(order, Part(index, num_parts)), total // num_parts
+        cursor, left = PartCursor(order, DataShard(index, num_parts)), total // num_parts
         while left:
             start, count = cursor.taken, min(batch, left)
             positions = index + num_parts * np.arange(start, start + count)
@@ -73,25 +73,25 @@ def test_over_all_parts_every_sample_comes_once_in_an_epoch(num_samples: int, nu
 
 
 def test_epochs_and_runs_have_orders_of_their_own() -> None:
-    first, second = np.split(Order("run", 100).samples(np.arange(200)), 2)
-    other = Order("other run", 100).samples(np.arange(100))
+    first, second = np.split(SampleOrder("run", 100).samples(np.arange(200)), 2)
+    other = SampleOrder("other run", 100).samples(np.arange(100))
     assert sorted(first) == sorted(second) == sorted(other) == list(range(100))
     assert (first == second).sum() < 10 and (first == other).sum() < 10
 
 
 def test_a_resumed_cursor_goes_on_as_if_nothing_had_happened() -> None:
-    whole = PartCursor(Order("run", 37), Part(1, 3)).take(100)
-    before = PartCursor(Order("run", 37), Part(1, 3))
+    whole = PartCursor(SampleOrder("run", 37), DataShard(1, 3)).take(100)
+    before = PartCursor(SampleOrder("run", 37), DataShard(1, 3))
     head = before.take(41)
-    after = PartCursor(Order("run", 37), Part(1, 3))
+    after = PartCursor(SampleOrder("run", 37), DataShard(1, 3))
     after.load_state_dict(before.state_dict())
     assert np.array_equal(np.concatenate([head, after.take(59)]), whole)
     with pytest.raises(ValueError, match="is that of part 1 of 3: expected part 0 of 3"):
-        PartCursor(Order("run", 37), Part(0, 3)).load_state_dict(before.state_dict())
+        PartCursor(SampleOrder("run", 37), DataShard(0, 3)).load_state_dict(before.state_dict())
 
 
 def test_batches_of_steps_follow_one_another() -> None:
-    order = Order("run", 12)
+    order = SampleOrder("run", 12)
     batches = [batch_of_step(order, step, 4, 0, 4).tolist() for step in range(6)]
     assert sorted(itertools.chain(*batches[:3])) == sorted(itertools.chain(*batches[3:])) == list(range(12))
     shares = [batch_of_step(order, 4, 4, first, 2).tolist() for first in (0, 2)]
@@ -117,8 +117,8 @@ def test_seeds_differ_wherever_parts_end() -> None:
 
 def test_what_cannot_be_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="the data set has no samples"):
-        Order("run", 0)
+        SampleOrder("run", 0)
     with pytest.raises(ValueError, match="part 2 of 2: expected a part of 0 to 1"):
-        Part(2, 2)
+        DataShard(2, 2)
     with pytest.raises(ValueError, match="a permutation of 0 numbers"):
         Permutation(0, b"")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from swarm_training.data.blocks import BlockBatches, TokenBlocks
-from swarm_training.data.opening import Reader, open_batches, open_source
-from swarm_training.data.order import EVERYTHING, Order, Part, PartCursor
+from swarm_training.data.opening import DataReader, open_batches, open_source
+from swarm_training.data.order import EVERYTHING, DataShard, PartCursor, SampleOrder
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.sources import FileTexts, State, StreamedTexts, TextSource
 from swarm_training.data.streaming import StreamBatches, StreamSettings
@@ -43,7 +43,7 @@ def files_source(directory: Path) -> FileTexts:
     return FileTexts([directory / "a.txt", directory / "b.jsonl"], "seed")
 
 
-def streamed_source(num_shards: int = 3, part: Part = EVERYTHING, seed: str = "seed") -> StreamedTexts:
+def streamed_source(num_shards: int = 3, part: DataShard = EVERYTHING, seed: str = "seed") -> StreamedTexts:
     dataset = datasets.Dataset.from_dict({"text": texts_of(LENGTHS)})
     return StreamedTexts(dataset.to_iterable_dataset(num_shards=num_shards), seed, part)
 
@@ -124,7 +124,7 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_shards", "num_parts"), [(6, 2), (5, 3), (2, 5), (1, 3)])
 def test_parts_share_every_epoch_out(num_shards: int, num_parts: int) -> None:
     """Whether there are shards for all of them or not; the order changes with the epoch."""
-    sources = [streamed_source(num_shards, Part(index, num_parts)) for index in range(num_parts)]
+    sources = [streamed_source(num_shards, DataShard(index, num_parts)) for index in range(num_parts)]
     epochs = []
     for _ in range(2):
         epochs.append([text for source in sources for text in source.texts()])
@@ -137,7 +137,7 @@ def test_parts_share_every_epoch_out(num_shards: int, num_parts: int) -> None:
 def test_parts_share_out_the_lines_of_files(tmp_path: Path) -> None:
     whole = list(files_source(tmp_path).texts())
     files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
-    parts = [list(FileTexts(files, "seed", Part(index, 3)).texts()) for index in range(3)]
+    parts = [list(FileTexts(files, "seed", DataShard(index, 3)).texts()) for index in range(3)]
     assert sorted(text for part in parts for text in part) == sorted(whole)
     assert len(whole) == len([length for length in LENGTHS if length]) + 1 and all(parts)  # an empty "text" is one
 
@@ -147,7 +147,7 @@ def test_peers_without_parts_have_orders_of_their_own(tmp_path: Path) -> None:
     data = DataSettings(str(tmp_path / "a.txt"), 8, streaming=True, buffer_size=50)
 
     def epoch(peer_id: str) -> list[list[int]]:
-        stream = open_batches(data, Reader("run", peer_id), tokenize, END, 50, tmp_path / "cache")
+        stream = open_batches(data, DataReader("run", peer_id), tokenize, END, 50, tmp_path / "cache")
         return stream.next_batch().tolist()
 
     one, other = epoch("QmA"), epoch("QmB")
@@ -161,16 +161,16 @@ def test_tables_are_shared_out_and_kept_on_disk(tmp_path: Path) -> None:
     data, cache = DataSettings(str(source), 8), tmp_path / "cache"
     rows = []
     for index in range(3):
-        part = open_batches(data, Reader("run", f"Qm{index}", Part(index, 3)), tokenize, END, 10, cache)
+        part = open_batches(data, DataReader("run", f"Qm{index}", DataShard(index, 3)), tokenize, END, 10, cache)
         rows += part.next_batch().tolist()
     assert sorted(rows) == [[*range(10 + 7 * row, 17 + 7 * row), END] for row in range(30)]
     (source / "a.txt").write_text("nothing that could be tokenised")  # read once
-    again = open_batches(data, Reader("run", "Qm0", Part(0, 3)), tokenize, END, 10, cache)
+    again = open_batches(data, DataReader("run", "Qm0", DataShard(0, 3)), tokenize, END, 10, cache)
     assert again.next_batch().tolist() == rows[:10]
     with (cache / "tokens.bin").open("ab") as file:
         file.write(b"1234")
     with pytest.raises(ValueError, match=r"is damaged: its tokens\.bin is not as tokens\.json says"):
-        open_batches(data, Reader("run", "Qm0"), tokenize, END, 10, cache)
+        open_batches(data, DataReader("run", "Qm0"), tokenize, END, 10, cache)
 
 
 def test_packing_in_memory_and_on_disk_agree(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_packing_in_memory_and_on_disk_agree(tmp_path: Path) -> None:
     tokens = torch.tensor([token for text in texts for token in tokenize(text)])
     expected = tokens[: len(tokens) // 8 * 8].view(-1, 8)
     for blocks in (one, other):
-        in_order = BlockBatches(blocks, PartCursor(Order("x", len(blocks))), len(blocks)).next_batch()
+        in_order = BlockBatches(blocks, PartCursor(SampleOrder("x", len(blocks))), len(blocks)).next_batch()
         assert sorted(in_order.tolist()) == expected.tolist()
         assert torch.equal(blocks.rows(torch.arange(len(blocks)).numpy()), expected)
 
@@ -190,12 +190,12 @@ def test_data_sets_on_disk_are_read(tmp_path: Path) -> None:
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "several"))
     for name in ("one", "several"):
-        source = open_source(DataSettings(str(tmp_path / name), 8, column="content"), Reader("run", "QmA"))
+        source = open_source(DataSettings(str(tmp_path / name), 8, column="content"), DataReader("run", "QmA"))
         assert list(source.texts()) == texts_of(LENGTHS)
     with pytest.raises(ValueError, match="has no split 'test': expected one of train"):
-        open_source(DataSettings(str(tmp_path / "several"), 8, split="test"), Reader("run", "QmA"))
+        open_source(DataSettings(str(tmp_path / "several"), 8, split="test"), DataReader("run", "QmA"))
     with pytest.raises(ValueError, match="no strings in a column 'text': its columns are content"):
-        list(open_source(DataSettings(str(tmp_path / "one"), 8), Reader("run", "QmA")).texts())
+        list(open_source(DataSettings(str(tmp_path / "one"), 8), DataReader("run", "QmA")).texts())
 
 
 def test_mistakes_are_named_in_a_sentence(tmp_path: Path) -> None:
@@ -219,4 +219,4 @@ def test_mistakes_are_named_in_a_sentence(tmp_path: Path) -> None:
         ("nobody/nothing", "is no file or directory, and no data set on the hub that can be read"),
     ):
         with pytest.raises(ValueError, match=reason):
-            open_source(DataSettings(str(source), 8), Reader("run", "QmA"))
+            open_source(DataSettings(str(source), 8), DataReader("run", "QmA"))

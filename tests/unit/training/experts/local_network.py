@@ -12,12 +12,12 @@ import torch
 from swarm_protocol.errors import PeerMoved, PeerUnavailable
 from swarm_training.experts.core.cells import Cell, Prefix
 from swarm_training.experts.directory.board import Holders
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.server.expert import Expert
 
 
-def holder(name: str) -> Holder:
-    return Holder(name, f"{name}:1", b"\0" * 32)
+def holder(name: str) -> ExpertHolder:
+    return ExpertHolder(name, f"{name}:1", b"\0" * 32)
 
 
 class MemoryBoard:
@@ -28,7 +28,7 @@ class MemoryBoard:
     """
 
     def __init__(self) -> None:
-        self.records: dict[Prefix, dict[Holder, set[int]]] = {}
+        self.records: dict[Prefix, dict[ExpertHolder, set[int]]] = {}
         self.reads: list[Prefix] = []
         self.is_down = False
 
@@ -44,7 +44,7 @@ class MemoryBoard:
                     found[prefix].setdefault(at, []).append(each)
         return found
 
-    async def publish(self, own: Holder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
+    async def publish(self, own: ExpertHolder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
         for prefix, after in following.items():
             self.records.setdefault(prefix, {})[own] = set(after)
         return True
@@ -86,11 +86,11 @@ class LocalNetwork:
     def board(self, name: str, grid: Sequence[int], hidden: int) -> MemoryBoard:
         return self.memory
 
-    async def forward(self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
+    async def forward(self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
         return (await self._expert(holder, cell, len(inputs), self.silent)).forward(inputs).clone()
 
     async def backward(
-        self, holder: Holder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
+        self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
     ) -> torch.Tensor:
         silent = self.silent | self.silent_backward
         return (await self._expert(holder, cell, len(inputs), silent)).backward(inputs, grad_outputs)
@@ -98,7 +98,7 @@ class LocalNetwork:
     async def close(self) -> None:
         pass
 
-    async def _expert(self, holder: Holder, cell: Cell, rows: int, silent: set[Any]) -> Expert:
+    async def _expert(self, holder: ExpertHolder, cell: Cell, rows: int, silent: set[Any]) -> Expert:
         self.asked[holder.peer_id, cell] += 1
         self.batches.append(rows)
         if holder.peer_id in self.down:

@@ -13,7 +13,7 @@ from swarm_protocol.access.tokens import Role
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import Contribution, countersign, verify_round
 from swarm_training.ledger.ledger import Ledger, LedgerLimits, UserTotal, summed
-from swarm_training.ledger.signing import Kind, sign
+from swarm_training.ledger.signing import ContentKind, sign
 from swarm_training.pb import training_ledger_pb2 as pb
 from tests.unit.training.ledger.members import ADA, BOB, DAY, EVE, MODERATOR, NOW, ORGANISER, Member
 
@@ -104,7 +104,7 @@ def test_no_field_of_a_signature_can_be_changed(field: str, whose: str) -> None:
             value[position] ^= 2
         setattr(target, field, bytes(value))
         if whose == "peer":
-            signed = sign(Kind.ROUND, content, ADA.identity, ADA.token)
+            signed = sign(ContentKind.ROUND, content, ADA.identity, ADA.token)
         with pytest.raises(ValueError):
             verify_round(signed.SerializeToString(), ORGANISER.public)
 
@@ -152,7 +152,7 @@ def test_what_peers_and_leaders_may_not_sign(data: Callable[[], bytes], reason: 
 
 def test_a_contribution_of_another_is_nobodys() -> None:
     content = pb.Contribution(run="run", step=7, peer_id=BOB.peer_id, samples=5)
-    forged = sign(Kind.CONTRIBUTION, content, EVE.identity, BOB.token)
+    forged = sign(ContentKind.CONTRIBUTION, content, EVE.identity, BOB.token)
     with pytest.raises(ValueError, match="is not signed by the peer that it speaks of"):
         verify_round(round_of(entry(ADA, 1), forged), ORGANISER.public)
 

@@ -10,7 +10,7 @@ from swarm_protocol.errors import AccessDenied
 from swarm_training.core.moment import Moment
 from swarm_training.ledger import orders as module
 from swarm_training.ledger.contributions import Contribution
-from swarm_training.ledger.orders import Ban, GoBack, Order, Orders
+from swarm_training.ledger.orders import Ban, GoBack, ModeratorOrder, Orders
 from swarm_training.pb import training_ledger_pb2 as pb
 from tests.unit.training.ledger.members import ADA, DAY, EVE, MODERATOR, NOW, ORGANISER, Member
 
@@ -32,11 +32,11 @@ def orders(clock: Clock | None = None) -> tuple[Orders, AccessControl, Clock]:
 def ban(
     lasts_s: float = 3600.0, peer: Member = EVE, by: Member = MODERATOR, now: float = NOW, run: str = "run"
 ) -> bytes:
-    return Order.new(run, Ban(peer.peer_id, "sends noise"), now, lasts_s).signed(by.identity, by.token)
+    return ModeratorOrder.new(run, Ban(peer.peer_id, "sends noise"), now, lasts_s).signed(by.identity, by.token)
 
 
 def go_back(step: int, rollbacks: int = 0) -> bytes:
-    return Order.new("run", GoBack(step, rollbacks), NOW, 600.0).signed(MODERATOR.identity, MODERATOR.token)
+    return ModeratorOrder.new("run", GoBack(step, rollbacks), NOW, 600.0).signed(MODERATOR.identity, MODERATOR.token)
 
 
 def test_a_ban_lasts_until_it_expires() -> None:
@@ -147,12 +147,12 @@ def test_what_else_is_no_order() -> None:
         (GoBack(-1, 0), "a rollback to step -1"),
     ):
         with pytest.raises(ValueError, match=reason):
-            Order.new("run", action, NOW, 1.0)
+            ModeratorOrder.new("run", action, NOW, 1.0)
     for size in (15, 17):
         with pytest.raises(ValueError, match=f"an order's id has {size} bytes: expected 16"):
-            Order("run", bytes(size), NOW, NOW + 1.0, GoBack(1, 0))
+            ModeratorOrder("run", bytes(size), NOW, NOW + 1.0, GoBack(1, 0))
     with pytest.raises(ValueError, match="expected a time that is to come"):
-        Order.new("run", GoBack(1, 0), NOW, 0.0)
+        ModeratorOrder.new("run", GoBack(1, 0), NOW, 0.0)
 
 
 def test_there_is_room_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from swarm_training.robust.instructions import Finished
-from swarm_training.robust.jury import Verdict, evidence, judge, suspects
-from swarm_training.robust.messages import Accusation, FalseAggregate, FalseGradient, FalseProjection, Item, Round
+from swarm_training.robust.instructions import StepRecord
+from swarm_training.robust.jury import JuryVerdict, evidence, judge, suspects
+from swarm_training.robust.messages import Accusation, FalseAggregate, FalseGradient, FalseProjection, Item, RobustRound
 from swarm_training.robust.roster import Rules
 
-NOW = Round(7, 1, ("a", "b", "c", "d"), ("a", "b", "c"), 1.0)
-LAST = Finished(Round(6, 0, ("a", "b", "c", "d"), ("a", "b", "d"), 1.0, b"seed"), {}, {})
+NOW = RobustRound(7, 1, ("a", "b", "c", "d"), ("a", "b", "c"), 1.0)
+LAST = StepRecord(RobustRound(6, 0, ("a", "b", "c", "d"), ("a", "b", "d"), 1.0, b"seed"), {}, {})
 RULES = Rules()
 
 
@@ -17,7 +17,7 @@ def verdict(
     measured: dict[str, list[float]],
     accuser: str | None = None,
     said: float | None = None,
-) -> Verdict:
+) -> JuryVerdict:
     accusations = {case: (accuser, Accusation(case, said))} if accuser else {}
     return judge(
         [(case, suspects(case, NOW, LAST))], accusations, {juror: [values] for juror, values in measured.items()}, RULES
@@ -36,7 +36,7 @@ def test_evidence_and_suspects() -> None:
 
 def test_who_is_guilty_by_the_median_is_banned() -> None:
     case = FalseProjection("a", "d")
-    assert verdict(case, {"a": [9.0], "b": [9.0], "c": [9.0], "d": [9.0]}, "d", 9.0) == Verdict(
+    assert verdict(case, {"a": [9.0], "b": [9.0], "c": [9.0], "d": [9.0]}, "d", 9.0) == JuryVerdict(
         {"a": "false projection"}, ()
     )
 
@@ -52,14 +52,14 @@ def test_slander_is_banned_and_a_near_miss_is_not() -> None:
     innocent = {name: [0.001] for name in "abcd"}
     assert verdict(case, innocent, "d", 50.0).banned == {"d": "slander"}
     near = {name: [0.99999] for name in "abcd"}
-    assert verdict(case, near, "d", 1.00001) == Verdict({}, ())
+    assert verdict(case, near, "d", 1.00001) == JuryVerdict({}, ())
 
 
 def test_complaints_that_were_answered_are_unfounded() -> None:
     case = FalseGradient("new")
-    assert verdict(case, {name: [0.0] for name in "abcd"}, "b", None) == Verdict({}, ("b",))
+    assert verdict(case, {name: [0.0] for name in "abcd"}, "b", None) == JuryVerdict({}, ("b",))
     guilty = verdict(case, {name: [80.0] for name in "abcd"}, "b", None)
-    assert guilty == Verdict({"new": "false gradient"}, ())
+    assert guilty == JuryVerdict({"new": "false gradient"}, ())
 
 
 def test_an_owner_that_let_a_false_projection_pass_is_banned_but_for_a_near_miss() -> None:

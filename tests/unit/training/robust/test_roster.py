@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 import torch
 
-from swarm_training.robust.roster import Roster, Rules, part_sizes, part_tau, projection_limit
+from swarm_training.robust.roster import MemberRoster, Rules, part_sizes, part_tau, projection_limit
 
 NAMES = [f"peer{number}" for number in range(10)]
 
 
 def test_newcomers_count_after_their_audits() -> None:
-    roster = Roster(NAMES[:2], Rules(audits_to_join=2))
+    roster = MemberRoster(NAMES[:2], Rules(audits_to_join=2))
     roster.add(["new", NAMES[0]])
     assert roster.full == ("peer0", "peer1") and roster.newcomers == ("new",)
     roster.passed_audit("new")
@@ -26,20 +26,20 @@ def test_newcomers_count_after_their_audits() -> None:
 
 
 def test_absences_count_in_a_row() -> None:
-    roster = Roster(NAMES, Rules(max_absences=2))
+    roster = MemberRoster(NAMES, Rules(max_absences=2))
     missed = [roster.missed("peer0") for _ in range(2)]
     roster.attended("peer0")
     assert missed + [roster.missed("peer0") for _ in range(3)] == [False, False, False, False, True]
 
 
 def test_complaints_count_for_ever() -> None:
-    roster = Roster(NAMES, Rules(max_unfounded=2))
+    roster = MemberRoster(NAMES, Rules(max_unfounded=2))
     assert [roster.complained("peer0") for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("share", "number"), [(0.1, 1), (0.2, 2), (0.9, 5)])
 def test_audits_are_of_others_and_evenly_spread(share: float, number: int) -> None:
-    roster = Roster(NAMES, Rules(audit_share=share))
+    roster = MemberRoster(NAMES, Rules(audit_share=share))
     validators, targets = Counter[str](), Counter[str]()
     for step in range(2000):
         audits = roster.audits(step.to_bytes(32, "little"), NAMES)
@@ -51,7 +51,7 @@ def test_audits_are_of_others_and_evenly_spread(share: float, number: int) -> No
 
 
 def test_only_who_contributed_is_audited_newcomers_too() -> None:
-    roster = Roster(NAMES, Rules())
+    roster = MemberRoster(NAMES, Rules())
     roster.add(["new"])
     targets = {name for step in range(50) for name in roster.audits(bytes([step]), ["new", "peer3", "gone"]).values()}
     assert targets == {"new", "peer3"}
@@ -59,12 +59,12 @@ def test_only_who_contributed_is_audited_newcomers_too() -> None:
 
 
 def test_seeds_decide() -> None:
-    roster = Roster(NAMES, Rules())
+    roster = MemberRoster(NAMES, Rules())
     assert roster.audits(b"a", NAMES) == roster.audits(b"a", NAMES) != roster.audits(b"b", NAMES)
 
 
 def test_nobody_audits_alone() -> None:
-    assert Roster(["only"], Rules()).audits(b"", ["only"]) == {}
+    assert MemberRoster(["only"], Rules()).audits(b"", ["only"]) == {}
 
 
 @pytest.mark.parametrize(("n", "parts"), [(10, 3), (9, 3), (100, 7)])

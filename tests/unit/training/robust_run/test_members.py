@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
-from swarm_training.broadcast.signed import Statement
+from swarm_training.broadcast.signed import SignedStatement
 from swarm_training.core.robust_config import RobustConfig
 from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust.centered_clip import centered_clip
 from swarm_training.robust.roster import Rules
-from swarm_training.robust_run.member import Finished, Member
+from swarm_training.robust_run.member import RobustMember, StepResult
 from tests.marks import SLOW
 from tests.unit.identities import identity
 from tests.unit.training.robust_run.world import (
@@ -32,7 +32,7 @@ from tests.unit.training.robust_run.world import (
 from tests.unit.training.world import simulate
 
 
-def begin(members: list[Member]) -> None:
+def begin(members: list[RobustMember]) -> None:
     for member in members:
         member.begin(0, ())
 
@@ -41,7 +41,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def removed(results: list[list[Finished]]) -> dict[str, bool]:
+def removed(results: list[list[StepResult]]) -> dict[str, bool]:
     """Whether each was banned, by name."""
     return {each.peer: each.is_banned for finished in results[0] for each in finished.removed}
 
@@ -57,11 +57,11 @@ def say_in_place(
             return request
         told = pb.TellRequest()
         for message in request.statements:
-            statement = Statement.from_proto(message)
+            statement = SignedStatement.from_proto(message)
             if statement.sender == source and statement.said.WhichOneof("kind") == kind:
                 said = pb.Said.FromString(statement.content)
                 change(said)
-                message = Statement.make(said, liar).to_proto()
+                message = SignedStatement.make(said, liar).to_proto()
             told.statements.append(message)
         return told
 
@@ -106,7 +106,7 @@ def test_liars_are_banned_and_nobody_else(kind: str) -> None:
         members = make(RobustWorld(), 5, {1: KINDS[kind]}, Rules(audit_share=0.5))
         begin(members)
         lying = asyncio.ensure_future(steps([members[1]], 30))
-        results: list[list[Finished]] = [[] for _ in range(4)]
+        results: list[list[StepResult]] = [[] for _ in range(4)]
         while not removed(results):
             for known, new in zip(results, await steps([members[0], *members[2:]], 1), strict=True):
                 known += new
@@ -204,7 +204,7 @@ def test_who_speaks_at_the_last_moment_and_to_one_only_divides_nobody(kind: str,
                 return request
             told = pb.TellRequest()
             for message in request.statements:
-                statement = Statement.from_proto(message)
+                statement = SignedStatement.from_proto(message)
                 if statement.sender != liar or statement.said.WhichOneof("kind") != kind:
                     told.statements.append(message)
                 elif target == friend:
@@ -231,7 +231,7 @@ def test_who_speaks_at_the_last_moment_and_to_one_only_divides_nobody(kind: str,
 class Withholds:
     """A member's data goes to some only."""
 
-    def __init__(self, member: Member, to: set[str]) -> None:
+    def __init__(self, member: RobustMember, to: set[str]) -> None:
         self._give = member.fetch
         self._to = to
 

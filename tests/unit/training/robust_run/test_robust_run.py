@@ -21,7 +21,7 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.robust.centered_clip import centered_clip
 from swarm_training.robust.roster import Rules
 from swarm_training.robust.workbench import Workbench
-from swarm_training.robust_run.directory import Directory
+from swarm_training.robust_run.directory import PeerDirectory
 from swarm_training.robust_run.presence import RobustPresence
 from swarm_training.robust_run.robust_run import GlobalStep, RobustRun
 from tests.unit.identities import identity
@@ -189,7 +189,7 @@ def test_founders_that_train_something_else_are_said_so() -> None:
         directories = []
         for number, model in enumerate(models):
             own = Progress("toy", identity(number).peer_id, model=model, address="host:1", tls_fingerprint=b"1")
-            directories.append(Directory(own, identity(number), SharedBoard()))
+            directories.append(PeerDirectory(own, identity(number), SharedBoard()))
         tasks = [asyncio.ensure_future(each.run()) for each in directories[:2]]
         presence = RobustPresence(RobustConfig(), cast(Any, None), directories[0], [], AsyncExitStack())
         founders = [identity(number).peer_id for number in range(3)]

@@ -18,7 +18,7 @@ from swarm_training.core.robust_config import RobustConfig
 from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust.btard import Btard
 from swarm_training.robust.roster import Rules
-from swarm_training.robust_run.member import Finished, Member
+from swarm_training.robust_run.member import RobustMember, StepResult
 from tests.unit.identities import identity
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
@@ -39,7 +39,7 @@ class RobustWorld:
     """
 
     latency_s: float = 0.01
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, RobustMember] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
     deliver: Callable[[str, str, pb.TellRequest], pb.TellRequest | None] = lambda source, target, request: request
 
@@ -53,7 +53,7 @@ class SimulatedRobustNetwork:
     world: RobustWorld
     own: str
 
-    async def _reach(self, peer_id: str) -> Member:
+    async def _reach(self, peer_id: str) -> RobustMember:
         await asyncio.sleep(self.world.latency_s)
         if {peer_id, self.own} & self.world.dead or peer_id not in self.world.members:
             raise PeerUnavailable("connection refused")
@@ -92,7 +92,7 @@ def make(
     config: RobustConfig = CONFIG,
     gradient_of: Callable[[str, int], Tensor] | None = None,
     seed: int = 0,
-) -> list[Member]:
+) -> list[RobustMember]:
     """Founders 0 to count - 1; others than honest ones by their numbers."""
     kinds, rules = kinds or {}, rules or Rules()
     gradient_of = gradient_of or noisy_gradients(SIZE)
@@ -103,7 +103,7 @@ def make(
         machine = Btard(name, founders, SIZE, rules)
         network = SimulatedRobustNetwork(world, name)
         chance = random.Random(f"{seed} {number}")
-        member = Member(
+        member = RobustMember(
             identity(number), SESSION, machine, bench, network, config, _at_once, random_bytes=chance.randbytes
         )
         member.broadcasts.set_peers(founders)
@@ -111,16 +111,16 @@ def make(
     return list(world.members.values())
 
 
-async def steps(members: Sequence[Member], count: int) -> list[list[Finished]]:
+async def steps(members: Sequence[RobustMember], count: int) -> list[list[StepResult]]:
     """By member, what each step gave; what it has raised ends it."""
 
-    async def one(member: Member) -> list[Finished]:
+    async def one(member: RobustMember) -> list[StepResult]:
         return [await member.finished() for _ in range(count)]
 
     return await asyncio.gather(*(one(member) for member in members))
 
 
-def require_equal(results: Sequence[Sequence[Finished]]) -> None:
+def require_equal(results: Sequence[Sequence[StepResult]]) -> None:
     for first, *others in zip(*results, strict=True):
         for other in others:
             assert torch.equal(first.gradient, other.gradient)

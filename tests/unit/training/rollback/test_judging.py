@@ -15,11 +15,18 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, TRAINING, Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.divergence import LossHistory
-from swarm_training.rollback.judging import Judge, agreed_checkpoint, digest_of, is_justified, losses_of, proposal
+from swarm_training.rollback.judging import (
+    RollbackJudge,
+    agreed_checkpoint,
+    digest_of,
+    is_justified,
+    losses_of,
+    proposal,
+)
 
 NOW = Moment(1, 20)
 POLICY = RollbackPolicy(margin=0.5, patience=3, window=8, warmup=4)
-JUDGE = Judge(POLICY, LossHistory((2.0,) * 8))
+JUDGE = RollbackJudge(POLICY, LossHistory((2.0,) * 8))
 DIGEST = b"d" * 32
 
 

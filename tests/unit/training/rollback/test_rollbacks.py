@@ -14,7 +14,7 @@ from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.record import MEETING, Progress
 from swarm_training.core.signing import sign
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import LocalView
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.rollbacks import Rollbacks
 from tests.unit.identities import identity
@@ -41,7 +41,7 @@ def test_a_checkpoint_that_is_not_needed_any_more_is_fetched_anew_when_it_is_nee
         wanted = Group.parse(group(pb.Rollback(step=10, state_digest=b"d" * 32, losses=[evidence])))
 
         async def checkpoint() -> bytes | None:
-            return await rollbacks.checkpoint(wanted, own, [other.peer_id], View(own))
+            return await rollbacks.checkpoint(wanted, own, [other.peer_id], LocalView(own))
 
         first = asyncio.ensure_future(checkpoint())
         await asyncio.sleep(1.0)

@@ -15,7 +15,7 @@ import torch
 from swarm_protocol.access.access_control import AccessControl
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
-from swarm_training.ledger.orders import GoBack, Order, Orders
+from swarm_training.ledger.orders import GoBack, ModeratorOrder, Orders
 from swarm_training.meeting.leader import Leader
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import rank
@@ -283,7 +283,7 @@ def moderated() -> Orders:
 
 
 def go_back(step: int, rollbacks: int) -> bytes:
-    return Order.new("toy", GoBack(step, rollbacks), NOW, 3600.0).signed(MODERATOR.identity, MODERATOR.token)
+    return ModeratorOrder.new("toy", GoBack(step, rollbacks), NOW, 3600.0).signed(MODERATOR.identity, MODERATOR.token)
 
 
 def test_a_run_goes_back_once_when_a_moderator_orders_it() -> None:

@@ -18,7 +18,7 @@ from swarm_protocol.net.tls import Certificate
 from swarm_protocol.rpc.serving import start_server
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.rpc.room import Limits
+from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
 from tests.unit.identities import identity
 
@@ -192,7 +192,7 @@ def in_one_process(
 async def serving(
     host: ToyHost,
     number: int = 0,
-    limits: Limits | None = None,
+    limits: StageLimits | None = None,
     access: AccessControl | None = None,
     make: Callable[..., StagesService] = StagesService,
 ) -> AsyncIterator[tuple[Progress, StagesService]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError
 from tests.published import (
     bitsandbytes_4bit,
@@ -30,7 +30,7 @@ def test_4_bits(tmp_path: Path, kind: str, nested: bool, block: int) -> None:
         return bitsandbytes_4bit(weight, kind, nested, block)
 
     expected = publish(tmp_path, bitsandbytes_config(4), pack, num_hidden_layers=1, intermediate_size=128)
-    read = Checkpoint.open(tmp_path).read(lambda name: True)
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.allclose(read[name], tensor, rtol=1e-6, atol=1e-8), name
@@ -45,7 +45,7 @@ def test_blocks_that_do_not_end_with_a_row(tmp_path: Path) -> None:
         return bitsandbytes_4bit(weight, "nf4", nested=False, blocksize=128)
 
     expected = publish(tmp_path, bitsandbytes_config(4), pack, num_hidden_layers=1)
-    read = Checkpoint.open(tmp_path).read(lambda name: name in expected and name.endswith("_proj.weight"))
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: name in expected and name.endswith("_proj.weight"))
     assert len(read) == len(originals) == 7
     for name, original in zip((name for name in expected if name in read), originals, strict=True):
         assert (read[name] - original).norm() < 0.12 * original.norm(), name
@@ -53,7 +53,7 @@ def test_blocks_that_do_not_end_with_a_row(tmp_path: Path) -> None:
 
 def test_int8(tmp_path: Path) -> None:
     expected = publish(tmp_path, bitsandbytes_config(8), bitsandbytes_int8, num_hidden_layers=1)
-    read = Checkpoint.open(tmp_path).read(lambda name: True)
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(read[name], tensor), name
@@ -100,5 +100,5 @@ def test_damaged(tmp_path: Path, name: str, change: Callable | None, sentence: s
     part = stored.pop(name)
     write_shards(tmp_path, stored if change is None else stored | {name: change(part).contiguous()})
     with pytest.raises(CheckpointError, match=sentence) as caught:
-        Checkpoint.open(tmp_path).read(lambda name: True)
+        ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_server.blocks.block_loading import load_block
 from tests.published import fp8_blocks, fp8_config, fp8_rows, publish
 
@@ -17,7 +17,7 @@ from tests.published import fp8_blocks, fp8_config, fp8_rows, publish
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_blocks(tmp_path: Path, block: tuple[int, int], scale_dtype: torch.dtype) -> None:
     expected = publish(tmp_path, fp8_config(block), lambda weight: fp8_blocks(weight, block, scale_dtype))
-    read = Checkpoint.open(tmp_path).read(lambda name: True)
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(read[name], tensor), name
@@ -30,7 +30,7 @@ def test_a_scale_for_each_row_or_tensor(tmp_path: Path, shape: tuple, end: str) 
         return fp8_rows(weight, tuple(len(weight) if size == "rows" else size for size in shape), end)
 
     expected = publish(tmp_path, fp8_config(), pack, num_hidden_layers=1)
-    read = Checkpoint.open(tmp_path).read(lambda name: True)
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(read[name], tensor), name
@@ -42,7 +42,7 @@ def test_blocks_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     whole = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, quantization_config=FineGrainedFP8Config(dequantize=True)
     )
-    ours = dict(load_block(Checkpoint.open(tmp_path), 1, torch.float32).named_parameters())
+    ours = dict(load_block(ModelCheckpoint.open(tmp_path), 1, torch.float32).named_parameters())
     theirs = dict(whole.model.layers[1].named_parameters())
     assert ours.keys() == theirs.keys()
     for key, parameter in theirs.items():

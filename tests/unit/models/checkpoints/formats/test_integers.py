@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.formats.groups import unpack_words
 from swarm_protocol.errors import CheckpointError
 from tests.published import (
@@ -65,7 +65,7 @@ def renamed(packed: tuple[dict[str, torch.Tensor], torch.Tensor]) -> tuple[dict[
 def test_weights_are_those_of_the_quantiser(tmp_path: Path, case: str) -> None:
     config, pack = CASES[case]
     expected = publish(tmp_path, config, pack, num_hidden_layers=1)
-    read = Checkpoint.open(tmp_path).read(lambda name: True)
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(read[name], tensor), name
@@ -116,7 +116,7 @@ def test_damaged(tmp_path: Path, damage: str) -> None:
         stored[name] = change(part).contiguous()
     write_shards(tmp_path, stored)
     with pytest.raises(CheckpointError, match=sentence) as caught:
-        Checkpoint.open(tmp_path).read(lambda name: True)
+        ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert "\n" not in str(caught.value)
 
 
@@ -139,5 +139,5 @@ def test_damaged(tmp_path: Path, damage: str) -> None:
 def test_configs_that_are_refused(tmp_path: Path, config: object, sentence: str) -> None:
     publish(tmp_path, config, awq, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=sentence) as caught:
-        Checkpoint.open(tmp_path)
+        ModelCheckpoint.open(tmp_path)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError
 from tests.published import MXFP4_CONFIG, mxfp4_experts, publish, read_shards, write_shards
 
@@ -22,7 +22,7 @@ def gpt_oss(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_experts(tmp_path: Path) -> None:
     expected = gpt_oss(tmp_path)
-    read = Checkpoint.open(tmp_path).read(lambda name: True)
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert read.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(read[name].float(), tensor), name
@@ -34,7 +34,7 @@ def test_every_code_and_exponent_is_exact(tmp_path: Path) -> None:
     codes = torch.arange(stored[BLOCKS].numel()).to(torch.uint8).reshape(stored[BLOCKS].shape)
     exponents = (torch.arange(stored[SCALES].numel()) % 250 + 3).to(torch.uint8).reshape(stored[SCALES].shape)
     write_shards(tmp_path, stored | {BLOCKS: codes, SCALES: exponents})
-    read = Checkpoint.open(tmp_path).read(lambda name: name.endswith("1.mlp.experts.down_proj"))
+    read = ModelCheckpoint.open(tmp_path).read(lambda name: name.endswith("1.mlp.experts.down_proj"))
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     levels = torch.cat([levels, -levels])
     both = torch.stack([levels[(codes & 15).long()], levels[(codes >> 4).long()]], -1).flatten(3)
@@ -57,4 +57,4 @@ def test_damaged(tmp_path: Path, name: str, change: Callable[[torch.Tensor], tor
     stored = read_shards(tmp_path)
     write_shards(tmp_path, stored | {name: change(stored[name]).contiguous()})
     with pytest.raises(CheckpointError, match=sentence):
-        Checkpoint.open(tmp_path).read(lambda name: True)
+        ModelCheckpoint.open(tmp_path).read(lambda name: True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
@@ -26,7 +26,7 @@ def fp8(tmp_path: Path) -> Path:
 
 
 def test_blocks_and_client_share_out_the_weights(fp8: Path) -> None:
-    checkpoint = Checkpoint.open(fp8)
+    checkpoint = ModelCheckpoint.open(fp8)
     parts = [checkpoint.client_tensors(), *(checkpoint.block_tensors(index) for index in range(2))]
     assert sorted(name for part in parts for name in part) == sorted(checkpoint.tensor_names)
     assert not any("scale" in name for name in checkpoint.tensor_names)
@@ -36,7 +36,7 @@ def test_blocks_and_client_share_out_the_weights(fp8: Path) -> None:
 def test_only_the_wanted_tensors_are_read(fp8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = torch.empty
-    checkpoint = Checkpoint.open(fp8)
+    checkpoint = ModelCheckpoint.open(fp8)
     tensors = checkpoint.block_tensors(1)
     for piece in {piece for tensor in tensors.values() for piece in tensor.pieces}:
         assert ".layers.1." in piece.name
@@ -46,24 +46,24 @@ def test_only_the_wanted_tensors_are_read(fp8: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_fingerprint_depends_on_weights_and_scales(fp8: Path) -> None:
-    before = Checkpoint.open(fp8).revision
-    assert Checkpoint.open(fp8).revision == before
+    before = ModelCheckpoint.open(fp8).revision
+    assert ModelCheckpoint.open(fp8).revision == before
     for name in (Q_PROJ, f"{Q_PROJ}_scale_inv"):
         stored = read_shards(fp8)
         stored[name] = (stored[name].float() * 2).to(stored[name].dtype)
         write_shards(fp8, stored)
-        assert Checkpoint.open(fp8).revision != before, name
-        before = Checkpoint.open(fp8).revision
+        assert ModelCheckpoint.open(fp8).revision != before, name
+        before = ModelCheckpoint.open(fp8).revision
 
 
 @pytest.mark.parametrize("changed", [Q_PROJ, f"{Q_PROJ}_scale_inv"])
 def test_a_packed_weight_of_an_earlier_start_is_not_that_of_changed_parts(fp8: Path, changed: str) -> None:
     def key() -> str:
-        return content_key(Checkpoint.open(fp8).block_tensors(1)[Q_PROJ], "int8")
+        return content_key(ModelCheckpoint.open(fp8).block_tensors(1)[Q_PROJ], "int8")
 
     before = key()
     assert key() == before
-    (piece,) = [piece for piece in Checkpoint.open(fp8).block_tensors(1)[Q_PROJ].pieces if piece.name == changed]
+    (piece,) = [piece for piece in ModelCheckpoint.open(fp8).block_tensors(1)[Q_PROJ].pieces if piece.name == changed]
     with piece.path.open("r+b") as file:
         file.seek(piece.offset)
         file.write(b"\x21")
@@ -71,9 +71,9 @@ def test_a_packed_weight_of_an_earlier_start_is_not_that_of_changed_parts(fp8: P
 
 
 def test_a_packed_weight_of_an_earlier_start_is_not_that_of_another_recipe(fp8: Path) -> None:
-    before = content_key(Checkpoint.open(fp8).block_tensors(1)[Q_PROJ], "int8")
+    before = content_key(ModelCheckpoint.open(fp8).block_tensors(1)[Q_PROJ], "int8")
     edit_config(fp8, quantization_config=fp8_config((33, 33)))  # which has as many scales
-    assert content_key(Checkpoint.open(fp8).block_tensors(1)[Q_PROJ], "int8") != before
+    assert content_key(ModelCheckpoint.open(fp8).block_tensors(1)[Q_PROJ], "int8") != before
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_packed_weight_of_an_earlier_start_is_not_that_of_another_recipe(fp8: 
 def test_configs_that_are_refused(fp8: Path, quantization_config: object, sentence: str) -> None:
     edit_config(fp8, quantization_config=quantization_config)
     with pytest.raises(CheckpointError, match=sentence) as caught:
-        Checkpoint.open(fp8)
+        ModelCheckpoint.open(fp8)
     assert "\n" not in str(caught.value)
 
 
@@ -128,5 +128,5 @@ def test_damaged_checkpoints(fp8: Path, edit: Callable[[dict[str, torch.Tensor]]
     edit(stored)
     write_shards(fp8, stored)
     with pytest.raises(CheckpointError, match=sentence) as caught:
-        load_blocks(Checkpoint.open(fp8), Span(1, 2))
+        load_blocks(ModelCheckpoint.open(fp8), Span(1, 2))
     assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import UnsupportedModel
 from swarm_server.blocks.block_loading import load_block
 from tests.published import (
@@ -156,7 +156,7 @@ def test_weights_are_those_of_the_quantiser(name: str, tmp_path: Path) -> None:
     expected = publish(tmp_path, model.quantization_config, model.pack, name=model.name, ends=model.ends, **model.sizes)
     if name.startswith("Kimi"):  # as its code says, which is neither there nor asked for
         edit_config(tmp_path, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = ModelCheckpoint.open(tmp_path)
     read = checkpoint.read(lambda name: True)
     assert read.keys() == expected.keys()
     for key, tensor in expected.items():
@@ -175,7 +175,7 @@ def test_kimi_k2_with_settings_that_deepseek_v3_does_not_compute(
     save_checkpoint("deepseek_v3", tmp_path)
     for setting in ({}, {key: None}, {key: computed}):
         edit_config(tmp_path, model_type="kimi_k2", **setting)
-        Checkpoint.open(tmp_path)
+        ModelCheckpoint.open(tmp_path)
     edit_config(tmp_path, **{key: value})
     with pytest.raises(UnsupportedModel, match=f"has {key} = {value!r}: expected {computed!r} in a model of type"):
-        Checkpoint.open(tmp_path)
+        ModelCheckpoint.open(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.gguf.header import TYPES, GgufHeader, read_header
 from swarm_models.checkpoints.gguf.rope import complete_rope
 from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
@@ -27,7 +27,7 @@ from tests.gguf_files import write_gguf  # noqa: E402
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
-    return Checkpoint.open(path).read(lambda name: True)
+    return ModelCheckpoint.open(path).read(lambda name: True)
 
 
 def assert_equal(read: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -55,7 +55,7 @@ def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, type="Q4_1", num_hidden_layers=2)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = ModelCheckpoint.open(path)
     ours = dict(load_block(checkpoint, 1, torch.float32).named_parameters())
     theirs = dict(whole.model.layers[1].named_parameters())
     assert ours.keys() == theirs.keys()
@@ -92,10 +92,10 @@ def test_shards(tmp_path: Path) -> None:
     assert len(shards) > 1
     assert_equal(read_all(tmp_path / "shards"), expected)
     with pytest.raises(CheckpointError, match=r"is one of \d files: expected the first, with -00001-of"):
-        Checkpoint.open(tmp_path / "shards" / shards[1])
+        ModelCheckpoint.open(tmp_path / "shards" / shards[1])
     (tmp_path / "shards" / shards[1]).unlink()
     with pytest.raises(CheckpointError, match="has no tiny-00002-of"):
-        Checkpoint.open(tmp_path / "shards")
+        ModelCheckpoint.open(tmp_path / "shards")
 
 
 def test_the_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
@@ -103,16 +103,16 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         write_gguf(tmp_path / str(number) / f"{number}.gguf", num_hidden_layers=1)
     one, two = (tmp_path / str(number) / f"{number}.gguf" for number in (1, 2))
-    assert Checkpoint.open(one).revision == Checkpoint.open(two).revision
-    assert (Checkpoint.open(one).name, Checkpoint.open(one.parent).revision) == (
+    assert ModelCheckpoint.open(one).revision == ModelCheckpoint.open(two).revision
+    assert (ModelCheckpoint.open(one).name, ModelCheckpoint.open(one.parent).revision) == (
         "1.gguf",
-        Checkpoint.open(two).revision,
+        ModelCheckpoint.open(two).revision,
     )
-    stored = Checkpoint.open(two).block_tensors(0)["model.layers.0.self_attn.q_proj.weight"].pieces[0]
+    stored = ModelCheckpoint.open(two).block_tensors(0)["model.layers.0.self_attn.q_proj.weight"].pieces[0]
     with two.open("r+b") as file:
         file.seek(stored.offset + stored.size_bytes // 2)
         file.write(b"\x01\x02")
-    assert Checkpoint.open(one).revision != Checkpoint.open(two).revision
+    assert ModelCheckpoint.open(one).revision != ModelCheckpoint.open(two).revision
 
 
 def test_the_tokenizer_and_its_template(tmp_path: Path) -> None:
@@ -146,12 +146,12 @@ def test_the_scaling_of_llama_3_is_read(tmp_path: Path) -> None:
     factors = llama3_factors(16, 10000.0, 8.0)
     assert factors.unique().numel() > 1
     write_gguf(tmp_path / "tiny.gguf", num_hidden_layers=1, rope_freqs=factors)
-    rope = Checkpoint.open(tmp_path / "tiny.gguf").config.rope_parameters
+    rope = ModelCheckpoint.open(tmp_path / "tiny.gguf").config.rope_parameters
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("llama3", 8.0, 8192)
     factors[-1] = 5.0
     write_gguf(tmp_path / "other.gguf", num_hidden_layers=1, rope_freqs=factors)
     with pytest.raises(UnsupportedModel, match="by factors of its own: expected those of Llama 3"):
-        Checkpoint.open(tmp_path / "other.gguf")
+        ModelCheckpoint.open(tmp_path / "other.gguf")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_damaged_files(tmp_path: Path, change: Callable[[bytes], bytes], sentenc
     write_gguf(path, num_hidden_layers=1)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises((CheckpointError, UnsupportedModel), match=sentence) as caught:
-        load_block(Checkpoint.open(path), 0, torch.float32)
+        load_block(ModelCheckpoint.open(path), 0, torch.float32)
     assert "\n" not in str(caught.value)
 
 
@@ -237,4 +237,4 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     write_gguf(tmp_path / "tiny.gguf", num_hidden_layers=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"needs one more package: pip install 'swarm-lm\[gguf\]'"):
-        Checkpoint.open(tmp_path / "tiny.gguf")
+        ModelCheckpoint.open(tmp_path / "tiny.gguf")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarm_protocol.errors import PeerUnavailable
-from swarm_training.experts.directory.directory import Directory
+from swarm_training.experts.directory.directory import ExpertCache
 from swarm_training.experts.directory.records import read_record, record_of
 from swarm_training.experts.pb import experts_pb2 as pb
 from tests.unit.training.experts.local_network import MemoryBoard, holder
@@ -21,7 +21,7 @@ class Scene:
         self.now = 0.0
         self.board = MemoryBoard()
         self.board.records = {(0,): {holder("a"): {1, 2}, holder("b"): {2}}}
-        self.directory = Directory(self.board, refresh_s=10.0, ban_s=3.0, clock=lambda: self.now)
+        self.directory = ExpertCache(self.board, refresh_s=10.0, ban_s=3.0, clock=lambda: self.now)
 
     async def following(self, *prefixes: tuple[int, ...]) -> dict[tuple[int, ...], set[int]]:
         return await self.directory.following(prefixes)

@@ -12,7 +12,7 @@ from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, RequestRejected
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from swarm_training.experts.net.service import start_service
 from swarm_training.experts.pb import experts_pb2 as pb
@@ -34,7 +34,7 @@ class Scene:
 
     keeper: Keeper
     board: MemoryBoard
-    address: Holder
+    address: ExpertHolder
     now: float = 0.0
     calls: dict[int, ReplicaCalls] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], config: ServerConfig = CO
         scene = Scene(Keeper(config, board, lambda: scene.now), board, holder("nobody"))
         host = ExpertHost(config)
         server, port = await start_service(host, scene.keeper, certificate, "127.0.0.1", 0, None)
-        scene.address = Holder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
+        scene.address = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
         scene.announce(1, CELL, OTHER)
         try:
             await asyncio.wait_for(scenario(scene), 60)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from swarm_training.experts.search.beam import Found, beam_search
+from swarm_training.experts.search.beam import BeamResult, beam_search
 
 Cells = set[tuple[int, ...]]
 
@@ -19,7 +19,7 @@ class Reader:
         self._living = living
         self.asked: list[tuple[int, ...]] = []
 
-    def run(self, scores: list[np.ndarray], k: int, beam: int) -> Found:
+    def run(self, scores: list[np.ndarray], k: int, beam: int) -> BeamResult:
         search = beam_search(scores, k, beam)
         try:
             wanted = next(search)
@@ -41,7 +41,7 @@ def brute_force(scores: list[np.ndarray], living: Cells, k: int) -> list[list[tu
     return [sorted(living, key=lambda cell: -score(scores, row, cell))[:k] for row in range(len(scores[0]))]
 
 
-def found_cells(found: Found) -> list[list[tuple[int, ...]]]:
+def found_cells(found: BeamResult) -> list[list[tuple[int, ...]]]:
     return [[tuple(cell) for cell in row if cell[0] >= 0] for row in found.cells.tolist()]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
-from swarm_training.experts.directory.records import Holder
-from swarm_training.experts.replicas.replication import Found
+from swarm_training.experts.directory.records import ExpertHolder
+from swarm_training.experts.replicas.replication import FoundReplica
 from swarm_training.experts.search.keeping import in_rank
 from swarm_training.experts.server.adopting import Adopter
 from swarm_training.experts.server.announcing import Announcer
@@ -20,7 +20,7 @@ CONFIG = ServerConfig("demo", 8, grid=(3, 4), num_experts=1, adopt=2, adopt_afte
 
 
 class Board(MemoryBoard):
-    async def keepers(self) -> list[Holder]:
+    async def keepers(self) -> list[ExpertHolder]:
         return [holder("a"), holder("b")]
 
 
@@ -29,10 +29,10 @@ class Replicas:
 
     replicas = tuple(Replica(cell, 1, 1, bytes(32)) for cell in CELLS)
 
-    async def find(self) -> dict[tuple[int, ...], list[Found]]:
-        return {replica.cell: [Found(replica, None)] for replica in self.replicas}
+    async def find(self) -> dict[tuple[int, ...], list[FoundReplica]]:
+        return {replica.cell: [FoundReplica(replica, None)] for replica in self.replicas}
 
-    async def load(self, cell: tuple[int, ...], expert: object, found: Sequence[Found], above: int) -> bool:
+    async def load(self, cell: tuple[int, ...], expert: object, found: Sequence[FoundReplica], above: int) -> bool:
         return bool(found)
 
 

@@ -14,7 +14,7 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.pb import swarm_pb2
 from swarm_protocol.wire.codec import encode
 from swarm_training.experts.core.config import ServerConfig
-from swarm_training.experts.directory.records import Holder
+from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.calls import GrpcCalls
 from swarm_training.experts.net.service import start_service
 from swarm_training.experts.pb import experts_pb2 as pb
@@ -30,7 +30,7 @@ CELL = (1, 2)
 ROWS = torch.arange(12.0).view(3, HIDDEN)
 
 
-def play(scenario: Callable[[GrpcCalls, Holder, ExpertHost], Awaitable[None]]) -> None:
+def play(scenario: Callable[[GrpcCalls, ExpertHolder, ExpertHost], Awaitable[None]]) -> None:
     async def playing() -> None:
         config = ServerConfig("demo", HIDDEN, grid=(4, 4))
         host = ExpertHost(config)
@@ -41,7 +41,7 @@ def play(scenario: Callable[[GrpcCalls, Holder, ExpertHost], Awaitable[None]]) -
         server, port = await start_service(host, Keeper(config, MemoryBoard()), certificate, "127.0.0.1", 0, None)
         calls = GrpcCalls(ClientCredentials(identity(1)))
         try:
-            holder = Holder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
+            holder = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
             await asyncio.wait_for(scenario(calls, holder, host), 60)
         finally:
             await calls.close()
@@ -53,7 +53,7 @@ def play(scenario: Callable[[GrpcCalls, Holder, ExpertHost], Awaitable[None]]) -
 
 
 def test_calls_give_what_the_expert_computes() -> None:
-    async def scenario(calls: GrpcCalls, holder: Holder, host: ExpertHost) -> None:
+    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
         module = host.experts[CELL].module
         assert torch.equal(await calls.forward(holder, "demo", CELL, ROWS), module(ROWS))
         assert torch.equal(await calls.backward(holder, "demo", CELL, ROWS, ROWS), ROWS @ module.weight)
@@ -93,7 +93,7 @@ def test_requests_that_are_wrong_are_refused(changed: dict[str, object], kind: t
         request.ClearField(name)
         request.MergeFrom(pb.ForwardRequest(**{name: value}))
 
-    async def scenario(calls: GrpcCalls, holder: Holder, host: ExpertHost) -> None:
+    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
         with pytest.raises(kind, match=message):
             await calls.send_forward(holder, request)
         assert len(await calls.forward(holder, "demo", CELL, ROWS)) == 3  # the server goes on
@@ -102,7 +102,7 @@ def test_requests_that_are_wrong_are_refused(changed: dict[str, object], kind: t
 
 
 def test_gradients_of_another_number_of_rows_are_refused() -> None:
-    async def scenario(calls: GrpcCalls, holder: Holder, host: ExpertHost) -> None:
+    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
         with pytest.raises(RequestRejected, match="3 rows of inputs and 2 of gradients"):
             await calls.backward(holder, "demo", CELL, ROWS, ROWS[:2])
 
@@ -110,7 +110,7 @@ def test_gradients_of_another_number_of_rows_are_refused() -> None:
 
 
 def test_a_message_beyond_all_limits_is_refused() -> None:
-    async def scenario(calls: GrpcCalls, holder: Holder, host: ExpertHost) -> None:
+    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
         request = pb.ForwardRequest(name="x" * (3 << 20))
         with pytest.raises(PeerBusy, match="larger than max"):
             await calls.send_forward(holder, request)
@@ -119,7 +119,7 @@ def test_a_message_beyond_all_limits_is_refused() -> None:
 
 
 def test_who_shows_another_certificate_is_not_called() -> None:
-    async def scenario(calls: GrpcCalls, holder: Holder, host: ExpertHost) -> None:
+    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
         with pytest.raises(PeerUnavailable, match="another TLS certificate than its record promises"):
             await calls.forward(replace(holder, tls_fingerprint=b"\0" * 32), "demo", CELL, ROWS)
         with pytest.raises(PeerUnavailable, match="no server answers at 'nowhere'"):
@@ -144,7 +144,7 @@ def test_answers_that_do_not_fit_are_not_believed() -> None:
         keeper = Keeper(ServerConfig("demo", HIDDEN), MemoryBoard())
         server, port = await start_service(Liar(), keeper, certificate, "127.0.0.1", 0, None)
         calls = GrpcCalls(ClientCredentials(identity(1)))
-        holder = Holder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
+        holder = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
         with pytest.raises(BadReply, match=r"has answered \[3, 5\] of torch.float32: expected \[3, 4\]"):
             await calls.forward(holder, "demo", CELL, ROWS)
         with pytest.raises(BadReply, match="not finite"):

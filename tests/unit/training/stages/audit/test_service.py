@@ -18,12 +18,12 @@ from swarm_protocol.rpc.serving import start_server
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.stages.audit.answers import Answers
-from swarm_training.stages.audit.client import Asked, AuditClient, Evidence, answer_of
+from swarm_training.stages.audit.answers import AnswerLog
+from swarm_training.stages.audit.client import AuditClient, AuditedRequest, AuditEvidence, answer_of
 from swarm_training.stages.audit.service import AuditService, Witness
 from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
-from swarm_training.stages.audit.statements import Statement
-from swarm_training.stages.audit.testimony import Answer
+from swarm_training.stages.audit.statements import AnswerStatement
+from swarm_training.stages.audit.testimony import AuditAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
 from swarm_training.stages.rpc.forms import FORMS
 from swarm_training.stages.rpc.service import StagesService
@@ -64,7 +64,7 @@ class Peer:
 
 @asynccontextmanager
 async def serving(number: int, stage: ToyStage) -> AsyncIterator[tuple[Progress, Peer]]:
-    peer, own, answers, certificate = Peer(ToyHost(stage)), identity(number), Answers(), Certificate.generate()
+    peer, own, answers, certificate = Peer(ToyHost(stage)), identity(number), AnswerLog(), Certificate.generate()
     service = StagesService(RUN, peer.host, answers=answers)
     audits = AuditService(RUN, Witness(peer.host, peer, peer, own, answers))
     server, port = await start_server(
@@ -87,7 +87,7 @@ class Court:
     accused: tuple[Progress, Peer]
     mate: tuple[Progress, Peer]
 
-    async def answer(self, asked: Asked) -> Answer:
+    async def answer(self, asked: AuditedRequest) -> AuditAnswer:
         record, how = self.accused[0], {"accumulates": asked.accumulates, "wants_grad": asked.wants_grad}
         if not asked.is_backward:
             return answer_of(await self.stages.forward(record, asked.which, asked.inputs, TIMEOUT_S))
@@ -96,10 +96,12 @@ class Court:
             await self.stages.backward(record, asked.which, asked.inputs, TIMEOUT_S, **tensors, **how)  # type: ignore[arg-type]
         )
 
-    async def attest(self, asked: Asked, answer: Answer, seed: bytes = SEED, withdraws: bool = False) -> Evidence:
+    async def attest(
+        self, asked: AuditedRequest, answer: AuditAnswer, seed: bytes = SEED, withdraws: bool = False
+    ) -> AuditEvidence:
         return await self.audits.attest(self.accused[0], asked, answer, seed, TIMEOUT_S, withdraws=withdraws)
 
-    async def accuse(self, asked: Asked, answer: Answer, evidence: Evidence) -> bool:
+    async def accuse(self, asked: AuditedRequest, answer: AuditAnswer, evidence: AuditEvidence) -> bool:
         return await self.audits.accuse(self.mate[0], asked, answer, evidence, TIMEOUT_S)
 
 
@@ -121,11 +123,11 @@ def with_court(scenario: Callable[[Court], Awaitable[None]], accused: ToyStage, 
     asyncio.run(run())
 
 
-def asked_of(stage: int, moment: Moment = START) -> Asked:
+def asked_of(stage: int, moment: Moment = START) -> AuditedRequest:
     """A backward pass of one of three stages."""
     ids, which = tokens(0, 3), MicroBatch(stage, moment, 3)
     hidden = torch.randn(*ids.shape, 8, generator=torch.Generator().manual_seed(0))
-    return Asked(
+    return AuditedRequest(
         which,
         hidden if stage else ids,
         labels=ids if stage == 2 else None,
@@ -161,7 +163,7 @@ def test_a_forward_pass_is_signed_too() -> None:
             return replace(found, hidden=found.hidden + 0.5)
 
     async def scenario(court: Court) -> None:
-        asked = Asked(MicroBatch(0, START, 3), tokens(0, 3))
+        asked = AuditedRequest(MicroBatch(0, START, 3), tokens(0, 3))
         answer = await court.answer(asked)
         assert await court.accuse(asked, answer, await court.attest(asked, answer))
 
@@ -184,10 +186,10 @@ def test_evidence_that_was_changed_convicts_nobody() -> None:
             forged = replace(evidence.statement, **change).signed(identity(TRAINER))
             forged.public_key = evidence.signed.public_key
             with pytest.raises(RequestRejected, match=r"signature of .* is wrong"):
-                await court.accuse(asked, answer, Evidence(evidence.statement, forged))
+                await court.accuse(asked, answer, AuditEvidence(evidence.statement, forged))
         own = evidence.statement.signed(identity(MATE))
         with pytest.raises(RequestRejected, match="accused before itself"):
-            await court.accuse(asked, answer, Evidence(evidence.statement, own))
+            await court.accuse(asked, answer, AuditEvidence(evidence.statement, own))
         with pytest.raises(BadReply, match="signs something else"):
             await court.attest(asked, other)
         assert not court.mate[1].excluded
@@ -212,7 +214,7 @@ def test_a_peer_signs_only_what_it_has_answered() -> None:
     async def scenario(court: Court) -> None:
         asked = asked_of(1)
         with pytest.raises(PeerMoved, match="nothing is known"):
-            await court.attest(asked, Answer())
+            await court.attest(asked, AuditAnswer())
         answer = await court.answer(asked)
         with pytest.raises(RequestRejected, match="a seed has 3 bytes"):
             await court.attest(asked, answer, seed=b"abc")
@@ -225,12 +227,12 @@ def test_a_peer_signs_only_what_it_has_answered() -> None:
 
 
 def test_a_statement_of_other_lengths_is_none() -> None:
-    statement = Statement(
+    statement = AnswerStatement(
         "", StagesClient(None, RUN, WireForms()).forward_work(asked_of(1).which), True, b"", b"", SEED, ()
     )  # type: ignore[arg-type]
     for change, message in (({"sketch": (1.0,)}, "a sketch of 1"), ({"seed": b""}, "a seed of 0 bytes")):
         with pytest.raises(ValueError, match=message):
-            Statement.read(replace(statement, **change).signed(identity(1)))
+            AnswerStatement.read(replace(statement, **change).signed(identity(1)))
     infinite = (float("inf"), *[0.0] * 255)
     with pytest.raises(ValueError, match="expected 256 finite"):
-        Statement.read(replace(statement, sketch=infinite).signed(identity(1)))
+        AnswerStatement.read(replace(statement, sketch=infinite).signed(identity(1)))

@@ -16,7 +16,7 @@ from swarm_training.core.record import Kept, Progress
 from swarm_training.runfile.reading import parse_run_file
 from swarm_training.stages.commands import collecting
 from swarm_training.stages.commands.building import build, stage_source, training_config
-from swarm_training.stages.commands.collecting import Plan, Source, plans, require_new, save_tokenizer, write
+from swarm_training.stages.commands.collecting import CollectionPlan, Source, plans, require_new, save_tokenizer, write
 from tests.unit.training.checkpoints import file_size_limit
 from tests.unit.training.stages.commands.test_command_line import TEXT
 
@@ -80,7 +80,7 @@ def test_nothing_is_left_of_a_checkpoint_for_which_there_is_no_room(tmp_path: Pa
     file = parse_run_file(FILE)
     source = stage_source(file)
     states = [build(file, source, index, training_config(file)).state for index in range(2)]
-    plan = Plan(Moment(0, 0), tuple(Source(peer("a", 0), state.digest(), False) for state in states))
+    plan = CollectionPlan(Moment(0, 0), tuple(Source(peer("a", 0), state.digest(), False) for state in states))
     directory = tmp_path / "model"
     refused = nullcontext() if largest is None else pytest.raises(CannotWrite, match="File too large")
     with file_size_limit(largest), refused:

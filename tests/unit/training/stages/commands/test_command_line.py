@@ -15,7 +15,7 @@ from swarm_training.runfile.stage_settings import WIRE_FORMS, StageSettings
 from swarm_training.stages.command_line import main
 from swarm_training.stages.commands.building import build_micro_batches, require_stages, stage_options, training_config
 from swarm_training.stages.commands.inference import after_last_step
-from swarm_training.stages.compress.layers import Compression
+from swarm_training.stages.compress.layers import BoundaryCompression
 from swarm_training.stages.rpc.forms import FORMS
 
 TEXT = """
@@ -143,7 +143,7 @@ def test_checkpoints_are_kept_on_disk() -> None:
 
 @pytest.mark.parametrize("layers", ["none", "bottleneck:4", "maxout:2", "maxout:1", "maxout:02", "none:2", "", "2"])
 def test_run_files_and_stages_know_the_same_layers(layers: str) -> None:
-    known = Compression.parse(layers) if layers in ("none", "bottleneck:4", "maxout:2") else None
+    known = BoundaryCompression.parse(layers) if layers in ("none", "bottleneck:4", "maxout:2") else None
     if known is not None:
         assert stage_options(settings(layers=layers), "cpu").boundaries.layers == str(known)
         return

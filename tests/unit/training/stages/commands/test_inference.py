@@ -15,7 +15,13 @@ from swarm_training.checkpoints.whole_directory import CannotWrite
 from swarm_training.runfile.reading import parse_run_file
 from swarm_training.stages.commands import inference
 from swarm_training.stages.commands.collecting import require_new
-from swarm_training.stages.commands.inference import Afterwards, Place, after_last_step, require_untaken, serve_trained
+from swarm_training.stages.commands.inference import (
+    Afterwards,
+    InferenceContext,
+    after_last_step,
+    require_untaken,
+    serve_trained,
+)
 from swarm_training.stages.engine.export import export
 from swarm_training.stages.engine.settings import Scratch
 from swarm_training.stages.engine.stage import Stage
@@ -33,7 +39,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def serve(stage: Stage, directory: Path, say: Callable[[str], object] = str) -> None:
     """Ends in an error: nobody is at the address by which the server is to join."""
     nobody: Any = Mock()
-    place = Place(stage, nobody, nobody, [PEER], "127.0.0.1", None)
+    place = InferenceContext(stage, nobody, nobody, [PEER], "127.0.0.1", None)
     with pytest.raises(NoSwarm):
         asyncio.run(serve_trained(parse_run_file(TEXT), Afterwards(directory, 3, "none"), place, say))
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode, encode
 from swarm_training.models.shared_blocks import Block
-from swarm_training.stages.compress.layers import Compression, boundary
+from swarm_training.stages.compress.layers import BoundaryCompression, boundary
 
 HIDDEN = 24
 NAMES = ["none", "bottleneck:4", "bottleneck:3", "maxout:2", "maxout:8"]
@@ -40,7 +40,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def by_formula(name: str, down: nn.Module, up: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """What travels, and what comes out."""
-    kind, factor = Compression.parse(name).kind, Compression.parse(name).factor
+    kind, factor = BoundaryCompression.parse(name).kind, BoundaryCompression.parse(name).factor
     if kind == "none":
         return hidden, hidden
     first, narrow, second = down
@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_the_formulas(name: str) -> None:
     travels = down(hidden)
     out = up(travels)
     expected_travels, expected = by_formula(name, down, up, hidden)
-    assert travels.shape == (2, 5, Compression.parse(name).width(HIDDEN))
+    assert travels.shape == (2, 5, BoundaryCompression.parse(name).width(HIDDEN))
     torch.testing.assert_close(travels, expected_travels)
     torch.testing.assert_close(out, expected)
     found = torch.autograd.grad(out, [hidden, *parameters], grad)

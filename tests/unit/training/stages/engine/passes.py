@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import StageOptions, StageSource
 from swarm_training.stages.engine.stage import Stage
@@ -26,9 +26,9 @@ def tokens(seed: int = 0, rows: int = 2, length: int = 12) -> tuple[Tensor, Tens
     return ids, labels
 
 
-def open_zoo(name: str, directory: Path, **overrides: object) -> Checkpoint:
+def open_zoo(name: str, directory: Path, **overrides: object) -> ModelCheckpoint:
     zoo.save_checkpoint(name, directory, **overrides)  # type: ignore[arg-type]
-    return Checkpoint.open(directory)
+    return ModelCheckpoint.open(directory)
 
 
 def stages_of(source: StageSource, number: int, options: StageOptions | None = None) -> list[Stage]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_training.stages.engine.export import export, export_adapter
 from swarm_training.stages.engine.settings import LoraSettings, Scratch
 from tests import zoo
@@ -41,8 +41,8 @@ def test_a_checkpoint_is_the_model_that_was_trained(name: str, tmp_path: Path) -
     assert model.generation_config.max_new_tokens == 7
     assert type(model).__name__ in model.config.architectures and model.config.dtype == torch.float32
     zoo.save_checkpoint(name, tmp_path / "stock")  # under the names that checkpoints of this family have
-    checkpoint = Checkpoint.open(tmp_path)
-    assert set(checkpoint.tensor_names) == set(Checkpoint.open(tmp_path / "stock").tensor_names)
+    checkpoint = ModelCheckpoint.open(tmp_path)
+    assert set(checkpoint.tensor_names) == set(ModelCheckpoint.open(tmp_path / "stock").tensor_names)
     _, gradients = passes.through(passes.stages_of(checkpoint, 2), ids, labels)
     _, before = passes.through(stages, ids, labels)
     assert all(torch.equal(gradients[each], before[each]) for each in before)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_training.stages.engine.settings import Scratch
 from tests import zoo
 from tests.unit.training.stages.engine import passes
@@ -67,7 +67,7 @@ def require_same_weights(source: Scratch, number: int) -> None:
 def test_tied_and_untied_embeddings(tmp_path: Path) -> None:
     """The same family both ways: with its own head, the first stage's embeddings have no gradient from the last."""
     passes.open_zoo("llama", tmp_path / "tied", num_hidden_layers=2, tie_word_embeddings=True)
-    first, last = passes.stages_of(Checkpoint.open(tmp_path / "tied"), 2)
+    first, last = passes.stages_of(ModelCheckpoint.open(tmp_path / "tied"), 2)
     assert first.shared == last.shared == ("model.embed_tokens.weight",)
     assert "lm_head.weight" not in last.names
     assert torch.equal(first.state()[first.shared[0]], last.state()[first.shared[0]])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
-from swarm_training.stages.engine.kept import KeptPass, KeptPasses, Measured
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_training.stages.engine.kept import GraphMemoryMeter, KeptPass, KeptPasses
 from swarm_training.stages.engine.settings import StageOptions
 from swarm_training.stages.engine.stage import Stage
 from tests import zoo
@@ -14,7 +14,7 @@ from tests.unit.training.stages.engine import passes
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelCheckpoint:
     return passes.open_zoo("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 
@@ -30,7 +30,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_are_those_of_a_stage_that_keeps_nothing(llama: Checkpoint, precision: str) -> None:
+def test_gradients_are_those_of_a_stage_that_keeps_nothing(llama: ModelCheckpoint, precision: str) -> None:
     keeping, forgetful = (
         passes.stages_of(llama, 2, StageOptions(precision, kept_bytes=kept_bytes)) for kept_bytes in (1 << 30, 0)
     )
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_a_stage_that_keeps_nothing(llama: Checkpoint, pr
     assert [each.forwards for each in counted] == [2, 4]
 
 
-def test_what_was_computed_with_other_weights_is_dropped(llama: Checkpoint) -> None:
+def test_what_was_computed_with_other_weights_is_dropped(llama: ModelCheckpoint) -> None:
     (ids, _), grad = passes.tokens(), torch.ones(2, 12, zoo.HIDDEN)
     stage, other = (passes.stages_of(llama, 2)[0] for _ in range(2))
     stage.forward(ids)
@@ -58,7 +58,7 @@ def test_what_was_computed_with_other_weights_is_dropped(llama: Checkpoint) -> N
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_a_pass_is_used_once_and_found_by_its_inputs_alone(llama: Checkpoint) -> None:
+def test_a_pass_is_used_once_and_found_by_its_inputs_alone(llama: ModelCheckpoint) -> None:
     stage, grad = passes.stages_of(llama, 2)[0], torch.ones(2, 12, zoo.HIDDEN)
     counted = Counted(stage)
     first, second = passes.tokens(0)[0], passes.tokens(1)[0]
@@ -74,7 +74,7 @@ def test_a_pass_is_used_once_and_found_by_its_inputs_alone(llama: Checkpoint) ->
 def test_a_graph_is_measured_without_parameters_and_kept_within_the_room() -> None:
     weight = torch.nn.Parameter(torch.ones(100, 100))
     given = torch.ones(10, 100, requires_grad=True)
-    with Measured([weight]) as measured:
+    with GraphMemoryMeter([weight]) as measured:
         output = torch.relu(given @ weight)  # keeps its input, and the output of relu
     assert measured.size_bytes == given.nbytes + output.nbytes
     kept = KeptPasses(2 * measured.size_bytes)

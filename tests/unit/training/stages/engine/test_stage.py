@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
@@ -23,12 +23,12 @@ from tests.unit.training.stages.engine import passes
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelCheckpoint:
     return passes.open_zoo("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")
-def stages(llama: Checkpoint) -> list[Stage]:
+def stages(llama: ModelCheckpoint) -> list[Stage]:
     return passes.stages_of(llama, 3)
 
 
@@ -59,7 +59,7 @@ def test_forward_is_what_backward_computes(stages: list[Stage]) -> None:
     assert all(each.grad is None for stage in stages for each in stage.parameters)
 
 
-def test_one_stage_is_the_whole_model(llama: Checkpoint) -> None:
+def test_one_stage_is_the_whole_model(llama: ModelCheckpoint) -> None:
     ids, labels = passes.tokens()
     _, expected = passes.gradients_of(passes.whole(llama.location), ids, labels)
     _, found = passes.through(passes.stages_of(llama, 1), ids, labels, passes.num_targets(labels))
@@ -67,7 +67,7 @@ def test_one_stage_is_the_whole_model(llama: Checkpoint) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_micro_batches_add_up_to_the_mean_over_all_tokens(llama: Checkpoint, stages: list[Stage]) -> None:
+def test_micro_batches_add_up_to_the_mean_over_all_tokens(llama: ModelCheckpoint, stages: list[Stage]) -> None:
     """Though they have different numbers of tokens that count."""
     batches = [passes.tokens(seed) for seed in range(3)]
     num_tokens = sum(passes.num_targets(labels) for _, labels in batches)
@@ -95,7 +95,7 @@ def test_bf16_computes_what_the_stock_model_does_in_bf16(name: str, tmp_path: Pa
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in stage.state().items())  # nothing was rounded
 
 
-def test_bf16_follows_its_fp32_weights(llama: Checkpoint) -> None:
+def test_bf16_follows_its_fp32_weights(llama: ModelCheckpoint) -> None:
     """An update far below bf16's precision is not lost: it adds up."""
     stage = build_stage(llama, 0, 2, StageOptions(precision="bf16"))
     ids, _ = passes.tokens()
@@ -149,7 +149,7 @@ def test_checkpointed_activations_change_no_bit_and_take_less_memory(name: str, 
     assert less < 0.5 * most
 
 
-def test_only_what_a_stage_has_is_read(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_a_stage_has_is_read(llama: ModelCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = FileTensor.read
 
@@ -159,14 +159,14 @@ def test_only_what_a_stage_has_is_read(llama: Checkpoint, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(FileTensor, "read", recorded)
     found: list[str] = []
-    stored = Checkpoint.stored
+    stored = ModelCheckpoint.stored
 
-    def looked_up(checkpoint: Checkpoint, want: Callable[[str], bool]) -> dict[str, StoredTensor]:
+    def looked_up(checkpoint: ModelCheckpoint, want: Callable[[str], bool]) -> dict[str, StoredTensor]:
         tensors = stored(checkpoint, want)
         found.extend(tensors)
         return tensors
 
-    monkeypatch.setattr(Checkpoint, "stored", looked_up)
+    monkeypatch.setattr(ModelCheckpoint, "stored", looked_up)
     for index in range(3):
         read.clear()
         found.clear()

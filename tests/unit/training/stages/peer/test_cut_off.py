@@ -10,7 +10,7 @@ import pytest
 
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.progress.cut_off import must_stand_aside
-from swarm_training.progress.policy import View
+from swarm_training.progress.policy import LocalView
 from swarm_training.stages.commands.building import PRESUME_GONE_S
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single, start
 from tests.unit.training.stages.peer.world import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer
@@ -106,10 +106,10 @@ def peer(name: str, step: int = 5) -> Progress:
 def test_who_stands_aside_follows_from_who_cannot_be_called(
     own: str, others: str, failing_s: dict[str, float], expected: bool
 ) -> None:
-    view = View(peer(own), tuple(map(peer, others)))
+    view = LocalView(peer(own), tuple(map(peer, others)))
     assert must_stand_aside(view, failing_s, 8.0) is expected
 
 
 def test_the_newest_state_stays_and_who_is_behind_stands_aside() -> None:
-    ahead, behind = View(peer("b", 6), (peer("a", 5),)), View(peer("a", 5), (peer("b", 6),))
+    ahead, behind = LocalView(peer("b", 6), (peer("a", 5),)), LocalView(peer("a", 5), (peer("b", 6),))
     assert not must_stand_aside(ahead, {"a": 99.0}, 8.0) and must_stand_aside(behind, {"b": 9.0}, 8.0)

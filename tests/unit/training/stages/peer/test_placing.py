@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import replace
 
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.stages.peer.placing import Pace, margin_of, stage_view
-from swarm_training.stages.placement.stage_choice import StagePeer, StageView, own_move
+from swarm_training.stages.peer.placing import PlacementTimes, margin_of, stage_view
+from swarm_training.stages.placement.stage_choice import PlacedPeer, PlacementView, own_move
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single
 from tests.unit.training.stages.peer.world import StageWorld, ToyTrainer
 from tests.unit.training.world import simulate
 
-PACE = Pace(look_s=2.0, check_s=(1.0, 2.0), cooldown_s=5.0, step_s=5.0)
+PACE = PlacementTimes(look_s=2.0, check_s=(1.0, 2.0), cooldown_s=5.0, step_s=5.0)
 
 
 def record(peer_id: str, version: int = 1, **fields: object) -> Progress:
@@ -24,19 +24,19 @@ def test_a_view_of_stages_is_made_of_the_newest_records() -> None:
     first = [record("a", samples_per_s=4.0, may_move=True, next_stage=1), record("b", 3, next_stage=7)]
     second = [record("b", 2, samples_per_s=9.0), record("c", samples_per_s=1.0, state=JOINING)]
     assert stage_view([first, second], [1.0, 2.0]).peers == (
-        StagePeer("a", 0, 4.0, next_stage=1),
-        StagePeer("b", 0, 3.0, may_move=False),  # not measured: as the others; and there is no stage 7
-        StagePeer("c", 1, 2.0, is_working=False, may_move=False),
+        PlacedPeer("a", 0, 4.0, next_stage=1),
+        PlacedPeer("b", 0, 3.0, may_move=False),  # not measured: as the others; and there is no stage 7
+        PlacedPeer("c", 1, 2.0, is_working=False, may_move=False),
     )
     assert stage_view([[record("a")], []], [1.0, 1.0]).peers[0].speed == 1.0
 
 
 def test_noise_of_measured_speeds_moves_nobody() -> None:
-    peers = [StagePeer(name, stage, speed) for name, stage, speed in (("a", 0, 10.0), ("b", 0, 1.0), ("c", 1, 9.8))]
-    few = StageView.of(2, peers)
+    peers = [PlacedPeer(name, stage, speed) for name, stage, speed in (("a", 0, 10.0), ("b", 0, 1.0), ("c", 1, 9.8))]
+    few = PlacementView.of(2, peers)
     assert own_move(few, "b") == 1 and own_move(few, "b", margin_of(few)) is None
-    assert margin_of(StageView.of(2, [])) == 0.4
-    assert margin_of(StageView.of(2, [StagePeer(str(number), 0, 1.0) for number in range(80)])) == 0.01
+    assert margin_of(PlacementView.of(2, [])) == 0.4
+    assert margin_of(PlacementView.of(2, [PlacedPeer(str(number), 0, 1.0) for number in range(80)])) == 0.01
 
 
 def places(world: StageWorld) -> Counter[int]:

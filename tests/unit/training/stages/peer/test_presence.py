@@ -19,11 +19,11 @@ from swarm_training.contract.backend import Joining
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core_backend import send_order
-from swarm_training.ledger.orders import Ban, Order
+from swarm_training.ledger.orders import Ban, ModeratorOrder
 from swarm_training.progress import gossip
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import presence, watch
-from swarm_training.stages.peer.presence import Membership, StageOfRun, StagePresence, WatchPresence
+from swarm_training.stages.peer.presence import RunMembership, StageOfRun, StagePresence, WatchPresence
 from tests.unit.identities import identity
 from tests.unit.training.stages.peer.world import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
 
@@ -49,13 +49,13 @@ async def enter(
     return await StagePresence.enter(where, member, config, state, ToySums(stage), look_s=LOOK_S), stage
 
 
-def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> Membership:
+def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> RunMembership:
     if organiser is None:
-        return Membership(identity(number), initial_peers)
+        return RunMembership(identity(number), initial_peers)
     own = identity(number)
     role = Role.MODERATOR if number == MODERATOR else Role.TRAINER
     grant = Grant.new(organiser.public, role, f"member {number}", own.peer_id, time.time() - 10, time.time() + 1000)
-    return Membership(own, initial_peers, AccessControl(organiser.public), grant.signed(organiser))
+    return RunMembership(own, initial_peers, AccessControl(organiser.public), grant.signed(organiser))
 
 
 async def until(condition: object, limit_s: float = 60.0) -> None:
@@ -71,7 +71,7 @@ def test_two_stages_step_together_and_who_watches_sees_them() -> None:
             leaving.push_async_callback(first.leave)
             second, second_stage = await enter(1, 1, first.addresses)
             leaving.push_async_callback(second.leave)
-            member = Membership(identity(2), first.addresses)
+            member = RunMembership(identity(2), first.addresses)
             watching = await WatchPresence.enter("toy", STAGES, member, CONFIG)
             leaving.push_async_callback(watching.leave)
             seen = watching.watch
@@ -121,7 +121,7 @@ def test_a_moderator_bans_by_the_name_of_the_run() -> None:
             watches = [watching.watch, first.stage_peer.watch, mate.stage_peer.watch]
             await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 2] for each in watches))
             moderator = member_of(MODERATOR, first.addresses, organiser)
-            order = Order.new("toy", Ban(identity(1).peer_id, "sends noise"), time.time(), 1000.0)
+            order = ModeratorOrder.new("toy", Ban(identity(1).peer_id, "sends noise"), time.time(), 1000.0)
             signed = order.signed(moderator.identity, moderator.token)
             who = Joining("toy", MICRO_BATCHES, tuple(first.addresses), moderator.identity, organiser.public)
             await asyncio.to_thread(send_order, who, signed)

@@ -23,17 +23,17 @@ from swarm_training.core.bitmap import contains
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.crediting import Member
-from swarm_training.run.meetings import Compression, Environment
+from swarm_training.ledger.crediting import LedgerCredentials
+from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer.placing import Announcements, Mover, Pace, choose
+from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import RunStages, StageMember, stage_run
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 from tests.unit.identities import identity
 from tests.unit.training.world import SimulatedNetwork, World, _Board, at_once
 
@@ -84,7 +84,7 @@ class ToyStage:
 
 
 class ToySums:
-    """What ``Sums`` asks for, as simply as it goes. Gradients are rounded so that their sums are exact."""
+    """What ``StepSums`` asks for, as simply as it goes. Gradients are rounded so that their sums are exact."""
 
     def __init__(self, stage: ToyStage) -> None:
         self.step = 0
@@ -263,15 +263,15 @@ class StageWorld(World):
         )
         peer = TrainingPeer(
             config,
-            Member(own),
+            LedgerCredentials(own),
             record,
             Environment(network, board, at_once, random.Random(number)),
             state,
-            Compression(Plain()),
+            GradientCompression(Plain()),
         )
         others = {stage: board for stage in range(self.num_stages) if stage != index}
         mates = {index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
-        watch = Watch(self.runs, network, others, config.silence_s, rng, mates)
+        watch = RunWatch(self.runs, network, others, config.silence_s, rng, mates)
         replicas = Replicas(index, self.num_stages if self.replicates else 1, peer, watch, network, at_once)
         sums = ToySums(stage)
         other = self.num_stages - 1 - index
@@ -303,7 +303,7 @@ class StageWorld(World):
         self.spawn(made)
         return made
 
-    def join_where_it_helps(self, pace: Pace, index: int | None = None) -> int:
+    def join_where_it_helps(self, pace: PlacementTimes, index: int | None = None) -> int:
         """Somebody who is free to move: begins at a stage, or chooses one. Returns its number."""
         number = len(self.everybody) + sum(not task.done() for task in self.choosing)
         own, costs = identity(number), [1.0] * self.num_stages
@@ -314,7 +314,7 @@ class StageWorld(World):
         async def choose_and_live() -> None:
             boards = {stage: _Board(self, own.peer_id) for stage in range(self.num_stages)}
             network, rng = SimulatedNetwork(self, own.peer_id), random.Random(number)
-            watch = Watch(self.runs, network, boards, self.config.silence_s, rng)
+            watch = RunWatch(self.runs, network, boards, self.config.silence_s, rng)
             watching = asyncio.ensure_future(watch.run())
             chosen = await choose(watch, Announcements(boards, self.runs, own), own.peer_id, costs, pace)
             watching.cancel()
@@ -323,13 +323,13 @@ class StageWorld(World):
         self.choosing.append(asyncio.ensure_future(choose_and_live()))
         return number
 
-    def _spawn_free(self, made: SimulatedStagePeer, pace: Pace, costs: list[float]) -> None:
+    def _spawn_free(self, made: SimulatedStagePeer, pace: PlacementTimes, costs: list[float]) -> None:
         self.spawn(made)
 
         async def move() -> None:
             while not made.peer.own.state_digest:
                 await asyncio.sleep(0.1)
-            to = await Mover(made.stage_peer, costs, pace, random.Random(made.number).uniform).next_stage()
+            to = await StageChooser(made.stage_peer, costs, pace, random.Random(made.number).uniform).next_stage()
             self.former.append(made)
             for task in made.tasks:
                 if task is not asyncio.current_task():
@@ -366,7 +366,7 @@ class ToyTrainer:
         self.world, self.name, self.rng = world, name, random.Random(seed)
         boards = {index: _Board(world, name) for index in range(world.num_stages)}
         network = SimulatedNetwork(world, _TRAINER)
-        self.watch = Watch(world.runs, network, boards, world.config.silence_s, random.Random(seed))
+        self.watch = RunWatch(world.runs, network, boards, world.config.silence_s, random.Random(seed))
         self._limit = asyncio.Semaphore(at_a_time)
 
     async def run(self) -> None:

@@ -9,9 +9,9 @@ from itertools import pairwise, product
 import pytest
 
 from swarm_training.stages.placement.stage_choice import (
+    PlacedPeer,
+    PlacementView,
     StageMove,
-    StagePeer,
-    StageView,
     choose_stage,
     may_go,
     own_move,
@@ -22,23 +22,23 @@ from swarm_training.stages.placement.stage_choice import (
 SEEDS = range(150)
 
 
-def view_of(*speeds: list[float]) -> StageView:
+def view_of(*speeds: list[float]) -> PlacementView:
     """Peers of these speeds at each stage, named by stage and number."""
     peers = [
-        StagePeer(f"{stage}-{number}", stage, speed)
+        PlacedPeer(f"{stage}-{number}", stage, speed)
         for stage, each in enumerate(speeds)
         for number, speed in enumerate(each)
     ]
-    return StageView.of(len(speeds), peers)
+    return PlacementView.of(len(speeds), peers)
 
 
-def random_view(seed: int) -> StageView:
+def random_view(seed: int) -> PlacementView:
     chance = random.Random(seed)
     num_stages = chance.randint(1, 6)
     costs = tuple(chance.choice([1.0, 1.0, chance.uniform(0.5, 2.0)]) for _ in range(num_stages))
     equal = chance.random() < 0.3
     peers = tuple(
-        StagePeer(
+        PlacedPeer(
             f"{chance.getrandbits(64):016x}",
             chance.randrange(num_stages),
             1.0 if equal else chance.lognormvariate(0, 0.7),
@@ -47,15 +47,15 @@ def random_view(seed: int) -> StageView:
         )
         for _ in range(chance.randint(0, 40))
     )
-    return StageView(costs, peers)
+    return PlacementView(costs, peers)
 
 
-def moved(view: StageView, *moves: StageMove) -> StageView:
+def moved(view: PlacementView, *moves: StageMove) -> PlacementView:
     to = {move.peer_id: move.to for move in moves}
     return replace(view, peers=tuple(replace(peer, stage=to.get(peer.peer_id, peer.stage)) for peer in view.peers))
 
 
-def speeds_of_all(view: StageView) -> list[float]:
+def speeds_of_all(view: PlacementView) -> list[float]:
     """Of those on their way too."""
     return stage_speeds(replace(view, peers=tuple(replace(peer, is_working=True) for peer in view.peers)))
 
@@ -67,13 +67,13 @@ def test_who_joins_takes_the_slowest_stage_and_of_equals_the_first() -> None:
     assert choose_stage(view_of([1, 1], [0.5], [1.5]), "new") == 1
     assert choose_stage(view_of([1, 1], [1], [1]), "new") == 1
     assert choose_stage(view_of([], [], []), "new") == 0
-    unequal = StageView((1.0, 3.0), view_of([1.0], [2.0]).peers)
+    unequal = PlacementView((1.0, 3.0), view_of([1.0], [2.0]).peers)
     assert choose_stage(unequal, "new") == 1
 
 
 def test_a_joiner_does_not_count_itself_and_counts_who_leaves_where_it_goes() -> None:
-    peers = (StagePeer("a", 0, 1.0), StagePeer("b", 1, 1.0, next_stage=0), StagePeer("c", 1, 9.0, is_working=False))
-    assert choose_stage(StageView.of(2, peers), "c") == 1
+    peers = (PlacedPeer("a", 0, 1.0), PlacedPeer("b", 1, 1.0, next_stage=0), PlacedPeer("c", 1, 9.0, is_working=False))
+    assert choose_stage(PlacementView.of(2, peers), "c") == 1
 
 
 @pytest.mark.parametrize("num_joiners", [1, 2, 7, 30])
@@ -82,7 +82,7 @@ def test_who_joins_at_once_is_spread_after_choosing_again(num_joiners: int) -> N
     ids = [f"new-{number:02}" for number in range(num_joiners)]
     choices = {peer_id: choose_stage(present, peer_id) for peer_id in ids}
     for _ in range(num_joiners):
-        joining = tuple(StagePeer(peer_id, choices[peer_id], 1.0, is_working=False) for peer_id in ids)
+        joining = tuple(PlacedPeer(peer_id, choices[peer_id], 1.0, is_working=False) for peer_id in ids)
         view = replace(present, peers=present.peers + joining)
         chosen = {peer_id: choose_stage(view, peer_id) for peer_id in ids}
         if chosen == choices:
@@ -92,7 +92,7 @@ def test_who_joins_at_once_is_spread_after_choosing_again(num_joiners: int) -> N
     one_by_one = present
     for peer_id in ids:
         stage = choose_stage(one_by_one, peer_id)
-        one_by_one = replace(one_by_one, peers=(*one_by_one.peers, StagePeer(peer_id, stage, 1.0)))
+        one_by_one = replace(one_by_one, peers=(*one_by_one.peers, PlacedPeer(peer_id, stage, 1.0)))
     assert choices == {peer.peer_id: peer.stage for peer in one_by_one.peers if peer.peer_id in choices}
 
 
@@ -163,9 +163,9 @@ def test_who_may_not_move_or_is_on_the_way_stays_and_counts_where_it_goes() -> N
     pinned = replace(view, peers=tuple(replace(peer, may_move=False) for peer in view.peers))
     assert plan_moves(pinned) == ()
     first, second, *others = view_of([1] * 4, [1]).peers
-    leaving = StageView.of(2, [replace(first, next_stage=1), second, *others])
+    leaving = PlacementView.of(2, [replace(first, next_stage=1), second, *others])
     assert plan_moves(leaving) == ()
-    loading = StageView.of(2, [replace(first, stage=1, is_working=False), second, *others])
+    loading = PlacementView.of(2, [replace(first, stage=1, is_working=False), second, *others])
     assert plan_moves(loading) == ()
 
 
@@ -175,18 +175,18 @@ def test_who_may_not_move_or_is_on_the_way_stays_and_counts_where_it_goes() -> N
 def test_of_those_that_announced_as_many_go_as_still_help() -> None:
     staying = view_of([1] * 6, [1, 1]).peers
     announced = [replace(peer, next_stage=1) if peer.stage == 0 else peer for peer in staying]
-    view = StageView.of(2, announced)
+    view = PlacementView.of(2, announced)
     assert [peer.peer_id for peer in announced if may_go(view, peer.peer_id)] == ["0-0", "0-1"]
-    assert own_move(StageView.of(2, staying), "0-1") == 1
-    assert own_move(StageView.of(2, staying), "0-2") is None
+    assert own_move(PlacementView.of(2, staying), "0-1") == 1
+    assert own_move(PlacementView.of(2, staying), "0-2") is None
     assert not may_go(view, "1-0")
 
 
 def test_nobody_leaves_a_stage_slower_than_the_slowest_while_others_are_on_their_way() -> None:
     """The plan may send a peer on whose place another must take first."""
-    arriving = StagePeer("fast", 1, 3.0, is_working=False)
-    here = StagePeer("slow", 1, 0.9, next_stage=2)
-    view = StageView.of(3, [*view_of([1, 1]).peers, here, arriving, StagePeer("last", 2, 0.8)])
+    arriving = PlacedPeer("fast", 1, 3.0, is_working=False)
+    here = PlacedPeer("slow", 1, 0.9, next_stage=2)
+    view = PlacementView.of(3, [*view_of([1, 1]).peers, here, arriving, PlacedPeer("last", 2, 0.8)])
     assert not may_go(view, "slow")
     there = replace(view, peers=(*view.peers[:3], replace(arriving, is_working=True), view.peers[-1]))
     assert may_go(there, "slow")
@@ -239,13 +239,13 @@ def test_a_run_comes_to_rest_and_nobody_moves_back(seed: int) -> None:
 @pytest.mark.parametrize(
     ("costs", "peer", "match"),
     [
-        ((), StagePeer("a", 0, 1.0), "expected at least one"),
-        ((1.0, 0.0), StagePeer("a", 0, 1.0), "all above 0"),
-        ((1.0,), StagePeer("a", 1, 1.0), "a is at no stage of the run, which has 1"),
-        ((1.0,), StagePeer("a", 0, 1.0, next_stage=-1), "a is at no stage"),
-        ((1.0,), StagePeer("a", 0, 0.0), "the speed of a is 0.0: expected more than 0"),
+        ((), PlacedPeer("a", 0, 1.0), "expected at least one"),
+        ((1.0, 0.0), PlacedPeer("a", 0, 1.0), "all above 0"),
+        ((1.0,), PlacedPeer("a", 1, 1.0), "a is at no stage of the run, which has 1"),
+        ((1.0,), PlacedPeer("a", 0, 1.0, next_stage=-1), "a is at no stage"),
+        ((1.0,), PlacedPeer("a", 0, 0.0), "the speed of a is 0.0: expected more than 0"),
     ],
 )
-def test_a_view_of_no_run_is_refused(costs: tuple[float, ...], peer: StagePeer, match: str) -> None:
+def test_a_view_of_no_run_is_refused(costs: tuple[float, ...], peer: PlacedPeer, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        StageView(costs, (peer,))
+        PlacementView(costs, (peer,))

@@ -16,7 +16,7 @@ from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, Scratch, StageOptions
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
-from swarm_training.stages.rpc.room import Room
+from swarm_training.stages.rpc.room import RequestRoom
 from swarm_training.stages.rpc.service import StagesService
 from tests import zoo
 from tests.unit.identities import identity
@@ -25,7 +25,7 @@ from tests.unit.training.stages.toys import RUN, START, ToyHost, serving
 HIDDEN, ROWS, POSITIONS, TIMEOUT_S = 128, 2, 8, 30.0  # int8's blocks of 64 elements are full
 
 
-class CountingRoom(Room):
+class CountingRoom(RequestRoom):
     received_bytes = 0
 
     def _take(self, trainer: str, size_bytes: int) -> None:

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 import pytest
 
 from swarm_protocol.errors import PeerBusy
-from swarm_training.stages.rpc.room import Limits, Room
+from swarm_training.stages.rpc.room import RequestRoom, StageLimits
 
 
 def test_the_bytes_of_all_trainers_together_are_limited_and_those_of_each_to_half() -> None:
-    room = Room(Limits(max_bytes=800))
+    room = RequestRoom(StageLimits(max_bytes=800))
     with ExitStack() as requests:
         anna, bert, carl = (requests.enter_context(room.request(name)) for name in ("anna", "bert", "carl"))
         anna.take(400)

@@ -37,7 +37,7 @@ from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
 from swarm_training.stages.rpc.forms import FORMS, encode_as
 from swarm_training.stages.rpc.framing import pack
-from swarm_training.stages.rpc.room import Limits
+from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
 from tests.unit.identities import identity
 from tests.unit.training.stages.toys import RUN, START, ToyHost, ToyStage, serving, tokens
@@ -182,7 +182,7 @@ def test_a_step_that_was_taken_while_the_request_waited_is_refused() -> None:
 def test_who_has_no_room_says_so_at_once() -> None:
     async def run() -> None:
         host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
-        async with serving(host, limits=Limits(max_requests=4)) as (peer, service):
+        async with serving(host, limits=StageLimits(max_requests=4)) as (peer, service):
             networks = [GrpcNetwork(ClientCredentials(identity(number))) for number in (TRAINER, TRAINER + 1)]
             clients = [StagesClient(network, RUN, WireForms()) for network in networks]
             waiting = []
@@ -209,7 +209,7 @@ def test_bytes_and_pending_gradients_are_limited() -> None:
         assert host.num_computed == 0
         await client.forward(peer, batch(0), tokens(0, 0), TIMEOUT_S)
 
-    with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=Limits(max_bytes=2 * 400))
+    with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=StageLimits(max_bytes=2 * 400))
 
     async def pending(client: StagesClient, peer: Progress, host: ToyHost) -> None:
         await backward(client, peer, 0)
@@ -230,7 +230,7 @@ def test_who_is_refused_while_it_sends_hears_why() -> None:
                 await client.forward(peer, batch(1), torch.zeros(1, 1 << 19, 8), TIMEOUT_S)
         assert host.num_computed == 0
 
-    with_peer(scenario, ToyHost(ToyStage(1, 2)), limits=Limits(max_bytes=400, max_tokens=1 << 30))
+    with_peer(scenario, ToyHost(ToyStage(1, 2)), limits=StageLimits(max_bytes=400, max_tokens=1 << 30))
 
 
 def test_what_a_trainer_left_behind_is_dropped() -> None:
@@ -241,7 +241,7 @@ def test_what_a_trainer_left_behind_is_dropped() -> None:
                 await asyncio.sleep(0.01)
         assert not await client.commit(peer, batch(0, 0), TIMEOUT_S)
 
-    with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=Limits(silence_s=0.3))
+    with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=StageLimits(silence_s=0.3))
 
 
 def test_silence_is_not_waited_for_and_a_late_gradient_does_not_count() -> None:

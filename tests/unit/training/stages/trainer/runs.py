@@ -28,25 +28,25 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, PRESENT, Progress
-from swarm_training.ledger.crediting import Member
+from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
-from swarm_training.run.meetings import Compression, Environment
+from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.audit.answers import Answers
+from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.service import AuditService, Witness
 from swarm_training.stages.engine.accumulator import Accumulator, rounded
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import Scratch
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.peer.presence import Membership
+from swarm_training.stages.peer.presence import RunMembership
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import stage_run
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
-from swarm_training.stages.peer.watch import Watch
+from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
@@ -215,18 +215,18 @@ class WholeRun:
         record = Progress(runs[index], own.peer_id, state=JOINING, target_batch_size=MICRO_BATCHES, model=model)
         peer = TrainingPeer(
             self.config,
-            Member(own),
+            LedgerCredentials(own),
             record,
             Environment(network, boards[index], asyncio.to_thread, rng),
             state,
-            Compression(Plain()),
+            GradientCompression(Plain()),
         )
         others = {number: board for number, board in enumerate(boards) if number != index}
         mates = {index: lambda: [each for each in peer.view().all if each.state in PRESENT]}
-        watch = Watch(runs, network, others, CONFIG.silence_s, rng, mates)
+        watch = RunWatch(runs, network, others, CONFIG.silence_s, rng, mates)
         replicas = Replicas(index, self.num_stages, peer, watch, network, asyncio.to_thread)
         life = StagePeer(OwnStage(index, state, sums), peer, watch, replicas, CONFIG.codec, compute, asyncio.to_thread)
-        hosted, answers, certificate = HostedStage(computes(stage), life, sums), Answers(), Certificate.generate()
+        hosted, answers, certificate = HostedStage(computes(stage), life, sums), AnswerLog(), Certificate.generate()
         config = TrainerConfig(forms=WireForms("fp64", "fp64"))
         recomputing = Recomputing(RUN, hosted, lambda: watch.view().stages, network, config, Data.loss_scale)
         service = StagesService(RUN, hosted, answers=answers, is_finite=recomputing.is_finite)
@@ -289,10 +289,10 @@ class WholeRun:
         network = GrpcNetwork(ClientCredentials(own))
         runs = [stage_run(RUN, index) for index in range(self.num_stages)]
         boards = {index: Board(self.records[run], own.peer_id) for index, run in enumerate(runs)}
-        watch = Watch(runs, network, boards, CONFIG.silence_s, random.Random(number))
+        watch = RunWatch(runs, network, boards, CONFIG.silence_s, random.Random(number))
         watching = asyncio.ensure_future(watch.run())
         config = TrainerConfig(forms=WireForms("fp64", "fp64"), settle_s=1.0, audit_share=audit_share)
-        roster, member = Roster(own.peer_id), Membership(own)
+        roster, member = Roster(own.peer_id), RunMembership(own)
         try:
             with patch.object(presence, "_NEWS_S", 0.1):  # records of this board are never old
                 await train_beside(watch, network, roster, RUN, member, Data(), config, reports.append, end)

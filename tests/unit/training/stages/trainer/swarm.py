@@ -23,12 +23,12 @@ from swarm_protocol.rpc.serving import errors_as_status
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.stages.rpc.room import Limits
+from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.recomputing import Recomputing
-from swarm_training.stages.trainer.trainer import RunWatch, StepReport, Trainer
+from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
 from tests.unit.identities import identity
 from tests.unit.training.stages.toys import RUN, ToyHost, ToyStage, bits_of, serving, tokens
 
@@ -139,7 +139,7 @@ class Swarm:
                 await member.life.aclose()
             await swarm.network.close()
 
-    async def join(self, stage: int, limits: Limits | None = None, make: Any = LossyService) -> Member:
+    async def join(self, stage: int, limits: StageLimits | None = None, make: Any = LossyService) -> Member:
         host = ToyHost(ToyStage(stage, len(self.stages)), MICRO_BATCHES, Moment(0, len(self.history)))
         life = AsyncExitStack()
         recomputing = Recomputing(RUN, host, self.look, self.network, CONFIG, LOSS_SCALE)
@@ -190,7 +190,7 @@ async def training(
     network = GrpcNetwork(ClientCredentials(own))
     trainer = Trainer(
         own.peer_id,
-        RunWatch(RUN, swarm.look, lambda: {own.peer_id: 0} if trainers is None else trainers),
+        RunSource(RUN, swarm.look, lambda: {own.peer_id: 0} if trainers is None else trainers),
         network,
         data or ToyData(),
         config,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarm_training.data.blocks import TokenBlocks
-from swarm_training.data.order import Order, batch_of_step, derived_seed
+from swarm_training.data.order import SampleOrder, batch_of_step, derived_seed
 from swarm_training.stages.trainer.batches import BlockMicroBatches
 
 BLOCKS = TokenBlocks(np.arange(60 * 5, dtype=np.int32), 5)
@@ -17,7 +17,7 @@ def test_micro_batches_are_the_batch_of_a_step_cut_up() -> None:
     data = BlockMicroBatches(BLOCKS, "run", count=4, rows=3)
     for step in (0, 3, 7):
         rows = torch.cat([data.at(step, number).ids for number in range(4)])
-        order = Order(derived_seed("run"), 60)
+        order = SampleOrder(derived_seed("run"), 60)
         assert torch.equal(rows, BLOCKS.rows(batch_of_step(order, step, 12, 0, 12)))
     assert torch.equal(data.at(2, 1).ids, BlockMicroBatches(BLOCKS, "run", 4, 3).at(2, 1).labels)
     assert data.loss_scale == 3 * 4

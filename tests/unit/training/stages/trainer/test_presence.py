@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swarm_protocol.errors import PeerUnavailable
-from swarm_training.stages.peer.presence import Membership, WatchPresence
+from swarm_training.stages.peer.presence import RunMembership, WatchPresence
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.presence import train
@@ -27,7 +27,7 @@ def test_who_finds_a_stage_empty_waits_as_long_as_was_said(monkeypatch: pytest.M
     async def trained() -> None:
         data: MicroBatches = SimpleNamespace(count=1)  # type: ignore[assignment]
         async with asyncio.timeout(10.0):
-            await train("toy", 2, Membership(identity(1)), data, TrainerConfig(), join_timeout_s=0.05)
+            await train("toy", 2, RunMembership(identity(1)), data, TrainerConfig(), join_timeout_s=0.05)
 
     monkeypatch.setattr(WatchPresence, "enter", enter)
     with pytest.raises(PeerUnavailable, match="nobody is at stage 1"):

@@ -9,9 +9,9 @@ import pytest
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.bootstrap import bootstrap
 from swarm_protocol.dht.node import Listening
-from swarm_training.progress.board import DhtBoard
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.stages.trainer import roster as roster_module
-from swarm_training.stages.trainer.roster import Roster
+from swarm_training.stages.trainer.roster import TrainerRoster
 from tests.unit.identities import identity
 
 
@@ -24,8 +24,8 @@ def test_who_comes_waits_for_a_step_that_all_know_of_and_who_leaves_is_left_out(
         nodes = [await dht_node.start(identity(number), Listening("127.0.0.1")) for number in range(2)]
         addresses = [str(address) for address in await nodes[0].p2p.get_visible_maddrs()]
         assert await bootstrap(nodes[1], addresses, joins=True)
-        boards = [DhtBoard(node, "toy/0", identity(number)) for number, node in enumerate(nodes)]
-        first, second = (Roster(board.node, "toy", identity(number)) for number, board in enumerate(boards))
+        boards = [DhtPeerRegistry(node, "toy/0", identity(number)) for number, node in enumerate(nodes)]
+        first, second = (TrainerRoster(board.node, "toy", identity(number)) for number, board in enumerate(boards))
         ids = [identity(number).peer_id for number in range(2)]
         running: list[asyncio.Task[None]] = []
         try:

@@ -16,7 +16,7 @@ from swarm_protocol.errors import RequestRejected, TrainingDiverged
 from swarm_training.core.moment import Moment
 from swarm_training.stages.routing.router import Backoff
 from swarm_training.stages.rpc.client import WireForms
-from swarm_training.stages.rpc.room import Limits
+from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
 from tests.unit.identities import identity
@@ -205,7 +205,7 @@ def test_a_peer_that_stands_still_is_left_as_soon_as_nothing_is_heard_of_it() ->
 
 def test_peers_without_room_are_passed_over_and_all_comes_to_its_end() -> None:
     async def scenario() -> None:
-        limits = Limits(max_requests=1)
+        limits = StageLimits(max_requests=1)
         async with Swarm.running(1, 2, limits=limits) as swarm:
             for member in swarm.members():
                 member.host.max_pending = 1
@@ -271,7 +271,7 @@ class Nonsense(ToyData):
 
 def test_data_that_no_peer_takes_are_the_users_mistake() -> None:
     async def scenario() -> None:
-        limits = Limits(max_tokens=1000)
+        limits = StageLimits(max_tokens=1000)
         async with Swarm.running(2, 1, limits=limits) as swarm, training(swarm, data=Nonsense()) as (task, _):
             with pytest.raises(RequestRejected, match="2 × 600 positions: expected at most"):
                 await task
