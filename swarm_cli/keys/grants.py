@@ -57,8 +57,10 @@ class GrantsFile:
 
     def read(self) -> list[GrantEntry]:
         """Return all entries. Raise ValueError if the file cannot be read."""
-        path = self._old_path if self._old_path.exists() and not self.path.exists() else self.path
+        path = self.path
         try:
+            if self._old_path.exists() and not self.path.exists():
+                path = self._old_path
             lines = path.read_text().splitlines()
         except FileNotFoundError:
             return []

@@ -159,6 +159,7 @@ class SpeculativeGeneration:
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
             self._guessing.begin(int(text.ids[0, -1]), hidden)
             self._past.settle(0, 0)
+            del outputs, hidden  # the prompt's logits may be large
             try:
                 while not text.is_over and (company.is_alone() or not can_join):
                     alone = company.is_alone() and has_room(self._session)

@@ -16,6 +16,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
+from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.net.hivemind_parts import DHTLocalStorage, Multiaddr, get_dht_time
 from swarm_protocol.net.identity import Identity
 
@@ -59,7 +60,7 @@ class MemoryNode:
         self.p2p = MemoryDaemon(identity.peer_id)
         self.protocol = SimpleNamespace(
             storage=DHTLocalStorage(),
-            record_validator=SimpleNamespace(),
+            record_validator=Validator(identity.private_key),
             client_mode=asks_only,
             routing_table=SimpleNamespace(uid_to_peer_id={"anybody": "anybody"}, peer_id_to_uid=Everybody()),
         )
