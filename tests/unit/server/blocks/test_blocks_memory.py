@@ -27,7 +27,7 @@ SCRIPT = """
 import gc, resource, sys
 import torch
 from torch import nn
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
 
@@ -52,7 +52,7 @@ def resident():
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-small, large = (Checkpoint.open(path) for path in sys.argv[1:])
+small, large = (ModelCheckpoint.open(path) for path in sys.argv[1:])
 torch.set_num_threads(1)
 load_blocks(small, Span(0, 1), transform=narrow)
 blocks = large.family.all_blocks
@@ -109,7 +109,7 @@ def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> No
 INT8_SCRIPT = """
 import gc, resource, sys
 import torch
-from swarm_models.checkpoints.checkpoint import Checkpoint
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers

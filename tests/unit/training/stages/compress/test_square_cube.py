@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
 
 from square_cube import COMPUTED, GIVEN, HIDDEN, LENGTH, Cell, Cost, costs, power
 from square_cube_stage import MiddleStage, Shape, packed, unpacked

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
 
 from metrics import Metrics
 from simulate_training import SCENARIOS, crew_of, hours_of, lost_share, peer_lives, simulate
