@@ -130,7 +130,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 torch.set_num_threads(1)
-checkpoint = Checkpoint.open(sys.argv[1])
+checkpoint = ModelCheckpoint.open(sys.argv[1])
 load(checkpoint, Span(0, 1))
 gc.collect()
 filler = torch.ones(max(0, peak() - resident()) // 4)
