@@ -83,7 +83,7 @@ def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint
             super().__init__(*args)
             members.append(self)
 
-    monkeypatch.setattr(joining, "Membership", Member)
+    monkeypatch.setattr(joining, "SwarmMembership", Member)
     with InProcessServers(checkpoint) as servers:
         (server,) = servers.start(f"0:{BLOCKS}")
         running = servers._running.pop(server)
