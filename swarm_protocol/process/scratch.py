@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.file_lock import try_lock
 
 _PREFIX, _LOCK = "swarm-lm-", ".swarm-lm-lock"
 _NEW = f"{_PREFIX}new-"  # not locked yet
@@ -67,5 +68,5 @@ def remove_dead(parent: Path | None = None) -> None:
             if directory.stat().st_uid != os.getuid():
                 continue
             with open(directory / _LOCK) as lock:  # a foreign directory has no such file
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory)
+                if try_lock(lock):
+                    shutil.rmtree(directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError, SwarmError
+from swarm_protocol.file_lock import try_lock
 from swarm_protocol.process.local_registry import checked_name
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
@@ -218,10 +218,6 @@ async def _locked(directory: Path) -> AsyncIterator[None]:
         directory.parent.mkdir(parents=True, exist_ok=True)
         lock = (directory.parent / f".{directory.name}.lock").open("w")
     with lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(_LOOK_S)
+        while not try_lock(lock):
+            await asyncio.sleep(_LOOK_S)
         yield
