@@ -118,8 +118,11 @@ class Fleet:
         return servers
 
     def wait_until_all_room_is_free(self) -> None:
-        for server in self.running:
-            wait_for(lambda server=server: room_left(server) == ROOM, "all room for keys and values has come back")
+        for server in self.running:  # one that was killed counts as running until the kernel has closed its sockets
+            wait_for(
+                lambda server=server: not server.alive or room_left(server) == ROOM,
+                f"the server of blocks {server.ready['blocks']} has all its room for keys and values back",
+            )
 
     def _start(self, blocks: str, *options: str, cluster: LocalCluster | None = None) -> LocalServer:
         known = ["--model", str(self.model), "--swarm", self.swarm, "--quant", "none", "--throughput", "75"]
