@@ -19,6 +19,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.patch_stdout import patch_stdout
 
 from swarm_cli.chat.commands import COMMANDS, NONE, SETTINGS
+from swarm_protocol.process import signals
 from swarm_protocol.process.logs import writes_json
 
 PROMPT = "> "
@@ -51,10 +52,22 @@ class TerminalReader:
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             reserve_space_for_menu=4,
         )
+        self._has_ended = False  # by a signal
 
     def read(self) -> str:
-        with patch_stdout(raw=True):  # log lines appear above the line being typed
-            return self._session.prompt()
+        with signals.held(self._end), patch_stdout(raw=True):  # log lines appear above the line being typed
+            return self._session.prompt(pre_run=self._leave_if_ended)
+
+    def _end(self) -> None:
+        self._has_ended = True
+        loop = self._session.app.loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._leave_if_ended)
+
+    def _leave_if_ended(self) -> None:
+        prompt = self._session.app
+        if self._has_ended and prompt.future is not None and not prompt.future.done():
+            prompt.exit(exception=EOFError())
 
     def say(self, text: str) -> None:
         sys.stdout.flush()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits, is_loopback, read_keys
+from swarm_protocol.process import signals
 from swarm_protocol.wire.printable import printable
 
 if TYPE_CHECKING:
@@ -127,11 +128,16 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # cutting answers off now is no error
             await super().shutdown(sockets)
 
+        def end(self) -> None:
+            self.should_exit = True
+
     # Uvicorn's own logging would write a line for each request.
     options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
     options.timeout_graceful_shutdown = _DRAIN_S
     options.http = protocol_of(IncomingRequests.of_this_process())
-    GatewayServer(options).run([listener])
+    server = GatewayServer(options)
+    with signals.held(server.end):
+        server.run([listener])
 
 
 def _greeting(settings: ServeSettings, listener: socket.socket, model: str) -> list[str]:

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 INTERRUPTED = 130  # the exit code in a shell of a command ended by Ctrl-C: 128 + SIGINT
@@ -38,13 +39,42 @@ def ending_signals() -> list[signal.Signals]:
     return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+@contextlib.contextmanager
+def held(on_signal: Callable[[], None]) -> Iterator[None]:
+    """Hold SIGTERM and SIGHUP back while the main thread runs an event loop; raise SystemExit at the end if one came.
+
+    An exception inside a turn of the loop can lose a callback that is ready: its task then never ends, and neither does
+    the loop. ``on_signal`` is called in the main thread at any moment, and must make the loop end by itself.
+    """
+    came: list[int] = []
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        _expect_another(number)
+        on_signal()
+
+    before = {number: signal.signal(number, hold) for number in ending_signals()}
+    try:
+        yield
+    finally:
+        for number in before.keys() - came:
+            signal.signal(number, before[number])
+        if came:
+            sys.exit(128 + came[0])
+
+
 def _unwind(number: int, _frame: FrameType | None) -> None:
+    _expect_another(number)
+    sys.exit(128 + number)
+
+
+def _expect_another(number: int) -> None:
+    """Let a second SIGTERM end the process at once, and a second SIGHUP do nothing."""
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)
         leave_terminal()
     else:
         signal.signal(number, signal.SIG_DFL)
-    sys.exit(128 + number)
 
 
 def leave_terminal() -> None:
