@@ -304,6 +304,9 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=180.0, help="with --mixed: of one run")
     parser.add_argument(
+        "--server-cores", type=float, help="with --mixed: cores of each server, as on a machine of its own; needs root"
+    )
+    parser.add_argument(
         "--keys", type=int, default=1, choices=[1, 2], help="with --mixed: 2: some streams have another"
     )
     parser.add_argument("--rounds", type=int, default=2)

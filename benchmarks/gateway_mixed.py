@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy
 from common import json_row
+from cpu_share import cpu_share
 from local_servers import local_servers
 from make_model import SHAPES
 from openai import AsyncOpenAI
@@ -60,7 +61,7 @@ class MixedStream:
 class Mixed:
     """What one run has shown; waits and gaps in seconds, ``spread``: the most tokens of a stream by the fewest.
 
-    ``few_p99_s``: of the first token of the second key's streams; None: there is one key.
+    ``few_p99_s``: of the first token of the second key's streams; None: there is one key. ``cores``: of each server.
     """
 
     first_p50_s: float
@@ -71,9 +72,10 @@ class Mixed:
     spread: float
     recoveries: float
     few_p99_s: float | None
+    cores: tuple[float, ...]
 
     @classmethod
-    def of(cls, streams: Sequence[MixedStream], seconds: float, recoveries: int) -> Mixed:
+    def of(cls, streams: Sequence[MixedStream], seconds: float, recoveries: int, cpu_s: Sequence[float]) -> Mixed:
         many = [stream for stream in streams if stream.key == KEYS[0]]
         few = [first for stream in streams if stream.key == KEYS[1] for first in stream.firsts_s]
         firsts = [first for stream in many for first in stream.firsts_s]
@@ -86,6 +88,7 @@ class Mixed:
             max(counts) / max(1, min(counts)),
             recoveries,
             float(numpy.percentile(few, 99)) if few else None,
+            tuple(round(each / seconds, 2) for each in cpu_s),
         )
 
 
@@ -162,9 +165,11 @@ def measure_mixed(
     of_server = ["--model", str(path), "--quant", "int8", "--cache-tokens", str(CACHE_TOKENS), "--log-level", "warning"]
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(
-            local_servers(swarm, [f"0:{half}", f"0:{half}", f"{half}:{num_blocks}"], of_server, root=checkout)
-        )
+        spans = [f"0:{half}", f"0:{half}", f"{half}:{num_blocks}"]
+        hosts = None
+        if args.server_cores is not None:
+            hosts = [(stack.enter_context(cpu_share(args.server_cores)), "127.0.0.1") for _ in spans]
+        servers = stack.enter_context(local_servers(swarm, spans, of_server, hosts=hosts, root=checkout))
         command = [sys.executable, "-m", "swarm_client", "serve", "--model", str(path), "--swarm", swarm]
         command += ["--head-quant", args.head_quant, "--max-active", str(num_streams), "--history", "none"]
         if args.keys > 1:
@@ -173,15 +178,17 @@ def measure_mixed(
             command += ["--api-keys", str(keys)]
         log = directory / "log"
         url = stack.enter_context(http_server(command, threads=1, root=checkout, log_file=log))
+        before_s = [server.cpu_s for server in servers]
         try:
             streams = asyncio.run(run_mixed(url, path, num_streams, args.keys, args.seconds))
         except Exception:  # of a client: the reason is in the gateway's log, which goes with its directory
             print(log.read_text(), file=sys.stderr)
             raise
+        cpu_s = [server.cpu_s - before for server, before in zip(servers, before_s, strict=True)]
         moves = [line for line in log.read_text().splitlines() if _MOVED.search(line)]
     for line in moves:
         print(line, file=sys.stderr)
-    return Mixed.of(streams, args.seconds, len(moves))
+    return Mixed.of(streams, args.seconds, len(moves), cpu_s)
 
 
 def measure_mixed_streams(path: Path, args: argparse.Namespace, http_server: Callable[..., Any]) -> Iterator[dict]:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,6 +33,7 @@ _ATTEMPTS = 32  # tries per judge to get a lie signed: enough for most servers t
 _QUESTIONS = 4  # different probes among all attempts
 _WITNESSES = 2  # servers that are asked beside the accuser, and must contradict the statement too
 _MAX_READ = 4  # accusations that are verified at each reading
+_MOST_TRIES = 3  # readings at which an accusation is verified, if no witness answers
 _MAX_KNOWN = 4096
 _READ_EVERY_S = 60.0  # searching for a key without entries asks many nodes
 _logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class AccusationClient:
         self._swarm = swarm
         self._on_doubt = on_doubt
         self._chance = random.SystemRandom()
-        self._known: set[bytes] = set()  # digests of accusations that were verified or skipped
+        self._tries: Counter[bytes] = Counter()  # by digest of the accusation; ``_MOST_TRIES``: it is decided
         self._slanderers: set[str] = set()  # publishers of false accusations
 
     async def tell(self, liar: str, span: Span, hidden_size: int) -> bool:
@@ -114,15 +116,15 @@ class AccusationClient:
         num_left = _MAX_READ
         for publisher, message in accusations:
             key = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
-            if key in self._known or publisher in self._slanderers or not num_left:
+            if self._tries[key] >= _MOST_TRIES or publisher in self._slanderers or not num_left:
                 continue
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known.add(key)
+            if len(self._tries) > _MAX_KNOWN:
+                self._tries.clear()
+            self._tries[key] += 1
             num_left -= 1
             evidence = await self._parsed(message, publisher)
-            if evidence is not None:
-                await self._judge(evidence, publisher)
+            if evidence is None or await self._is_decided(evidence, publisher):
+                self._tries[key] = _MOST_TRIES
 
     def _report_doubts(self, peer_ids: set[str]) -> None:
         for peer_id in peer_ids:
@@ -154,12 +156,13 @@ class AccusationClient:
         _, statement = await connection.stated(span, inputs, WireTensor.of(inputs.hidden))
         return Evidence.of(statement, seed, hidden_size, time.time())
 
-    async def _judge(self, evidence: Evidence, publisher: str) -> None:
+    async def _is_decided(self, evidence: Evidence, publisher: str) -> bool:
+        """Judge the evidence. Return whether that is done; False: no witness has answered, and one may do so later."""
         statement, accused = evidence.statement, self._swarm.record_of(evidence.statement.peer_id)
         if accused is None or self._swarm.is_banned(accused.peer_id):
-            return
+            return True
         if (statement.model, statement.revision) != (self._swarm.model, self._swarm.revision):
-            return
+            return True
         servers = [
             server
             for server in await self._swarm.usable_servers()
@@ -172,7 +175,7 @@ class AccusationClient:
             excess = None if output is None else evidence.excess(output, kind_of(server), self._swarm.routed)
             if excess is not None and excess < 1:
                 self._slanderers.add(publisher)
-                return
+                return True
             contradictions += excess is not None
         if contradictions:
             _logger.warning(
@@ -182,6 +185,7 @@ class AccusationClient:
                 short_id(publisher),
             )
             self._swarm.ban(accused.peer_id)
+        return contradictions > 0
 
     async def _answer(self, hop: Hop, inputs: BlockInput) -> torch.Tensor | None:
         """Return the server's answer, [positions, hidden_size]; None if the server fails."""

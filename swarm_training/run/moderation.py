@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable
 from hashlib import sha256
+from itertools import accumulate
 
 from swarm_protocol.errors import AccessDenied
 from swarm_training.ledger.orders import Ban, GoBack, ModeratorOrder, Orders
@@ -49,16 +51,17 @@ class Moderation:
                 self._due_until_s = 0.0
 
     def signed_unless(self, digest: bytes) -> list[bytes]:
-        """Return all orders that fit into a reply, or none if ``digest`` is empty or equals ``self.digest()``."""
+        """Return all orders that fit into a reply, or none if ``digest`` is empty or equals ``self.digest()``.
+
+        If not all fit, each reply has others: whoever asks again gets them all in the end.
+        """
         if self._orders is None or not digest or digest == self.digest():
             return []
-        size, found = 0, []
-        for data in self._orders.signed():
-            size += len(data)
-            if size > _MAX_REPLY_BYTES:
-                break
-            found.append(data)
-        return found
+        orders = self._orders.signed()
+        if sum(map(len, orders)) > _MAX_REPLY_BYTES:
+            random.shuffle(orders)
+        sizes = accumulate(map(len, orders))
+        return [data for data, size in zip(orders, sizes, strict=True) if size <= _MAX_REPLY_BYTES]
 
     def banned(self) -> frozenset[str]:
         return frozenset(self.bans())

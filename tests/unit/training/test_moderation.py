@@ -13,6 +13,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT
 from swarm_training.ledger.orders import Ban, ModeratorOrder, Orders
 from swarm_training.progress.policy import has_quorum
+from swarm_training.run import moderation
 from swarm_training.run.moderation import Moderation
 from tests.unit.identities import identity
 from tests.unit.training.ledger.members import EVE, MODERATOR, NOW, ORGANISER, Member
@@ -81,6 +82,16 @@ def test_only_moderators_ban_and_only_where_there_are_some() -> None:
     assert known.signed_unless(known.digest()) == [] and len(known.signed_unless(before)) == 1
     lawless.take([ban(1)])
     assert lawless.banned() == frozenset() and lawless.digest() == b"" and known.signed_unless(b"") == []
+
+
+def test_orders_that_do_not_fit_into_one_reply_come_with_later_ones(monkeypatch) -> None:
+    known, late = Moderation(obeying()), Moderation(obeying())
+    known.take([ban(number) for number in range(1, 5)])
+    monkeypatch.setattr(moderation, "_MAX_REPLY_BYTES", 2 * max(map(len, known.signed_unless(b"other"))))
+    assert len(known.signed_unless(late.digest())) == 2
+    for _ in range(200):  # the chance that one is never among the two is below 1e-59
+        late.take(known.signed_unless(late.digest()))
+    assert late.banned() == known.banned() and len(late.banned()) == 4
 
 
 def test_a_ban_is_found_when_it_comes_and_gone_when_it_expires() -> None:

@@ -61,10 +61,20 @@ class TestTurns:
         others = [work(WorkKind.PREFILL, CHUNK) for _ in range(6)] + [call(WorkKind.TRAINING) for _ in range(3)]
         queue, kinds = filled(*others), []
         for _ in range(16):
-            queue.add(work())
+            for _ in others:
+                queue.add(work())
             kinds.append(queue.next_batch()[0].kind)
         assert [kind for kind in kinds[::2]] == [WorkKind.DECODE] * 8
         assert WorkKind.DECODE not in kinds[1::2]
+
+    def test_decoding_has_every_fourth_turn_while_more_prompts_than_steps_wait(self) -> None:
+        queue, kinds = filled(*(work(WorkKind.PREFILL, CHUNK) for _ in range(8))), []
+        for _ in range(12):
+            if not queue.count(WorkKind.DECODE):
+                queue.add(work())
+            kinds.append(queue.next_batch()[0].kind)
+        decode, prefill = WorkKind.DECODE, WorkKind.PREFILL
+        assert kinds == [decode, prefill, prefill, prefill] * 2 + [decode, prefill, decode, prefill]
 
     def test_training_has_one_in_four_of_the_turns_that_decoding_leaves(self) -> None:
         queue, kinds = filled(*(call(WorkKind.TRAINING) for _ in range(4))), []
@@ -98,7 +108,7 @@ class TestTurns:
             served = queue.next_batch()[0].kind
             for kind in WorkKind:
                 waited[kind] = waited[kind] + 1 if kind in waiting and kind is not served else 0
-            assert max(waited.values()) < 8 and waited[WorkKind.DECODE] < 2
+            assert max(waited.values()) < 8 and waited[WorkKind.DECODE] < 4
 
 
 class TestBatches:
@@ -296,7 +306,8 @@ class TestPrompts:
         for _ in range(5):
             server.add(Prompt(650))
         for number in range(20):
-            server.queue.add(work(num_tokens=1))
+            for _ in range(5):
+                server.queue.add(work(num_tokens=1))
             server.run(until=server.time + 1)
             assert server.kinds[-1] is WorkKind.PREFILL and server.kinds[2 * number :].count(WorkKind.DECODE) <= 1
         assert server.kinds.count(WorkKind.DECODE) >= 19
