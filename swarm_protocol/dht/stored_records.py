@@ -35,7 +35,7 @@ _REVOKED = re.compile(r"(?:[0-9a-f]{2})+")  # the id of a grant, in hexadecimal
 
 def subkey_of(identity: Identity) -> str:
     """Return the subkey of a peer's records: one for each key of the DHT."""
-    return f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
+    return f"{identity.peer_id}[owner:{identity.public_key.decode()}]"
 
 
 @lru_cache(maxsize=20_000)

@@ -37,6 +37,12 @@ class Identity:
         self.rsa_key: rsa.RSAPrivateKey = private_key._private_key
         self.peer_id = peer_id_of_key(self.rsa_key.public_key())
 
+    @property
+    def public_key(self) -> bytes:
+        """Return the public key as ``peer_id_of`` reads it."""
+        encoded: bytes = self.private_key.get_public_key().to_bytes()
+        return encoded
+
     @classmethod
     def generate(cls) -> Identity:
         return cls(RSAPrivateKey())
@@ -154,6 +160,23 @@ def peer_id_of(public_key: bytes) -> str:
     if not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
         raise ValueError(f"the RSA key has {key.key_size} bits: expected {MIN_KEY_BITS} to {MAX_KEY_BITS}")
     return peer_id_of_key(key)
+
+
+def verified_signer(
+    data: bytes, public_key: bytes, signature: bytes, wrong: str = "a signature of {} is wrong", no_key: str = ""
+) -> str:
+    """Return the id of the peer that has signed the data, which begins with a prefix that no other kind of data has.
+
+    Raises:
+        ValueError: the signature is ``wrong``, where {} is the peer id; or ``no_key``: no peer has such a public key.
+    """
+    try:
+        peer_id = peer_id_of(public_key)
+    except ValueError as error:
+        raise ValueError(no_key or str(error)) from None
+    if not RSAPublicKey.from_bytes(public_key).verify(data, signature):
+        raise ValueError(wrong.format(peer_id))
+    return peer_id
 
 
 def peer_id_of_key(public_key: rsa.RSAPublicKey) -> str:

@@ -73,7 +73,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 
 def subkey_of(identity: Identity, peer_id: str | None = None) -> str:
-    return f"{peer_id or identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
+    return f"{peer_id or identity.peer_id}[owner:{identity.public_key.decode()}]"
 
 
 @asynccontextmanager
@@ -238,7 +238,7 @@ class TestStrangers:
         self.seen_after(run, nodes, model, impersonate, own)
 
     def test_cannot_hide_the_owner_from_the_signature_check(self, run: Run, nodes: Nodes, model: str) -> None:
-        victim_key = nodes.identities[0].private_key.get_public_key().to_bytes()
+        victim_key = nodes.identities[0].public_key
 
         async def hide(node: DHTNode, forged: ServerRecord) -> None:
             # hivemind's pattern for owners does not reach over a line break, and a key may have a comment.
@@ -249,9 +249,7 @@ class TestStrangers:
 
     def test_cannot_name_two_owners(self, run: Run, nodes: Nodes, model: str) -> None:
         own = Identity.generate()
-        own_key, victim_key = (
-            identity.private_key.get_public_key().to_bytes().decode() for identity in (own, nodes.identities[0])
-        )
+        own_key, victim_key = (identity.public_key.decode() for identity in (own, nodes.identities[0]))
         # The packed length of the subkey, 0x5b, is "[": hivemind reads "[owner:OWN KEY COMMENT]", people the rest.
         start, end = f"owner:{own_key} ", f"[owner:{victim_key}]"
         length = next(size for size in range(0x5B, 0x10000, 0x100) if size >= len(start + end))
