@@ -34,14 +34,9 @@ class Identity:
     def __init__(self, private_key: RSAPrivateKey, lock: IO[bytes] | None = None) -> None:
         self.lock = lock  # held open as long as this process uses a key file
         self.private_key = private_key
+        self.public_key: bytes = private_key.get_public_key().to_bytes()  # as ``peer_id_of`` reads it
         self.rsa_key: rsa.RSAPrivateKey = private_key._private_key
         self.peer_id = peer_id_of_key(self.rsa_key.public_key())
-
-    @property
-    def public_key(self) -> bytes:
-        """Return the public key as ``peer_id_of`` reads it."""
-        encoded: bytes = self.private_key.get_public_key().to_bytes()
-        return encoded
 
     @classmethod
     def generate(cls) -> Identity:

@@ -19,6 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import ID_BYTES, Grant, Revocation, Role
+from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.tunnel.members import RelayCredentials
@@ -38,8 +39,7 @@ STORED = Path(__file__).with_name("wire_bytes.json")
 def signed() -> dict[str, bytes]:
     """Return the bytes that are signed for each purpose, with an organiser's signatures, which do not vary."""
     own, signed = copy(identity(0)), []
-    public_key = own.private_key.get_public_key
-    own.private_key = SimpleNamespace(sign=lambda data: signed.append(data) or b"", get_public_key=public_key)
+    own.private_key = SimpleNamespace(sign=lambda data: signed.append(data) or b"")
     states = torch.ones(1, 2, 4)
     Signer(own, lambda: pb.ServerRecord(model="m"), lambda: 1.5).sign(Span(0, 2), BlockInput(states), states[0])
     RelayCredentials(own, b"token").shown("caller", "relay")
@@ -85,7 +85,7 @@ def digests() -> dict[str, str]:
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.glob("swarm_*/**/*_pb2.py")]
     kinds = [kind for name in modules for kind in import_module(name).DESCRIPTOR.message_types_by_name.values()]
     kinds += [inner for kind in kinds for inner in kind.nested_types]
-    found = {**{kind.full_name: described(kind) for kind in kinds}, **signed()}
+    found = {kind.full_name: described(kind) for kind in kinds} | signed() | {"subkey": subkey_of(identity(0)).encode()}
     return {name: sha256(found[name]).hexdigest() for name in sorted(found)}
 
 
