@@ -29,7 +29,7 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
-from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
+from swarm_protocol.dht.stored_records import limit_records, owner_of, read_items, subkey_of
 from swarm_protocol.net.hivemind_parts import (
     P2P,
     ControlFailure,
@@ -72,8 +72,7 @@ class Dht:
         max_lifetime_s: float = MAX_LIFETIME_S,
         access: AccessControl | None = None,
     ) -> None:
-        BoundedStorage.take_over(node.protocol.storage, capacity, access)
-        node.protocol.record_validator.set_limits(max_lifetime_s, takes_revocations=access is not None)
+        limit_records(node, access, capacity, max_lifetime_s)
         self._node = node
         self._swarm = swarm
         self._identity = identity
@@ -346,8 +345,7 @@ class Dht:
 
     async def _items_of(self, key: str) -> Mapping[Any, Any]:
         async with self._reading:
-            entry = await self._node.get(key, latest=True)
-        return entry.value if entry is not None and isinstance(entry.value, dict) else {}
+            return await read_items(self._node, key)
 
     async def _read_servers(self, model: str, num_blocks: int, shard: str) -> tuple[list[ServerRecord], bool]:
         """Return the valid records in a shard, and whether there may be more below it."""

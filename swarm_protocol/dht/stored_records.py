@@ -1,9 +1,11 @@
-"""The records that a DHT node stores for other nodes, and the validation of records from other nodes."""
+"""The records that a DHT node stores for other nodes, the validation of theirs, and access to what is under a key."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +16,7 @@ from swarm_protocol.dht import shards
 from swarm_protocol.dht.records import MAX_LIFETIME_S
 from swarm_protocol.net.hivemind_parts import (
     DHTLocalStorage,
+    DHTNode,
     DHTProtocol,
     DHTRecord,
     DictionaryDHTValue,
@@ -35,7 +38,7 @@ _REVOKED = re.compile(r"(?:[0-9a-f]{2})+")  # the id of a grant, in hexadecimal
 
 def subkey_of(identity: Identity) -> str:
     """Return the subkey of a peer's records: one for each key of the DHT."""
-    return f"{identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
+    return f"{identity.peer_id}[owner:{identity.public_key.decode()}]"
 
 
 @lru_cache(maxsize=20_000)
@@ -60,12 +63,6 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     capacity: int
     access: AccessControl | None = None  # set in a private swarm, for which only members' records are stored
     _is_storing = False
-
-    @classmethod
-    def take_over(cls, storage: Any, capacity: int, access: AccessControl | None) -> None:
-        """Bound a node's storage, which stays, because it may hold records received while joining."""
-        storage.__class__ = cls
-        storage.capacity, storage.access = capacity, access
 
     def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
         """Store a record; return False if there is no room. A record under the same subkey can always be replaced."""
@@ -135,9 +132,6 @@ class Validator(RSASignatureValidator):  # type: ignore[misc]
         self.takes_revocations = False
         self._known: set[bytes] = set()  # digests of valid records: five nodes send each record, at every read
 
-    def set_limits(self, max_lifetime_s: float, *, takes_revocations: bool) -> None:
-        self.max_lifetime_s, self.takes_revocations = max_lifetime_s, takes_revocations
-
     def validate(self, record: DHTRecord) -> bool:
         if record.subkey == DHTProtocol.IS_REGULAR_VALUE:
             return False  # it would replace every peer's records
@@ -159,3 +153,40 @@ class Validator(RSASignatureValidator):  # type: ignore[misc]
             self._known.clear()
         self._known.add(digest)
         return True
+
+
+def limit_records(
+    node: DHTNode,
+    access: AccessControl | None = None,
+    capacity: int = shards.CAPACITY,
+    max_lifetime_s: float = MAX_LIFETIME_S,
+) -> None:
+    """Limit the records that a node stores and reads; with ``access``, to those of a private swarm's members.
+
+    The node's storage stays, because it may hold records received while joining.
+    """
+    storage, validator = node.protocol.storage, node.protocol.record_validator
+    storage.__class__ = BoundedStorage
+    storage.capacity, storage.access = capacity, access
+    validator.max_lifetime_s, validator.takes_revocations = max_lifetime_s, access is not None
+
+
+async def store_item(
+    node: DHTNode, key: str, subkey: str, data: bytes, expires_at: float, timeout_s: float = 10.0
+) -> bool:
+    """Store an item under a key of the DHT; return whether a node accepted it in time."""
+    try:
+        async with asyncio.timeout(timeout_s):  # hivemind waits for ever for a daemon that is gone
+            return bool(await node.store(key, data, expires_at, subkey=subkey))
+    except TimeoutError:
+        return False
+
+
+async def read_items(node: DHTNode, key: str) -> Mapping[Any, Any]:
+    """Return everything under a key of the DHT, by subkey, each with its expiration."""
+    return items_of(await node.get(key, latest=True))
+
+
+def items_of(entry: Any) -> Mapping[Any, Any]:
+    """Return the items that hivemind has found under a key, by subkey; none if there is no entry, or only one value."""
+    return entry.value if entry is not None and isinstance(entry.value, dict) else {}

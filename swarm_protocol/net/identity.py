@@ -34,6 +34,7 @@ class Identity:
     def __init__(self, private_key: RSAPrivateKey, lock: IO[bytes] | None = None) -> None:
         self.lock = lock  # held open as long as this process uses a key file
         self.private_key = private_key
+        self.public_key: bytes = private_key.get_public_key().to_bytes()  # as ``peer_id_of`` reads it
         self.rsa_key: rsa.RSAPrivateKey = private_key._private_key
         self.peer_id = peer_id_of_key(self.rsa_key.public_key())
 
@@ -154,6 +155,23 @@ def peer_id_of(public_key: bytes) -> str:
     if not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
         raise ValueError(f"the RSA key has {key.key_size} bits: expected {MIN_KEY_BITS} to {MAX_KEY_BITS}")
     return peer_id_of_key(key)
+
+
+def verified_signer(
+    data: bytes, public_key: bytes, signature: bytes, wrong: str = "a signature of {} is wrong", no_key: str = ""
+) -> str:
+    """Return the id of the peer that has signed the data, which begins with a prefix that no other kind of data has.
+
+    Raises:
+        ValueError: the signature is ``wrong``, where {} is the peer id; or ``no_key``: no peer has such a public key.
+    """
+    try:
+        peer_id = peer_id_of(public_key)
+    except ValueError as error:
+        raise ValueError(no_key or str(error)) from None
+    if not RSAPublicKey.from_bytes(public_key).verify(data, signature):
+        raise ValueError(wrong.format(peer_id))
+    return peer_id
 
 
 def peer_id_of_key(public_key: rsa.RSAPublicKey) -> str:

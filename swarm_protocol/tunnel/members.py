@@ -5,8 +5,7 @@ from __future__ import annotations
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import AccessDenied
-from swarm_protocol.net.hivemind_parts import RSAPublicKey
-from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.net.identity import Identity, verified_signer
 from swarm_protocol.pb import tunnel_pb2 as pb
 
 _SENTENCE = b"swarm tunnel: these two peers, from one to the other\0"
@@ -22,11 +21,10 @@ class RelayCredentials:
         """Return a proof for the stream between two peer ids, ``caller`` and ``relay``; it is invalid elsewhere."""
         if self._identity is None or not self._token:
             return pb.Member()
-        key = self._identity.private_key
         return pb.Member(
             token=self._token,
-            public_key=key.get_public_key().to_bytes(),
-            signature=key.sign(_said(caller, relay)),
+            public_key=self._identity.public_key,
+            signature=self._identity.private_key.sign(_said(caller, relay)),
         )
 
 
@@ -37,9 +35,9 @@ def require_member(access: AccessControl | None, role: Role, member: pb.Member, 
     peer_id = ""
     if member.token:
         try:
-            peer_id = peer_id_of(member.public_key)
-            if not RSAPublicKey.from_bytes(member.public_key).verify(_said(caller, relay), member.signature):
-                raise ValueError("it was signed for another stream")
+            peer_id = verified_signer(
+                _said(caller, relay), member.public_key, member.signature, "it was signed for another stream"
+            )
         except ValueError as error:
             raise AccessDenied(f"the membership that was shown is not the caller's: {error}") from None
     access.require(role, peer_id, member.token)

@@ -111,11 +111,10 @@ class Signer:
             sketch=sketch_of(output, digest).flatten().tolist(),
             made_at=self._clock(),
         ).SerializeToString()
-        private_key = self._identity.private_key
         return pb.SignedStatement(
             content=content,
-            signature=private_key.sign(_SENTENCE + content),
-            public_key=private_key.get_public_key().to_bytes(),
+            signature=self._identity.private_key.sign(_SENTENCE + content),
+            public_key=self._identity.public_key,
         )
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 
-from cryptography.exceptions import UnsupportedAlgorithm
-
-from swarm_protocol.net.hivemind_parts import RSAPublicKey
-from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.net.identity import Identity, verified_signer
 from swarm_training.broadcast.wire import StatementSlot, parse, place_of
 from swarm_training.pb import training_robust_pb2 as pb
 
 MAX_ENDORSEMENTS = 64
 _SAID = b"swarm.training.robust.v1.Said:"  # domain separation: the key's other signatures are not valid here
 _ENDORSEMENT = b"swarm.training.robust.v1.Endorsement:"
+_signer_of = lru_cache(maxsize=4096)(partial(verified_signer, no_key="the key of a statement is no key of a peer"))
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class SignedStatement:
     @classmethod
     def make(cls, said: pb.Said, identity: Identity) -> SignedStatement:
         content = said.SerializeToString(deterministic=True)
-        key = identity.private_key
-        return cls(content, key.get_public_key().to_bytes(), key.sign(_SAID + content))
+        return cls(content, identity.public_key, identity.private_key.sign(_SAID + content))
 
     @classmethod
     def from_proto(cls, message: pb.Statement) -> SignedStatement:
@@ -62,10 +59,8 @@ class SignedStatement:
 
 
 def endorse(statement: SignedStatement, identity: Identity) -> pb.Endorsement:
-    key = identity.private_key
-    return pb.Endorsement(
-        public_key=key.get_public_key().to_bytes(), signature=key.sign(_ENDORSEMENT + statement.digest)
-    )
+    signature = identity.private_key.sign(_ENDORSEMENT + statement.digest)
+    return pb.Endorsement(public_key=identity.public_key, signature=signature)
 
 
 def endorsers_of(statement: SignedStatement, endorsements: Iterable[pb.Endorsement]) -> dict[str, pb.Endorsement]:
@@ -79,15 +74,3 @@ def endorsers_of(statement: SignedStatement, endorsements: Iterable[pb.Endorseme
         if peer_id != statement.sender:
             found.setdefault(peer_id, endorsement)
     return found
-
-
-@lru_cache(maxsize=4096)
-def _signer_of(data: bytes, public_key: bytes, signature: bytes) -> str:
-    try:
-        peer_id = peer_id_of(public_key)
-        is_right = RSAPublicKey.from_bytes(public_key).verify(data, signature)
-    except (ValueError, UnsupportedAlgorithm):
-        raise ValueError("the key of a statement is no key of a peer") from None
-    if not is_right:
-        raise ValueError(f"a signature of {peer_id} is wrong")
-    return peer_id

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
-from cryptography.exceptions import UnsupportedAlgorithm
 from google.protobuf.message import DecodeError, Message
 
-from swarm_protocol.net.hivemind_parts import RSAPublicKey
-from swarm_protocol.net.identity import Identity, peer_id_of
+from swarm_protocol.net.identity import Identity, peer_id_of, verified_signer
 from swarm_training.pb import training_ledger_pb2 as pb
 
 M = TypeVar("M", bound=Message)
+_NO_KEY = "the key of a signature is no key of a peer"
+_signer_of = lru_cache(maxsize=4096)(partial(verified_signer, no_key=_NO_KEY))
 
 
 class ContentKind(Enum):
@@ -30,7 +30,7 @@ def sign(kind: ContentKind, content: Message, identity: Identity, token: bytes) 
     data = content.SerializeToString(deterministic=True)
     return pb.SignedByPeer(
         content=data,
-        public_key=identity.private_key.get_public_key().to_bytes(),
+        public_key=identity.public_key,
         signature=identity.private_key.sign(kind.value + data),
         token=token,
     )
@@ -38,27 +38,15 @@ def sign(kind: ContentKind, content: Message, identity: Identity, token: bytes) 
 
 def signer_of(kind: ContentKind, signed: pb.SignedByPeer) -> str:
     """Return the id of the peer that has signed this as a ``kind``. Raises ValueError if the signature is wrong."""
-    return _signer_of(kind, signed.content, signed.public_key, signed.signature)
+    return _signer_of(kind.value + signed.content, signed.public_key, signed.signature)
 
 
 def claimed_signer_of(kind: ContentKind, signed: pb.SignedByPeer) -> str:
     """Return the peer id of the key, without a check of the signature. Raises ValueError if it is no key of a peer."""
     try:
         return peer_id_of(signed.public_key)
-    except (ValueError, UnsupportedAlgorithm):
-        raise ValueError("the key of a signature is no key of a peer") from None
-
-
-@lru_cache(maxsize=4096)
-def _signer_of(kind: ContentKind, content: bytes, public_key: bytes, signature: bytes) -> str:
-    try:
-        peer_id = peer_id_of(public_key)
-        is_right = RSAPublicKey.from_bytes(public_key).verify(kind.value + content, signature)
-    except (ValueError, UnsupportedAlgorithm):
-        raise ValueError("the key of a signature is no key of a peer") from None
-    if not is_right:
-        raise ValueError(f"a signature of {peer_id} is wrong")
-    return peer_id
+    except ValueError:
+        raise ValueError(_NO_KEY) from None
 
 
 def parsed(kind: type[M], data: bytes, max_bytes: int) -> M:

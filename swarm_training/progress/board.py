@@ -10,10 +10,9 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht import shards
 from swarm_protocol.dht.bootstrap import start_joined
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.dht.stored_records import BoundedStorage, subkey_of
+from swarm_protocol.dht.stored_records import limit_records, read_items, store_item, subkey_of
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
@@ -39,9 +38,6 @@ class DhtPeerRegistry:
 
     def __init__(self, node: DHTNode, run: str, identity: Identity, moderated_as: str | None = None) -> None:
         """Use ``node`` for the keys of a run. ``moderated_as``: the run's name in moderators' orders, if it differs."""
-        node.protocol.storage.__class__ = BoundedStorage
-        node.protocol.storage.capacity = shards.CAPACITY
-        node.protocol.storage.access = None
         self._node = node
         self._identity = identity
         self._key = f"swarm.training.v1/{run}/progress"
@@ -60,6 +56,7 @@ class DhtPeerRegistry:
             ValueError: an initial peer is not a multiaddr with a peer id.
         """
         node = await start_joined(identity, listening, initial_peers, timeout_s)
+        limit_records(node)  # without ``access``, which would admit records of servers only
         return cls(node, run, identity)
 
     @property
@@ -77,10 +74,8 @@ class DhtPeerRegistry:
 
     async def publish(self, record: pb.SignedProgress) -> None:
         self._expiration = max(get_dht_time() + LIFETIME_S, self._expiration + 0.001)
-        with suppress(TimeoutError):  # it is published again soon
-            async with asyncio.timeout(_TIMEOUT_S):
-                data = record.SerializeToString()
-                await self._node.store(self._key, data, self._expiration, subkey=self._subkey)
+        data = record.SerializeToString()
+        await store_item(self._node, self._key, self._subkey, data, self._expiration)  # again soon, if not in time
 
     async def read(self) -> list[pb.SignedProgress]:
         return [record async for record in self._values(self._key, pb.SignedProgress)]
@@ -90,8 +85,7 @@ class DhtPeerRegistry:
 
     async def own_orders(self) -> list[bytes]:
         """Return the orders that this peer has published and that have not expired."""
-        found = await self._node.get(self._orders_key, latest=True)
-        item = found.value.get(self._subkey) if found is not None and isinstance(found.value, dict) else None
+        item = (await read_items(self._node, self._orders_key)).get(self._subkey)
         return [] if item is None else list(pb.PublishedOrders.FromString(item.value).orders)
 
     async def publish_orders(self, orders: Sequence[bytes]) -> None:
@@ -101,23 +95,16 @@ class DhtPeerRegistry:
             PeerUnavailable: no peer has stored the orders.
         """
         data = pb.PublishedOrders(orders=orders).SerializeToString()
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                is_stored = await self._node.store(
-                    self._orders_key, data, get_dht_time() + LIFETIME_S, subkey=self._subkey
-                )
-        except TimeoutError:
-            is_stored = False
-        if not is_stored:
+        if not await store_item(self._node, self._orders_key, self._subkey, data, get_dht_time() + LIFETIME_S):
             raise PeerUnavailable("no member of the run has stored the order: try again")
 
     async def _values(self, key: str, kind: type[M]) -> AsyncIterator[M]:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                found = await self._node.get(key, latest=True)
+                items = await read_items(self._node, key)
         except TimeoutError:
             return
-        for item in found.value.values() if found is not None and isinstance(found.value, dict) else ():
+        for item in items.values():
             with suppress(DecodeError, TypeError):  # a stranger's entry
                 yield kind.FromString(item.value)
 

@@ -19,7 +19,8 @@ from swarm_client.core.events import Event, Recovery
 from swarm_protocol.dht.claims import MAX_PER_ADDRESS, NUM_SHARDS
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerState, models_key
-from swarm_protocol.net.identity import Identity, peer_id_of_key
+from swarm_protocol.net.hivemind_parts import RSAPrivateKey
+from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, add_BlocksServicer_to_server
@@ -71,11 +72,9 @@ def target(besieged_server: Besieged) -> Iterator[Besieged]:
 
 
 def short_key() -> Identity:
-    owner = Identity.generate()
-    key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
-    owner.private_key._private_key = owner.rsa_key = key
-    owner.peer_id = peer_id_of_key(key.public_key())
-    return owner
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    key._private_key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+    return Identity(key)
 
 
 @pytest.mark.promise("what strangers write about servers does no harm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
@@ -10,14 +9,13 @@ from google.protobuf.message import DecodeError
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.records import LIFETIME_S, accusations_key
-from swarm_protocol.dht.stored_records import owner_of, subkey_of
+from swarm_protocol.dht.stored_records import owner_of, read_items, store_item, subkey_of
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 
 MAX_EVIDENCE = 4  # per server: what fits into a DHT record
 MAX_DOUBTED = 8  # servers that one server may name
-_PUBLISH_TIMEOUT_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
@@ -35,10 +33,8 @@ class AccusationRegistry:
 
     async def read(self) -> list[tuple[str, pb.Accusations]]:
         """Return the unverified accusations, each with the peer id of its publisher."""
-        entry = await self._node().get(self._key, latest=True)
-        items = entry.value if entry is not None and isinstance(entry.value, dict) else {}
         found = []
-        for subkey, item in items.items():
+        for subkey, item in (await read_items(self._node(), self._key)).items():
             try:
                 publisher, message = owner_of(subkey), pb.Accusations.FromString(item.value)
             except (ValueError, TypeError, DecodeError) as error:
@@ -56,9 +52,5 @@ class AccusationRegistry:
         ``MAX_DOUBTED`` are published.
         """
         message = pb.Accusations(evidence=evidence[-MAX_EVIDENCE:], doubted=doubted[:MAX_DOUBTED], token=token)
-        expires_at = get_dht_time() + LIFETIME_S
-        storing = self._node().store(self._key, message.SerializeToString(), expires_at, subkey=self._subkey)
-        try:
-            return bool(await asyncio.wait_for(storing, _PUBLISH_TIMEOUT_S))
-        except TimeoutError:  # hivemind waits for ever for a daemon that is gone
-            return False
+        data, expires_at = message.SerializeToString(), get_dht_time() + LIFETIME_S
+        return await store_item(self._node(), self._key, self._subkey, data, expires_at)

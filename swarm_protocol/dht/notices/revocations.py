@@ -6,6 +6,7 @@ import asyncio
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.records import LIFETIME_S, revocations_key
+from swarm_protocol.dht.stored_records import read_items
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 
 _RENEW_BELOW_S = LIFETIME_S / 2  # the first server that finds less lifetime left renews the entry
@@ -22,13 +23,11 @@ class Revocations:
 
     async def read(self) -> dict[str, float]:
         """Apply all revocations in the DHT; return their expirations there, by the id of the grant in hexadecimal."""
-        entry = await self._node.get(self._key, latest=True)
-        if entry is None or not isinstance(entry.value, dict):
-            return {}
-        for item in entry.value.values():
+        items = await read_items(self._node, self._key)
+        for item in items.values():
             if isinstance(item.value, bytes):
                 self._access.revoke(item.value)
-        return {subkey: item.expiration_time for subkey, item in entry.value.items() if isinstance(subkey, str)}
+        return {subkey: item.expiration_time for subkey, item in items.items() if isinstance(subkey, str)}
 
     async def keep(self) -> None:
         """Read the revocations, and republish known ones that are missing or about to expire in the DHT."""

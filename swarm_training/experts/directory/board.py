@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht import shards
 from swarm_protocol.dht.bootstrap import start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.notices.revocations import Revocations
-from swarm_protocol.dht.stored_records import BoundedStorage, owner_of, subkey_of
+from swarm_protocol.dht.stored_records import items_of, limit_records, owner_of, subkey_of
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_training.experts.core.access import Access
@@ -41,10 +40,7 @@ class DhtNodeOfExperts:
     """A DHT node of this process; its libp2p daemon ends with the process."""
 
     def __init__(self, node: DHTNode, access: Access) -> None:
-        node.protocol.storage.__class__ = BoundedStorage
-        node.protocol.storage.capacity = shards.CAPACITY
-        node.protocol.storage.access = access.control
-        node.protocol.record_validator.takes_revocations = access.control is not None
+        limit_records(node, access.control)
         self.node = node
         self.access = access
 
@@ -129,11 +125,7 @@ class DhtExpertRegistry:
                 found = await self._dht.node.get_many(keys, sufficient_expiration_time=math.inf)
         except TimeoutError:
             raise PeerUnavailable("the DHT has not answered in time where experts are") from None
-        values = {key: found.get(key) for key in keys}
-        return {
-            key: list(each.value.items()) if each is not None and isinstance(each.value, dict) else []
-            for key, each in values.items()
-        }
+        return {key: list(items_of(found.get(key)).items()) for key in keys}
 
     @property
     def _keepers_key(self) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
-from swarm_protocol.dht.stored_records import owner_of, subkey_of
+from swarm_protocol.dht.stored_records import owner_of, read_items, store_item, subkey_of
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_training.stages.pb import stages_pb2 as pb
@@ -58,19 +58,17 @@ class TrainerRoster:
     async def _publish(self, lifetime_s: float) -> None:
         record = pb.TrainerRecord(has_left=self._own_first is None, first_step=self._own_first or 0)
         self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
-        with suppress(TimeoutError):  # it is published again before long
-            async with asyncio.timeout(_TIMEOUT_S):
-                data = record.SerializeToString()
-                await self._node.store(self._key, data, self._expiration, subkey=self._subkey)
+        data = record.SerializeToString()
+        await store_item(self._node, self._key, self._subkey, data, self._expiration, _TIMEOUT_S)
 
     async def _read(self) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                found = await self._node.get(self._key, latest=True)
+                items = await read_items(self._node, self._key)
         except TimeoutError:
             return
         self._first_steps = {}
-        for subkey, item in found.value.items() if found is not None and isinstance(found.value, dict) else ():
+        for subkey, item in items.items():
             with suppress(DecodeError, TypeError, ValueError):  # a stranger's record may be anything
                 record, peer_id = pb.TrainerRecord.FromString(item.value), owner_of(subkey)
                 if peer_id != self._own_id and not record.has_left:

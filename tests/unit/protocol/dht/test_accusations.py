@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 from swarm_protocol.dht.notices.accusations import MAX_DOUBTED, MAX_EVIDENCE, AccusationRegistry
+from swarm_protocol.dht.stored_records import items_of, store_item
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from tests.unit.support import run
@@ -41,3 +43,9 @@ def test_the_last_evidence_and_the_first_doubts_are_published_and_read() -> None
     assert (len(said.evidence), len(said.doubted)) == (MAX_EVIDENCE, MAX_DOUBTED)
     item.value = pb.Accusations(evidence=evidence[:1]).SerializeToString()  # of a server that knows of no doubts
     assert run(accusations.read()) == [(identity.peer_id, pb.Accusations(evidence=evidence[:1]))]
+
+
+def test_a_node_that_is_silent_has_stored_nothing_and_one_value_is_no_items() -> None:
+    silent = SimpleNamespace(store=lambda *_, subkey: asyncio.sleep(9.0))
+    assert run(store_item(silent, "key", "subkey", b"data", 1.0, timeout_s=0.0)) is False
+    assert items_of(None) == items_of(SimpleNamespace(value=b"one value")) == {}

@@ -18,6 +18,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
@@ -25,9 +26,10 @@ from swarm_protocol.dht import bootstrap, claims
 from swarm_protocol.dht.addresses import multiaddr
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import MAX_LIFETIME_S, ServerRecord, ServerState, models_key, servers_key
+from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hosts import host_port, split_address
-from swarm_protocol.net.identity import Identity, peer_id_of_key
+from swarm_protocol.net.identity import Identity
 from tests.unit.support import TIMEOUT_S, server_record, until
 
 SWARM = "test"
@@ -70,10 +72,6 @@ def nodes(run: Run) -> Iterator[Nodes]:
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> str:
     return request.node.name
-
-
-def subkey_of(identity: Identity, peer_id: str | None = None) -> str:
-    return f"{peer_id or identity.peer_id}[owner:{identity.private_key.get_public_key().to_bytes().decode()}]"
 
 
 @asynccontextmanager
@@ -231,14 +229,14 @@ class TestStrangers:
 
         async def impersonate(node: DHTNode, forged: ServerRecord) -> None:
             for peer_id in (own.peer_id, forged.peer_id):
-                subkey = subkey_of(own, peer_id)
+                subkey = subkey_of(own).replace(own.peer_id, peer_id)
                 key = servers_key(SWARM, model)
                 await node.store(key, packed(forged), get_dht_time() + 100, subkey=subkey)
 
         self.seen_after(run, nodes, model, impersonate, own)
 
     def test_cannot_hide_the_owner_from_the_signature_check(self, run: Run, nodes: Nodes, model: str) -> None:
-        victim_key = nodes.identities[0].private_key.get_public_key().to_bytes()
+        victim_key = nodes.identities[0].public_key
 
         async def hide(node: DHTNode, forged: ServerRecord) -> None:
             # hivemind's pattern for owners does not reach over a line break, and a key may have a comment.
@@ -249,9 +247,7 @@ class TestStrangers:
 
     def test_cannot_name_two_owners(self, run: Run, nodes: Nodes, model: str) -> None:
         own = Identity.generate()
-        own_key, victim_key = (
-            identity.private_key.get_public_key().to_bytes().decode() for identity in (own, nodes.identities[0])
-        )
+        own_key, victim_key = (identity.public_key.decode() for identity in (own, nodes.identities[0]))
         # The packed length of the subkey, 0x5b, is "[": hivemind reads "[owner:OWN KEY COMMENT]", people the rest.
         start, end = f"owner:{own_key} ", f"[owner:{victim_key}]"
         length = next(size for size in range(0x5B, 0x10000, 0x100) if size >= len(start + end))
@@ -333,10 +329,9 @@ class TestStrangers:
         self.seen_after(run, nodes, model, store, own)
 
     def test_cannot_own_records_by_a_short_key(self, run: Run, nodes: Nodes, model: str) -> None:
-        numbers = rsa.generate_private_key(public_exponent=65537, key_size=1024)
-        own = Identity.generate()
-        own.private_key._private_key = own.rsa_key = numbers
-        own.peer_id = peer_id_of_key(numbers.public_key())
+        key = RSAPrivateKey.__new__(RSAPrivateKey)
+        key._private_key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+        own = Identity(key)
 
         async def store(node: DHTNode, forged: ServerRecord) -> None:
             forged = dataclasses.replace(forged, peer_id=own.peer_id)

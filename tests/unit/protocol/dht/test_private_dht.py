@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,10 +16,10 @@ from swarm_protocol.dht import claims
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import ServerRecord, models_key, revocations_key, servers_key
-from swarm_protocol.dht.stored_records import Validator, is_admitted
-from swarm_protocol.net.hivemind_parts import DHTID, DHTRecord, MSGPackSerializer, get_dht_time
+from swarm_protocol.dht.stored_records import Validator, is_admitted, limit_records, subkey_of
+from swarm_protocol.net.hivemind_parts import DHTID, DHTLocalStorage, DHTRecord, MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
-from tests.unit.protocol.dht.test_dht import Run, packed, run, subkey_of  # noqa: F401  (run is a fixture)
+from tests.unit.protocol.dht.test_dht import Run, packed, run  # noqa: F401  (run is a fixture)
 from tests.unit.support import server_record, until
 
 SWARM, MODEL = "private", "model"
@@ -53,6 +54,15 @@ class TestWhatIsStored:
 
     def test_the_record_of_a_member_is(self) -> None:
         assert self.is_admitted(packed(record_of(self.MEMBER, self.TOKEN)))
+
+    def test_nothing_else_is_from_when_a_node_is_limited_and_what_it_has_stays(self) -> None:
+        storage, validator = DHTLocalStorage(), Validator(self.MEMBER.private_key)
+        key, (subkey, value) = DHTID.generate("key"), self.signed(b"no member's", self.OTHER)
+        assert storage.store_subkey(key, subkey, value, get_dht_time() + 60)
+        protocol = SimpleNamespace(storage=storage, record_validator=validator)
+        limit_records(SimpleNamespace(protocol=protocol), AccessControl(KEY.public))
+        assert list(protocol.storage.get(key).value.data) == [subkey] and validator.takes_revocations
+        assert not protocol.storage.store_subkey(key, subkey, value, get_dht_time() + 90)
 
     def test_others_are_not(self) -> None:
         another_organiser = token_for(self.MEMBER, key=OrganiserKey.generate())[1]

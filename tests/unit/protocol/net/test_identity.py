@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hivemind.proto import crypto_pb2
 
-from swarm_protocol.net.identity import MIN_KEY_BITS, Identity, peer_id_of
+from swarm_protocol.net.identity import MIN_KEY_BITS, Identity, peer_id_of, verified_signer
 
 LOCK_IN_ANOTHER_PROCESS = """
 import fcntl, sys
@@ -126,9 +126,8 @@ class TestKeyFile:
 
 class TestPeerId:
     def test_follows_from_the_public_key(self, identity: Identity) -> None:
-        public_key = identity.private_key.get_public_key().to_bytes()
-        assert peer_id_of(public_key) == identity.peer_id
-        assert peer_id_of(Identity.generate().private_key.get_public_key().to_bytes()) != identity.peer_id
+        assert peer_id_of(identity.public_key) == identity.peer_id
+        assert peer_id_of(Identity.generate().public_key) != identity.peer_id
 
     def test_other_keys_are_refused(self) -> None:
         other = ed25519.Ed25519PrivateKey.generate().public_key()
@@ -139,3 +138,15 @@ class TestPeerId:
         ):
             with pytest.raises(ValueError):
                 peer_id_of(key)
+
+
+def test_the_signer_of_data_is_the_peer_whose_key_has_signed_it(identity: Identity) -> None:
+    signature, key = identity.private_key.sign(b"purpose: data"), identity.public_key
+    assert verified_signer(b"purpose: data", key, signature) == identity.peer_id
+    for data, public_key, texts, expected in (
+        (b"another: data", key, {"no_key": "no"}, f"a signature of {identity.peer_id} is wrong"),
+        (b"purpose: data", Identity.generate().public_key, {"wrong": "it is wrong"}, "it is wrong"),
+        (b"purpose: data", b"", {"wrong": "it is wrong", "no_key": "no key of a peer"}, "no key of a peer"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            verified_signer(data, public_key, signature, **texts)
