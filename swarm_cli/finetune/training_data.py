@@ -78,11 +78,8 @@ class Padding:
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of the file's content, in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_texts(path: Path) -> Iterator[TrainingText]:

@@ -31,7 +31,8 @@ from swarm_protocol.tunnel.dialing import Dialer, first_reached
 from swarm_protocol.verification.statements import OutputStatement
 from swarm_protocol.wire.adapters import adapter_key
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.constants import CLIENT_OPTIONS, PART_BYTES, WIRE_VERSION
+from swarm_protocol.wire.codec import parts_of
+from swarm_protocol.wire.constants import CLIENT_OPTIONS, WIRE_VERSION
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -370,8 +371,8 @@ class ServerConnection:
     async def _put(self, data: bytes, span: Span) -> None:
         call = self._stub.PutAdapter(timeout=self._config.step_timeout_s)
         async with translated(self.record, span, call):
-            for start in range(0, len(data), PART_BYTES):
-                await call.write(pb.PutAdapterRequest(part=data[start : start + PART_BYTES]))
+            for part in parts_of(data):
+                await call.write(pb.PutAdapterRequest(part=part))
             await call.done_writing()
             reply = await call
         if reply is None or reply.key != adapter_key(data):

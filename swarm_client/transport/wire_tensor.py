@@ -35,9 +35,7 @@ class WireTensor:
     def decode(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor. Raise BadReply unless it is finite and has this shape and dtype."""
         try:
-            assembler = Assembler(self.header)
-            for part in self.parts:
-                assembler.add(part)
+            assembler = Assembler(self.header, parts=self.parts)
         except RequestRejected as error:
             raise BadReply(f"the server's answer cannot be decoded: {error}") from None
         if not assembler.complete or assembler.shape != tuple(shape) or assembler.dtype != dtype:

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import platformdirs
@@ -130,10 +130,9 @@ class PieceStore:
             os.ftruncate(descriptor, file.size_bytes)
 
     def _finish(self, file: SharedFile) -> None:
-        digest, incomplete = sha256(), self._incomplete(file)
+        incomplete = self._incomplete(file)
         with incomplete.open("rb", buffering=0) as opened:
-            while data := opened.read(MIB):
-                digest.update(data)
+            digest = file_digest(opened, sha256)
         if digest.digest() != file.sha256:  # each piece matches the manifest, but the whole file does not
             incomplete.unlink()
             self._marks(file).unlink()

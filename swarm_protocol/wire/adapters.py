@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.wire.codec import Assembler, encode
+from swarm_protocol.wire.codec import Assembler, encode_whole
 from swarm_protocol.wire.parsing import read_varint
 
 MIN_SALT_BYTES = 16
@@ -106,12 +106,12 @@ class Adapter:
                     module=part.module,
                     scaling=part.scaling,
                     dropout=part.dropout,
-                    a=_encoded(part.a),
-                    b=_encoded(part.b),
+                    a=encode_whole(part.a.float()),
+                    b=encode_whole(part.b.float()),
                 )
                 for part in self.low_rank
             ],
-            prompts=[pb.Prompt(block=prompt.block, values=_encoded(prompt.values)) for prompt in self.prompts],
+            prompts=[pb.Prompt(block=each.block, values=encode_whole(each.values.float())) for each in self.prompts],
         )
         data = message.SerializeToString(deterministic=True)
         return data, adapter_key(data)
@@ -168,17 +168,6 @@ def _low_rank(message: pb.LowRank) -> LowRank:
 def adapter_key(data: bytes | bytearray) -> bytes:
     """Return the key of a serialised adapter."""
     return hashlib.sha256(data).digest()
-
-
-def _encoded(tensor: torch.Tensor) -> pb.Tensor:
-    header, parts = encode(tensor.detach().to("cpu", torch.float32))
-    return pb.Tensor(
-        dtype=header.dtype,
-        shape=header.shape,
-        codec=header.codec,
-        size_bytes=header.size_bytes,
-        data=b"".join([header.data, *parts]),
-    )
 
 
 def _decoded(wire: pb.Tensor, num_dims: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -55,14 +55,27 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
     tensor = tensor.detach().cpu()
     data = _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else _raw_bytes(tensor)
+    parts = parts_of(data)
     wire = pb.Tensor(
         dtype=_WIRE_DTYPES[tensor.dtype],
         shape=tensor.shape,
         codec=codec,
         size_bytes=len(data),
-        data=data[:PART_BYTES],
+        data=next(parts, b""),
     )
-    return wire, [data[i : i + PART_BYTES] for i in range(PART_BYTES, len(data), PART_BYTES)]
+    return wire, list(parts)
+
+
+def encode_whole(tensor: torch.Tensor) -> pb.Tensor:
+    """Encode a tensor like ``encode``, with all its bytes in the one message."""
+    wire, parts = encode(tensor)
+    wire.data = b"".join([wire.data, *parts])
+    return wire
+
+
+def parts_of(data: bytes) -> Iterator[bytes]:
+    """Return the parts in which data travel, each of ``PART_BYTES``, but for the last."""
+    return (data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES))
 
 
 def _raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -80,11 +93,11 @@ class Assembler:
     """A collector of the parts of one tensor; it allocates memory for received data, not for announced data.
 
     Raises:
-        RequestRejected: at construction if the header is inconsistent or over a limit; in ``add`` if more data arrives
-            than announced.
+        RequestRejected: at construction if the header is inconsistent or over a limit; there, and in ``add``, if more
+            data arrives than announced.
     """
 
-    def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> None:
+    def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES, parts: Iterable[bytes] = ()) -> None:
         if len(wire.shape) > MAX_RANK or any(size < 0 for size in wire.shape):
             raise RequestRejected(f"tensor shape {shown_shape(wire)} is no shape of at most {MAX_RANK} dimensions")
         self.shape = tuple(wire.shape)
@@ -103,7 +116,8 @@ class Assembler:
             raise RequestRejected(f"tensor shape {list(self.shape)} is over the limit of {max_bytes} bytes")
         self.size_bytes = wire.size_bytes
         self._data = bytearray()
-        self.add(wire.data)
+        for part in (wire.data, *parts):
+            self.add(part)
 
     @property
     def received_bytes(self) -> int:

@@ -20,7 +20,8 @@ from swarm_models.sharing.swarm_files import SwarmFiles
 from swarm_protocol.errors import CheckpointError, PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.streams.limits import BandwidthBudget, Places
-from swarm_protocol.wire.constants import MIB, PART_BYTES
+from swarm_protocol.wire.codec import parts_of
+from swarm_protocol.wire.constants import MIB
 
 _MAX_SENT, _MAX_SENT_TO_ONE = 16, 4  # pieces sent at a time
 _SENT_BYTES = MIB // 4  # of a piece that are sent at a time: a session's step waits for no more
@@ -165,9 +166,9 @@ class Offering:
         with self._offers.taken(caller):
             held = {file.key: await self._held(offered, file) for file in offered.manifest.files}
             data = HeldPieces(offered.manifest, held).to_proto().SerializeToString()
-            for at in range(0, len(data), PART_BYTES):
-                await self._pass(len(data[at : at + PART_BYTES]))
-                yield data[at : at + PART_BYTES]
+            for part in parts_of(data):
+                await self._pass(len(part))
+                yield part
 
     async def piece(self, caller: Caller, digest: bytes) -> AsyncGenerator[bytes, None]:
         """Yield a piece, by its SHA-256. Raise RequestRejected if it is not offered, PeerBusy if too many are sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.rpc.channels import translated
 from swarm_protocol.rpc.serving import admitted, errors_as_status, start_server
-from swarm_protocol.wire.constants import PART_BYTES
+from swarm_protocol.wire.codec import parts_of
 from swarm_training.core.record import Progress
 from swarm_training.core.robust_network import RobustHandlers
 from swarm_training.net.channels import GrpcNetwork
@@ -88,18 +88,13 @@ class RobustTrainingService(RobustTrainingServicer):
             if len(request.digest) != _DIGEST_BYTES:
                 raise RequestRejected("data is asked for by the 32 bytes of its SHA-256")
             data = await self._handlers.fetch(admitted(context, self._access), request.digest)
-            async for part in _parts(data):
+            for part in parts_of(data):
                 await context.write(pb.FetchReply(data=part))
 
     async def GetStandings(self, _: object, context: _Context) -> None:
         async with errors_as_status(context):
-            async for part in _parts(await self._handlers.standings(admitted(context, self._access))):
+            for part in parts_of(await self._handlers.standings(admitted(context, self._access))):
                 await context.write(pb.StandingsPart(data=part))
-
-
-async def _parts(data: bytes) -> AsyncIterator[bytes]:
-    for at in range(0, len(data), PART_BYTES):
-        yield data[at : at + PART_BYTES]
 
 
 async def start_robust_service(

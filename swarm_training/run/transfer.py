@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_protocol.wire.constants import PART_BYTES
+from swarm_protocol.wire.codec import parts_of
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
@@ -125,8 +125,8 @@ class StateServer:
         header.optimizer = self._state.optimizer_name
         header.common.update(self._state.common)
         yield pb.StatePart(header=header)
-        for at in range(0, len(data), PART_BYTES):
-            yield pb.StatePart(data=data[at : at + PART_BYTES])
+        for part in parts_of(data):
+            yield pb.StatePart(data=part)
 
 
 async def compare(network: Network, source: Progress, own: TrainedState) -> None:

@@ -9,7 +9,8 @@ from typing import Protocol
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.rpc.channels import PinnedChannels, translated
-from swarm_protocol.wire.constants import MIB, PART_BYTES
+from swarm_protocol.wire.codec import parts_of
+from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.status import FirstStatus
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.replica import Replica
@@ -28,10 +29,6 @@ class _Part(Protocol):
 def most_seconds(size_bytes: int) -> float:
     """Return the longest time that a replica may take to arrive; less than 1 MiB/s is too slow."""
     return _ANSWER_S + size_bytes / MIB
-
-
-def parts_of(data: bytes) -> Iterator[bytes]:
-    return (data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES))
 
 
 async def received(replica: Replica, first: _Part, parts: AsyncIterator[_Part], timeout_s: float) -> bytes:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
+from swarm_protocol.wire.codec import parts_of
 from swarm_protocol.wire.printable import printable
 from swarm_training.experts.core.cells import Cell, Prefix, expert_name
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.board import Holders
-from swarm_training.experts.net.replica_calls import most_seconds, parts_of, received
+from swarm_training.experts.net.replica_calls import most_seconds, received
 from swarm_training.experts.pb import experts_pb2 as pb
 
 MAX_REPLICAS = 4096  # so many that a list of them fits in a message

@@ -75,8 +75,7 @@ class TaskPool:
         try:
             return await task.result
         finally:
-            self._rows[caller] -= rows
-            self._rows += Counter()  # removes callers without rows
+            self._rows -= Counter({caller: rows})  # removes callers without rows
 
     async def run(self) -> None:
         """Compute batches until cancelled."""

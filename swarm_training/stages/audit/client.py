@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from swarm_protocol.errors import BadReply
-from swarm_protocol.pb import swarm_pb2 as wire_pb
 from swarm_protocol.rpc.channels import translated
-from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.status import FirstStatus
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
@@ -118,7 +116,7 @@ class AuditClient:
     ) -> Iterator[audit_pb.AccuseRequest]:
         work = self._work(asked)
         yield audit_pb.AccuseRequest(statement=evidence.signed)
-        named = [(name, _encoded(_form(work, name), tensor)) for name, tensor in _tensors(asked).items()]
+        named = [(name, encode_as(_form(work, name), tensor)) for name, tensor in _tensors(asked).items()]
         for request in pack(pb.ComputeRequest(), named):
             yield audit_pb.AccuseRequest(request=request)
         first = pb.ComputeReply(loss_sum=answer.loss_sum, num_tokens=answer.num_tokens)
@@ -148,10 +146,6 @@ def answer_of(reply: Tensor | BackwardReply) -> AuditAnswer:
 def _tensors(asked: AuditedRequest) -> dict[str, Tensor]:
     found = {INPUTS: asked.inputs, LABELS: asked.labels, GRAD: asked.grad}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _encoded(form: pb.Form, tensor: Tensor) -> tuple[wire_pb.Tensor, list[bytes]]:
-    return encode_as(form, tensor) if tensor.is_floating_point() else encode(tensor)
 
 
 def _form(work: pb.Work, name: str) -> pb.Form:

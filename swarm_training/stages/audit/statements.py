@@ -83,10 +83,7 @@ def arrived(form: pb.Form, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     wire, parts = encode_as(form, tensor)
-    assembler = Assembler(wire)
-    for part in parts:
-        assembler.add(part)
-    return decoded(form, assembler)
+    return decoded(form, Assembler(wire, parts=parts))
 
 
 def evidence_form(form: pb.Form) -> pb.Form:

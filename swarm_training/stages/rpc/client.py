@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm_protocol.errors import BadReply, NotFinite, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as wire_pb
 from swarm_protocol.rpc.channels import translated
-from swarm_protocol.wire.codec import Assembler, encode, shown_shape
+from swarm_protocol.wire.codec import Assembler, encode, encode_whole, shown_shape
 from swarm_protocol.wire.status import FirstStatus
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
@@ -78,8 +78,8 @@ class StagesClient:
 
         inputs: token ids [rows, positions] int64 of the first stage, else hidden states [rows, positions, hidden].
         """
-        work = self.forward_work(which)
-        _, found = await self._call(peer, "Forward", work, [self._inputs(inputs)], inputs.shape[:2], timeout_s)
+        work, given = self.forward_work(which), [(INPUTS, encode_as(self._activations, inputs))]
+        _, found = await self._call(peer, "Forward", work, given, inputs.shape[:2], timeout_s)
         if found is None:
             raise BadReply("a stage's output is missing in its answer", peer.peer_id)
         return found
@@ -102,7 +102,7 @@ class StagesClient:
         labels: [rows, positions] int64, for the last stage. grad: [rows, positions, hidden], of another stage's output.
         """
         work = self.backward_work(which, accumulates=accumulates, wants_grad=wants_grad, loss_scale=loss_scale)
-        given = [self._inputs(inputs)]
+        given = [(INPUTS, encode_as(self._activations, inputs))]
         if labels is not None:
             given.append((LABELS, encode(labels)))
         if grad is not None:
@@ -127,7 +127,7 @@ class StagesClient:
         back to. ids, labels: [rows, positions] int64.
         """
         request = pb.CommitRequest(
-            micro_batch=self.named(which), is_not_finite=True, ids=_in_one_piece(ids), labels=_in_one_piece(labels)
+            micro_batch=self.named(which), is_not_finite=True, ids=encode_whole(ids), labels=encode_whole(labels)
         )
         return await self._commit(peer, request, timeout_s)
 
@@ -167,9 +167,6 @@ class StagesClient:
             step=which.moment.step,
             number=which.number,
         )
-
-    def _inputs(self, inputs: Tensor) -> Named:
-        return INPUTS, encode_as(self._activations, inputs) if inputs.is_floating_point() else encode(inputs)
 
     async def _call(
         self, peer: Progress, method: str, work: pb.Work, given: list[Named], shape: torch.Size, timeout_s: float
@@ -211,12 +208,6 @@ class StagesClient:
 
     async def _stub(self, peer: Progress) -> Any:
         return StagesStub(await self._network.channel(peer))  # type: ignore[no-untyped-call]
-
-
-def _in_one_piece(tensor: Tensor) -> wire_pb.Tensor:
-    wire, parts = encode(tensor)
-    wire.data += b"".join(parts)
-    return wire
 
 
 @asynccontextmanager

@@ -34,8 +34,10 @@ def form_named(name: str) -> pb.Form:
 def encode_as(form: pb.Form, tensor: Tensor) -> tuple[wire_pb.Tensor, list[bytes]]:
     """Return the wire tensor with its first part inside, and the parts that follow it.
 
-    FP64 is exact, and FP32 is exact for tensors that were computed in fp32 or bf16.
+    FP64 is exact, and FP32 is exact for tensors that were computed in fp32 or bf16. Token ids are the same in any form.
     """
+    if not tensor.is_floating_point():
+        return encode(tensor)
     if form == pb.FP64:
         return encode(tensor.detach().double().contiguous().view(torch.int64))
     if form == pb.BF16:

@@ -79,8 +79,8 @@ class RequestRoom:
         try:
             yield reservation
         finally:
-            _subtract(self._requests, trainer, 1)
-            _subtract(self._bytes, trainer, reservation.size_bytes)
+            self._requests -= Counter({trainer: 1})  # removes a trainer without requests
+            self._bytes -= Counter({trainer: reservation.size_bytes})
 
     def _take(self, trainer: str, size_bytes: int) -> None:
         most = self._limits.max_bytes
@@ -90,9 +90,3 @@ class RequestRoom:
                 f"{self._bytes[trainer]} of them by this trainer"
             )
         self._bytes[trainer] += size_bytes
-
-
-def _subtract(counter: Counter[str], key: str, number: int) -> None:
-    counter[key] -= number
-    if not counter[key]:
-        del counter[key]

@@ -27,10 +27,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def there_and_back(tensor: torch.Tensor, name: str) -> torch.Tensor:
     header, parts = encode(tensor, CODECS[name])
-    assembler = Assembler(header)
-    for part in parts:
-        assembler.add(part)
-    return assembler.tensor()
+    return Assembler(header, parts=parts).tensor()
 
 
 def error(decoded: torch.Tensor, tensor: torch.Tensor) -> float:

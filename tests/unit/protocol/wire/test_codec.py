@@ -24,6 +24,8 @@ from swarm_protocol.wire.codec import (
     encode,
     encode_mask,
     encode_positions,
+    encode_whole,
+    parts_of,
     split_rows,
 )
 from swarm_protocol.wire.constants import (
@@ -154,6 +156,16 @@ class TestParts:
         header, parts = encode(tensor)
         assert len(parts) == num_parts
         assert torch.equal(received(header, parts), tensor)
+
+    def test_all_parts_may_be_in_one_message(self) -> None:
+        tensor = torch.arange(MIB // 8 + 1)
+        assert torch.equal(decode(encode_whole(tensor)), tensor)
+
+    @pytest.mark.parametrize(
+        ("size", "sizes"), [(0, []), (PART_BYTES, [PART_BYTES]), (PART_BYTES + 1, [PART_BYTES, 1])]
+    )
+    def test_other_data_travel_in_parts_too(self, size: int, sizes: list[int]) -> None:
+        assert [len(part) for part in parts_of(bytes(size))] == sizes
 
     @given(st.lists(st.integers(0, 60), max_size=5))
     def test_parts_may_be_cut_anywhere(self, cuts: list[int]) -> None:

@@ -15,10 +15,7 @@ def there(form: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """After its travel, and how many bytes that took."""
     wire, parts = encode_as(FORMS[form], tensor)
     check_header(FORMS[form], wire)
-    assembler = Assembler(wire)
-    for part in parts:
-        assembler.add(part)
-    return decoded(FORMS[form], assembler), wire.size_bytes
+    return decoded(FORMS[form], Assembler(wire, parts=parts)), wire.size_bytes
 
 
 def test_fp64_has_every_bit_of_what_was_computed_in_any_precision() -> None:
