@@ -69,6 +69,7 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     from swarm_protocol.dht.node import Listening
     from swarm_protocol.net.tls import ClientCredentials
     from swarm_protocol.process import network_loop
+    from swarm_protocol.process.routine import end_tasks
     from swarm_training.commands.looking import peers_of, shown_bans, shown_users, view_of
     from swarm_training.ledger.collecting import Collector
     from swarm_training.ledger.ledger import LAST, Ledger, LedgerLimits
@@ -96,8 +97,7 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
         return asyncio.create_task(collector.run())
 
     async def end(collecting: asyncio.Task[None]) -> None:
-        collecting.cancel()
-        await asyncio.gather(collecting, return_exceptions=True)
+        await end_tasks([collecting])
         await network.close()
         await board.close()
 

@@ -19,6 +19,7 @@ from swarm_client.transport.steps import split
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
@@ -209,9 +210,7 @@ class Opener:
         try:
             has_passed = await self._wait_for_trials(tasks, span, avoid)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # this also retrieves errors that are not read below
+            await end_tasks(tasks)  # this also retrieves errors that are not read below
         if has_passed:
             self._leave_out_failed(tasks)
         return has_passed

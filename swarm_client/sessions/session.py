@@ -22,6 +22,7 @@ from swarm_client.sessions.lane import Lane, LaneSettings, joined
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import MAX_BATCH_SIZE
@@ -350,9 +351,7 @@ async def _close(lanes: Sequence[Lane]) -> None:
 
 async def _go_back(jobs: Sequence[asyncio.Future[SessionCall]], lanes: Sequence[Lane]) -> None:
     """Release the servers of all lanes: some may have done the step, so all go back to before it."""
-    for job in jobs:
-        job.cancel()
-    await asyncio.gather(*jobs, return_exceptions=True)
+    await end_tasks(jobs)
     await asyncio.gather(*(lane.chain.let_go() for lane in lanes))
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from swarm_client.transport.grpc_calls import GrpcStream
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.session_keys import new_session_key
 
@@ -80,9 +81,7 @@ class StepBundle:
             self.ended = True
             self._on_end()
             self._stream.cancel()
-            for task in tasks:
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
+            for result in await end_tasks(tasks):
                 error = result if isinstance(result, SwarmError) else error
             members, self._members = self._members, {}
             for member in members.values():

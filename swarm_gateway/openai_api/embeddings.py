@@ -11,8 +11,9 @@ import numpy as np
 
 from swarm_gateway.limits.admission import ApiError, QueuePlace
 from swarm_gateway.openai_api.requests import EmbeddingRequest
-from swarm_gateway.web.http import Gateway, as_json, end_tasks
+from swarm_gateway.web.http import Gateway, as_json
 from swarm_gateway.web.models import ServedModel
+from swarm_protocol.process.routine import end_tasks
 
 _MOST_TOKENS = 1 << 18  # of all inputs of one request
 _TOGETHER = 4  # inputs of one request at the same time, each with a place in the queue

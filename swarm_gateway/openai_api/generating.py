@@ -14,9 +14,9 @@ from swarm_client.core.events import Event
 from swarm_client.generation.text_stream import StopStrings, TextStream
 from swarm_gateway.limits.admission import QueuePlace
 from swarm_gateway.openai_api.tools import CallReader, ToolCall
-from swarm_gateway.web.http import end_tasks
 from swarm_gateway.web.metrics import Metrics, TokenTimes
 from swarm_gateway.web.models import ServedModel, end_ids
+from swarm_protocol.process.routine import end_tasks
 
 Finish = FinishReason | Literal["tool_calls"]
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from swarm_gateway.web.metrics import DISCONNECTED, Metrics
 from swarm_gateway.web.models import Models
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_protocol.net.hosts import split_address
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.printable import printable
 
 _logger = logging.getLogger(__name__)
@@ -114,12 +115,6 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def end_tasks(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _as_api_error(error: Exception) -> ApiError:

@@ -25,6 +25,7 @@ from swarm_models.sharing.piece_store import PieceStore
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import BadReply, CheckpointError, PeerBusy, PeerUnavailable, SwarmError
 from swarm_protocol.process.logs import shows_progress
+from swarm_protocol.process.routine import end_tasks
 
 InThread = Callable[..., Awaitable[Any]]
 Wanted = Iterable[tuple[SharedFile, Iterable[int]]]
@@ -158,10 +159,7 @@ class _Transfers:
             if seeking.done():
                 seeking.result()
         finally:
-            ending = [seeking, done, *(task for tasks in self._working.values() for task in tasks)]
-            for task in ending:
-                task.cancel()
-            await asyncio.gather(*ending, return_exceptions=True)
+            await end_tasks([seeking, done, *(task for tasks in self._working.values() for task in tasks)])
 
     async def _seek(self) -> None:
         """Look for members, and start requests to them, as long as pieces are missing."""

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from swarm_protocol.process.routine import end_tasks
+
 T = TypeVar("T")
 _lock = threading.RLock()  # reentrant: garbage collection inside it may close a session, which calls back here
 _loop: asyncio.AbstractEventLoop | None = None
@@ -58,10 +60,7 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner_pid: 
 
 
 async def _cancel_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

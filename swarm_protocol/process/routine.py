@@ -1,12 +1,12 @@
-"""Repetition of a server's periodic work."""
+"""Background tasks: repetition of a server's periodic work, and the end of tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -23,3 +23,10 @@ async def repeat(action: Callable[[], Awaitable[T | None]], pause_s: tuple[float
         else:
             if result is not None:
                 return result
+
+
+async def end_tasks(tasks: Collection[asyncio.Future[Any]]) -> list[Any]:
+    """Cancel the tasks, wait until all have ended, and return the result or the error of each."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)

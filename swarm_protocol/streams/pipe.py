@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from swarm_protocol.errors import BadReply
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, losses_of, read_run, write
 from swarm_protocol.streams.streams import Stream
 
@@ -76,8 +77,6 @@ async def _both(*copying: Any) -> bool:
 
 
 async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+    for outcome in await end_tasks(tasks):
         if isinstance(outcome, Exception) and not isinstance(outcome, _LOSSES):
             raise outcome

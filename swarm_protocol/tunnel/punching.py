@@ -12,6 +12,7 @@ import asyncio
 import socket
 
 from swarm_protocol.net.ip_networks import parse_host
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.streams.streams import Stream
 
 PUNCH_S = 3.5  # lost packets are sent again after one second, and after three
@@ -63,9 +64,7 @@ class Hole:
             await asyncio.wait(ways, timeout=PUNCH_S, return_when=asyncio.FIRST_COMPLETED)
             found = [way.result() for way in ways if way.done()]
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await end_tasks(ways)
         return found[0] if found else None
 
     async def _taken(self, host: str, port: int) -> socket.socket:

@@ -23,7 +23,7 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
-from swarm_protocol.process.routine import repeat
+from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.dialing import Dialer
 from swarm_protocol.tunnel.members import RelayCredentials
@@ -154,9 +154,7 @@ class Server:
         try:
             await asyncio.wait([stopping, losing_daemon], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
 
 async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitStack) -> Exporter | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.averaging.attempt import DirectAttempt, Encode, InThread
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.grid import Grid
@@ -316,10 +317,7 @@ def _across(attempt: DirectAttempt | GridAttempt, member: int) -> GridAttempt | 
     return attempt if isinstance(attempt, GridAttempt) and attempt.is_across(member) else None
 
 
-async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for result in await end_tasks(tasks):
         if isinstance(result, Exception):
             raise result

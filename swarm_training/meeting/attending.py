@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound
 from swarm_training.averaging.rounds import Rounds
@@ -161,7 +161,7 @@ class Attendance:
                     listening.result()
                 raise Dismissed("another peer leads")
             finally:
-                await _end(listening, talking, watching, acting)
+                await end_tasks([listening, talking, watching, acting])
         finally:
             phases.close()
 
@@ -294,9 +294,3 @@ def _report_of(current: AveragingRound, attempt: int) -> pb.Report:
         held=to_bits(current.results, len(current.chunks)),
         broken=sorted(current.broken),
     )
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

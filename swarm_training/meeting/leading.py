@@ -10,6 +10,7 @@ from itertools import count
 from weakref import WeakKeyDictionary
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Talk
@@ -83,9 +84,7 @@ class Leading:
         try:
             await asyncio.wait([writing, reading], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (writing, reading, ticking):
-                task.cancel()
-            await asyncio.gather(writing, reading, ticking, return_exceptions=True)
+            await end_tasks([writing, reading, ticking])
             if self._outboxes.get((leader, peer_id)) is outbox:
                 del self._outboxes[leader, peer_id]
                 self._deliver(leader, leader.leave(peer_id, self._outlook(), _now()))

@@ -16,7 +16,7 @@ from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process import network_loop
-from swarm_protocol.process.routine import repeat
+from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_training.experts.core.access import Access
 from swarm_training.experts.core.cells import Cell, is_in
 from swarm_training.experts.core.config import ServerConfig
@@ -188,6 +188,7 @@ class ExpertServer:
         await _cancelled(loops)
         if self._dht is not None and loops:
             await self._send_last_replicas()
+        if self._dht is not None and self._tasks:  # also if the start has failed after it announced experts
             await self._announcer.publish(())
         if self._service is not None:
             await self._service.stop(_GRACE_S)
@@ -266,8 +267,6 @@ class ExpertServer:
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:
     """Cancel the tasks and wait for their end; log other errors, which must not prevent the server from stopping."""
-    for task in tasks:
-        task.cancel()
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
+    for result in await end_tasks(tasks):
         if isinstance(result, Exception):
             _logger.error("a server's routine has failed", exc_info=result)

@@ -16,7 +16,7 @@ import grpc
 
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.tls import ClientCredentials
-from swarm_protocol.process.routine import repeat
+from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_server.machine.heap import HeapTrimmer
 from swarm_training.contract.backend import Joining
 from swarm_training.core.config import TrainingConfig
@@ -152,8 +152,7 @@ class _Serving:
         try:
             yield watch
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await end_tasks([watching])
             await network.close()
 
     async def hold(self, index: int, *, stays: bool) -> int:
@@ -242,9 +241,7 @@ async def _first_of(ways: list[Coroutine[Any, Any, int | None]]) -> int | None:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task for task in tasks if task in done).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 async def _tell_steps(peer: StagePeer, num_micro_batches: int, say: Say) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.record import JOINING, LEFT, PRESENT, Progress
 from swarm_training.core.signing import sign
 from swarm_training.progress.board import PeerRegistry
@@ -86,8 +87,7 @@ class Announcements:
         try:
             yield
         finally:
-            announcing.cancel()
-            await asyncio.gather(announcing, return_exceptions=True)
+            await end_tasks([announcing])
 
     async def withdraw(self, stage: int) -> None:
         record = replace(self._record(stage, time.time_ns() // 1_000_000), state=LEFT)

@@ -18,6 +18,7 @@ from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.rpc.serving import start_server
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
@@ -184,7 +185,7 @@ class StagePresence:
             resources.push_async_callback(server.stop, _GRACE_S)
             peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)
             tasks = [asyncio.create_task(watch.run())]
-            resources.push_async_callback(_cancel, tasks)
+            resources.push_async_callback(end_tasks, tasks)
             await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
             tasks.append(asyncio.create_task(stage_peer.run()))
             return cls(stage_peer, await board.addresses(), network, tasks, resources.pop_all())
@@ -198,7 +199,7 @@ class StagePresence:
 
     async def leave(self) -> None:
         """Leave the run. The sums of this peer are withdrawn: other peers compute them again."""
-        await _cancel(self._tasks)
+        await end_tasks(self._tasks)
         await self.stage_peer.peer.leave()
         await self._resources.aclose()
 
@@ -236,7 +237,7 @@ class WatchPresence:
         return cls(watch, network, board, tasks)
 
     async def leave(self) -> None:
-        await _cancel(self._tasks)
+        await end_tasks(self._tasks)
         await self.network.close()
         await self.board.close()
 
@@ -250,9 +251,3 @@ async def _follow(moderation: Moderation, board: DhtPeerRegistry) -> None:
 
 async def _call_in(thread: ThreadPoolExecutor, function: Callable[[], Any]) -> Any:
     return await asyncio.get_running_loop().run_in_executor(thread, function)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.config import TrainingConfig
-from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.peer.presence import RunMembership, WatchPresence
 from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.trainer.batches import MicroBatches
@@ -53,30 +53,25 @@ async def train(
     peer_config = TrainingConfig(counting="exact", join_timeout_s=join_timeout_s)
     watching = await WatchPresence.enter(run, num_stages, member, peer_config)
     try:
+        watch = watching.watch
         roster = TrainerRoster(watching.board.node, run, member.identity)
-        await train_beside(
-            watching.watch, watching.network, roster, run, member, data, config, on_step, end, join_timeout_s
-        )
+        run_source = RunSource(run, lambda: watch.view().stages, roster.trainers)
+        trainer = Trainer(member.identity.peer_id, run_source, watching.network, data, config, on_step)
+        await train_beside(watch, roster, trainer, data.count, end, join_timeout_s)
     finally:
         await watching.leave()
 
 
 async def train_beside(
     watch: RunWatch,
-    network: GrpcNetwork,
     roster: Trainers,
-    run: str,
-    member: RunMembership,
-    data: MicroBatches,
-    config: TrainerConfig,
-    on_step: Callable[[StepReport], object] = lambda report: None,
-    end: int | None = None,
-    join_timeout_s: float = 60.0,
+    trainer: Trainer,
+    num_micro_batches: int,
+    end: int | None,
+    join_timeout_s: float,
 ) -> None:
-    """Train as ``train`` does, given a watch that runs."""
-    await roster.enter(await _first_step(watch, data, join_timeout_s))
-    run_watch = RunSource(run, lambda: watch.view().stages, roster.trainers)
-    trainer = Trainer(member.identity.peer_id, run_watch, network, data, config, on_step)
+    """Train as ``train`` does, given a watch that runs, and a trainer that uses it and the roster."""
+    await roster.enter(await _first_step(watch, num_micro_batches, join_timeout_s))
     staying = asyncio.gather(roster.run(), watch.relay(trainer.look_soon))
     training = asyncio.ensure_future(trainer.train(end))
     both: list[asyncio.Future[Any]] = [training, staying]
@@ -86,13 +81,11 @@ async def train_beside(
             await staying  # raises: a trainer that is not heard, or does not hear others, must not go on
         await training
     finally:
-        training.cancel()
-        staying.cancel()
-        await asyncio.gather(training, staying, return_exceptions=True)
+        await end_tasks([training, staying])
         await roster.leave()
 
 
-async def _first_step(watch: RunWatch, data: MicroBatches, timeout_s: float) -> int:
+async def _first_step(watch: RunWatch, num_micro_batches: int, timeout_s: float) -> int:
     """Return the run's step, once every stage has a peer."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -104,9 +97,9 @@ async def _first_step(watch: RunWatch, data: MicroBatches, timeout_s: float) -> 
     except TimeoutError:
         empty = [number for number, stage in enumerate(watch.view().stages) if not stage]
         raise PeerUnavailable(f"nobody is at stage {', '.join(map(str, empty))}: expected a peer at each") from None
-    if view.num_micro_batches != data.count:
+    if view.num_micro_batches != num_micro_batches:
         raise ValueError(
-            f"a batch has {view.num_micro_batches} micro-batches in this run, and {data.count} here: expected the same "
-            "run file"
+            f"a batch has {view.num_micro_batches} micro-batches in this run, and {num_micro_batches} here: expected "
+            "the same run file"
         )
     return moment.step

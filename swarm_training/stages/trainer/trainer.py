@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from swarm_protocol.errors import TrainingDiverged
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.moment import Moment
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.audit.auditor import AuditConfig, Auditor
@@ -243,7 +244,4 @@ class Trainer:
         self._on_step(report)
 
     async def _abandon(self) -> None:
-        tasks = [] if self._step is None else list(self._step.under_way.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks([] if self._step is None else list(self._step.under_way.values()))

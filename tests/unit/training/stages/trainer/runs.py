@@ -23,6 +23,7 @@ from transformers import LlamaConfig
 
 from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.rpc.serving import start_server
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
@@ -42,7 +43,6 @@ from swarm_training.stages.engine.accumulator import Accumulator, rounded
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import Scratch
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.peer.presence import RunMembership
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import stage_run
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
@@ -55,7 +55,7 @@ from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.presence import train_beside
 from swarm_training.stages.trainer.recomputing import Recomputing
-from swarm_training.stages.trainer.trainer import StepReport
+from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
 from tests.unit.identities import identity
 
 RUN, MICRO_BATCHES, VOCABULARY, ROWS, POSITIONS = "whole", 6, 32, 2, 8
@@ -292,13 +292,14 @@ class WholeRun:
         watch = RunWatch(runs, network, boards, CONFIG.silence_s, random.Random(number))
         watching = asyncio.ensure_future(watch.run())
         config = TrainerConfig(forms=WireForms("fp64", "fp64"), settle_s=1.0, audit_share=audit_share)
-        roster, member = Roster(own.peer_id), RunMembership(own)
+        roster = Roster(own.peer_id)
+        run_source = RunSource(RUN, lambda: watch.view().stages, roster.trainers)
+        trainer = Trainer(own.peer_id, run_source, network, Data(), config, reports.append)
         try:
             with patch.object(presence, "_NEWS_S", 0.1):  # records of this board are never old
-                await train_beside(watch, network, roster, RUN, member, Data(), config, reports.append, end)
+                await train_beside(watch, roster, trainer, MICRO_BATCHES, end, join_timeout_s=60.0)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await end_tasks([watching])
             await network.close()
 
     async def churn(self, rng: random.Random, most: int) -> None:
