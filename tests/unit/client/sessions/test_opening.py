@@ -19,7 +19,7 @@ from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play, record
 
 ALL = Span(0, NUM_BLOCKS)
 OPENING = Opening(batch_size=2, reserve_tokens=8)

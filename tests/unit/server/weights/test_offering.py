@@ -31,7 +31,7 @@ from swarm_server.node.presence import offered_bytes_per_s
 from swarm_server.weights import offering
 from swarm_server.weights.offering import CompetingTraffic, Offering, rate_beside
 from tests.unit.support import run
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 CALLER = Caller("client", "192.0.2.1")
 

@@ -15,7 +15,7 @@ from swarm_training.core.robust_config import RobustConfig
 from swarm_training.robust.messages import Item
 from swarm_training.robust.workbench import Delivery
 from swarm_training.robust_run.data import StepData, to_bytes
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 NUM_ELEMENTS = 1000
 DATA = bytes(4 * NUM_ELEMENTS)

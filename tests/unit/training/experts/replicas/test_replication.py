@@ -15,7 +15,7 @@ from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.replicas.replication import Replication, _load
 from swarm_training.experts.server.expert_server import _cancelled
-from tests.unit.training.experts.local_network import holder
+from tests.worlds.experts import holder
 
 CELLS = [(0, 0), (0, 1), (1, 1)]
 

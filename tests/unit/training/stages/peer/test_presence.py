@@ -24,8 +24,8 @@ from swarm_training.progress import gossip
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import presence, watch
 from swarm_training.stages.peer.presence import RunMembership, StageOfRun, StagePresence, WatchPresence
-from tests.unit.identities import identity
-from tests.unit.training.stages.peer.world import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
+from tests.worlds.identities import identity
+from tests.worlds.stages import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
 
 STAGES, MICRO_BATCHES = 2, 4
 MODERATOR = 7

@@ -26,8 +26,8 @@ from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.share import DelayedShare, GradientAccumulator
 from swarm_training.run.state import TrainedState
-from tests.unit.identities import identity
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.identities import identity
+from tests.worlds.virtual_time import run_virtually
 
 CONFIG = TrainingConfig(chunk_elements=4, join_timeout_s=30.0)
 

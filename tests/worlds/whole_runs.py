@@ -56,7 +56,7 @@ from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.presence import train_beside
 from swarm_training.stages.trainer.recomputing import Recomputing
 from swarm_training.stages.trainer.trainer import StepReport
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 RUN, MICRO_BATCHES, VOCABULARY, ROWS, POSITIONS = "whole", 6, 32, 2, 8
 MODEL = LlamaConfig(

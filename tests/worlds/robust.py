@@ -19,9 +19,9 @@ from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust.btard import Btard
 from swarm_training.robust.roster import Rules
 from swarm_training.robust_run.member import RobustMember, StepResult
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from btard_swarm import KINDS, Peer, noisy_gradients
 

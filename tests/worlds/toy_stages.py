@@ -20,7 +20,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 T = TypeVar("T")
 VOCABULARY, RUN, START = 16, "toys", Moment(0, 0)

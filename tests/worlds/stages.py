@@ -34,8 +34,8 @@ from swarm_training.stages.peer.run_stages import RunStages, StageMember, stage_
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
-from tests.unit.identities import identity
-from tests.unit.training.world import SimulatedNetwork, World, _Board, at_once
+from tests.worlds.identities import identity
+from tests.worlds.runs import SimulatedNetwork, World, _Board, at_once
 
 HIDDEN, ROWS = 6, 3
 _TRAINER = "trainer"  # all of them, to the network

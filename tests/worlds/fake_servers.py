@@ -14,9 +14,9 @@ from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.unit.simulation import Answering
 from tests.unit.support import server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.servers import Answering
+from tests.worlds.virtual_time import run_virtually
 
 NUM_BLOCKS = 6
 LIMIT_S = 1000.0  # of virtual time
