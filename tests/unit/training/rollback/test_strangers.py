@@ -20,7 +20,8 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.transfer import download, download_checkpoint
 from tests.unit.training.test_records import record
 from tests.worlds.identities import identity
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, at_once, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, simulate
+from tests.worlds.virtual_time import at_once
 
 
 @dataclass
