@@ -29,7 +29,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from tests.attack.attacked import Attacked, attacked
 from tests.swarm.pair import ends_only_at_its_length
-from tests.unit.crowd import identities
+from tests.worlds.crowd import identities
 
 LIFETIME_S = 100.0
 _MAX_IDENTITIES = 200

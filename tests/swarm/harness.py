@@ -23,9 +23,9 @@ from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
-from tests.swarm.memory_dht import forget, hold_in_memory
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.worlds.memory_dht import forget, hold_in_memory
 
 _numbers = itertools.count()
 

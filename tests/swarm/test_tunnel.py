@@ -24,6 +24,7 @@ from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import reserve
 from tests.swarm.waiting import DEADLINE_S
+from tests.unit.support import until
 
 NOBODY = RelayCredentials()
 KEEPALIVE_S = 0.2
@@ -77,11 +78,6 @@ async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> A
 
 def run(check: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
-
-
-async def until(holds: Callable[[], object]) -> None:
-    while not holds():
-        await asyncio.sleep(0.01)
 
 
 def test_bytes_go_both_ways_and_one_direction_may_end_before_the_other():

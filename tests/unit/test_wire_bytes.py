@@ -30,7 +30,7 @@ from swarm_training.core import signing
 from swarm_training.core.record import Progress
 from swarm_training.ledger.signing import ContentKind, sign
 from swarm_training.pb.training_robust_pb2 import Said
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).with_name("wire_bytes.json")

@@ -34,7 +34,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.status import CUT_OFF, FirstStatus, end_with, from_status, number_of, status_of
 from tests.unit.support import run, server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])

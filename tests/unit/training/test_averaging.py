@@ -25,9 +25,9 @@ from swarm_training.core.bitmap import from_bits, to_bits
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from tests.unit.held import held_bytes
-from tests.unit.identities import identity
-from tests.unit.training.reducers import group_of, reduce_all
-from tests.unit.training.world import World
+from tests.worlds.identities import identity
+from tests.worlds.reducers import group_of, reduce_all
+from tests.worlds.runs import World
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0, 10), min_size=1, max_size=8), st.integers(1, 64))

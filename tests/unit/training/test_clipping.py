@@ -15,7 +15,7 @@ from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.sums import ChunkClip, capped, clipped_mean
 from swarm_training.compression.power_sgd import PowerSGD
-from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
 CLIPPING = replace(CONFIG, aggregation="centered_clip")
 MEMBERS, CHEATERS = 10, 3

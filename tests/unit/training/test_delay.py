@@ -15,7 +15,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.run.share import DelayedShare
 from swarm_training.run.state import TrainedState
 from swarm_training.run.training_run import TrainingRun
-from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
 DELAYED = replace(CONFIG, delay=True)
 CURVATURES = torch.linspace(0.5, 2.0, 37)

@@ -22,7 +22,7 @@ from swarm_training.meeting.leader import Leader, Outlook, Replies
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.policy import LocalView
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 SIZE = 4
 SETS = st.lists(st.sets(st.integers(0, 11)), max_size=4)

@@ -25,9 +25,9 @@ from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.record import Progress
 from swarm_training.core.signing import MAX_RECORD_BYTES, sign
 from swarm_training.pb import training_pb2 as pb
-from tests.unit.identities import identity
-from tests.unit.training.reducers import Reducer, Traffic, group_of, reduce_all
-from tests.unit.training.world import World, simulate
+from tests.worlds.identities import identity
+from tests.worlds.reducers import Reducer, Traffic, group_of, reduce_all
+from tests.worlds.runs import World, simulate
 
 SHARES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 10.0]), min_size=17, max_size=MAX_MEMBERS).filter(needs_grid)
 

@@ -17,7 +17,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import SLOW, in_tiers
 from tests.unit.training.test_simulated_runs import TwoPhases, require_equal
-from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
 COUNT, ROWS = 19, 5
 LR = 0.1

@@ -15,10 +15,10 @@ from swarm_training.ledger.orders import Ban, ModeratorOrder, Orders
 from swarm_training.progress.policy import has_quorum
 from swarm_training.run import moderation
 from swarm_training.run.moderation import Moderation
-from tests.unit.identities import identity
 from tests.unit.training.ledger.members import EVE, MODERATOR, NOW, ORGANISER, Member
 from tests.unit.training.test_records import record, signed, table
-from tests.unit.training.world import SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import SimulatedPeer, World, all_done, enter_all, simulate
 
 STEPS = 10
 BANNED = 2

@@ -11,7 +11,7 @@ from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
 from swarm_training.core.signing import read_signed, sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.table import ProgressTable
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 
 def record(number: int = 1, **changes: object) -> Progress:

@@ -23,8 +23,8 @@ from swarm_training.meeting.attending import Ballots
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import in_tiers
-from tests.unit.identities import identity
-from tests.unit.training.world import SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import SimulatedPeer, World, all_done, enter_all, simulate
 
 STEPS = 4
 HEARD_S = 120.0  # in which a peer has asked all others for rounds, some of them several times

@@ -27,8 +27,8 @@ from swarm_training.ledger.book import MAX_REPLY_BYTES
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import start_service
 from swarm_training.pb import training_pb2 as pb
-from tests.unit.identities import identity
-from tests.unit.training.world import SimulatedPeer, World, simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import SimulatedPeer, World, simulate
 
 
 @dataclass

@@ -20,8 +20,8 @@ from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from tests.marks import SLOW, in_tiers
-from tests.unit.identities import identity
-from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
 
 def start(peers: list[SimulatedPeer], until_step: int, spread_s: float = 0.2) -> list[asyncio.Task[Any]]:

@@ -16,7 +16,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeChannel, FakeServers, play
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeChannel, FakeServers, play
 
 
 class Servers(FakeServers):

@@ -17,7 +17,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_protocol.errors import NoRoute, PeerBusy
 from swarm_protocol.span import Span
-from tests.unit.client.sessions.fake_servers import FULL, NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.fake_servers import FULL, NUM_BLOCKS, FakeServers, play, record
 
 ALL = Span(0, NUM_BLOCKS)
 OPENING = Opening(batch_size=1, reserve_tokens=8)

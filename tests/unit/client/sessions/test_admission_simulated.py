@@ -20,7 +20,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.marks import in_tiers
 from tests.unit.client.sessions.test_survival_simulated import Scenario, run
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, model_output, offset
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, model_output, offset
 
 SEEDS_PER_TEST, TESTS = 10, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 40, 2, 8

@@ -19,8 +19,8 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_stalls_simulated import Beside, claim
 from tests.unit.client.sessions.test_survival_simulated import quiet
-from tests.unit.simulation import NUM_BLOCKS, Context
 from tests.unit.support import until
+from tests.worlds.servers import NUM_BLOCKS, Context
 
 
 class Listening:

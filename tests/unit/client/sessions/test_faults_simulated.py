@@ -18,7 +18,7 @@ from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.span import Span
 from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, ToyServer
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, ToyServer
 
 SPANS = "0:2", "2:4", "4:6"
 CHUNK = 4  # positions that a server takes at once

@@ -16,7 +16,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play
 
 
 def lanes_of(servers: FakeServers, story: Callable[[LaneSettings], Coroutine[Any, Any, None]], **options: Any) -> None:

@@ -23,7 +23,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
-from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play, record
 
 NEW, SIZE, HIDDEN = 5, 2, 3  # steps of 2, 2 and 1 positions
 FIRST, SECOND, LAST = FIRST_STEP, FIRST_STEP + 1, FIRST_STEP + 2

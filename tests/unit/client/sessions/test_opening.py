@@ -19,7 +19,8 @@ from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.servers import rpc_error
 
 ALL = Span(0, NUM_BLOCKS)
 OPENING = Opening(batch_size=2, reserve_tokens=8)
@@ -223,9 +224,7 @@ def test_a_trial_that_is_given_up_leaves_no_error_that_nobody_has_read() -> None
 
         async def refuse(_name: str, _request: pb.Open) -> None:
             trying.cancel()
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), details="no room"
-            )
+            raise rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
 
         await swarm.chain(ALL, 8)
         servers.admit = refuse  # type: ignore[method-assign]

@@ -15,8 +15,8 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.session_state import SessionStep
 from tests.unit.client.sessions.test_stalls_simulated import claim
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, ToyScheduler, ToySession, model_output
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, ToyScheduler, ToySession, model_output
+from tests.worlds.virtual_time import run_virtually
 
 NUM_SERVERS, NUM_STREAMS, PROMPT, NUM_STEPS = 4, 64, 16, 2
 TOKENS_PER_S, SLOWER = 100.0, 20.0  # announced; by which servers are slower than that

@@ -19,7 +19,7 @@ from swarm_protocol.errors import PeerBusy
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_survival_simulated import run
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, model_output
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, model_output
 
 ROWS = 8
 WHOLE_STEPS = 1 << 31  # prompts are not divided

@@ -19,7 +19,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
 from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Context, Net, ToyServer
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Context, Net, ToyServer
 
 WHOLE = "0:6"
 Says = Callable[[int], pb.SessionProgress]  # how far a session is, by how often that was asked

@@ -15,7 +15,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession, Inbox, Leaving
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from tests.unit.client.sessions.fake_servers import NUM_BLOCKS, FakeCall, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeCall, FakeServers, play, record
 
 ALL = Span(0, NUM_BLOCKS)
 PROGRESS = pb.SessionProgress(number=7, length=20, batch_size=2)

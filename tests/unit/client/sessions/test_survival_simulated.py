@@ -21,8 +21,8 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.marks import in_tiers
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net, model_output, offset
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, model_output, offset
+from tests.worlds.virtual_time import run_virtually
 
 SEEDS_PER_TEST, TESTS = 25, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 50, 3, 20

@@ -22,7 +22,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.support import run, server_record, until
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 WIDTH = 128
 ALL = Span(0, 8)

@@ -15,7 +15,7 @@ from swarm_client.swarm.watchdog import Stalled
 from swarm_protocol.errors import BadReply
 from swarm_protocol.span import Span
 from tests.unit.support import server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 TOKENS_PER_S = 100.0
 FOR_EVER_S = 1e6

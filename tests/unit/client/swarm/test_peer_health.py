@@ -10,7 +10,7 @@ import pytest
 from swarm_client.swarm.peer_health import FAILED, NEWCOMER_S, SILENT, Acquaintance, PeerBackoff, RttTracker
 from swarm_protocol.dht.records import ServerRecord
 from tests.unit.support import run, server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 class Pings:

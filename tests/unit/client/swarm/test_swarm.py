@@ -17,7 +17,7 @@ from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import AccessDenied, NoRoute, PeerUnavailable
 from swarm_protocol.span import Span
 from tests.unit.support import run, server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 NEED = 1
 

@@ -19,9 +19,9 @@ from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from tests.unit.simulation import Answering
 from tests.unit.support import run, server_record, until
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.servers import Answering
+from tests.worlds.virtual_time import run_virtually
 
 HIDDEN = torch.randn(1, 2, 4)
 LARGE = torch.randn(1, 3, 2**18)  # travels in two further parts

@@ -16,7 +16,7 @@ from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.errors import PeerError
 from tests.unit.client.verification.test_checks import Servers, scaled
 from tests.unit.support import run
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 

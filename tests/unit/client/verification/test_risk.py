@@ -20,7 +20,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.verification.test_checker import Swarm
 from tests.unit.client.verification.test_checks import HIDDEN, true, zeros
 from tests.unit.support import server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 OLD = 1e6  # seconds
 

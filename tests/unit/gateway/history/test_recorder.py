@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from swarm_gateway.history.store import HistoryStore
 from swarm_protocol.dht.records import ServerState, WorkTotals
 from swarm_protocol.errors import NoSwarm
 from tests.monitored_swarm import FakeMonitor, server
-
-WAIT_S = 30.0
+from tests.unit.support import until
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +30,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def kinds(recorder: HistoryRecorder) -> list[str]:

@@ -16,7 +16,7 @@ from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import AccessDenied, NoSwarm, PeerUnavailable
 from swarm_protocol.span import Span
 from tests.unit.support import server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 NUM_BLOCKS = 8
 FOREVER = 1e9

@@ -17,7 +17,7 @@ from swarm_models.sharing.piece_store import PieceStore
 from swarm_protocol.errors import CheckpointError
 from tests.unit.models.sharing.files import PIECE, manifest_of, small_pieces, write_files
 from tests.unit.models.sharing.members import CrowdedMember, DrippingMember, FakeMember, finder, in_thread
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 PIECES = 15  # of all files together
 

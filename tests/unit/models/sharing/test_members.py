@@ -17,7 +17,7 @@ from swarm_models.sharing.members import OfferingMembers
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from tests.unit.models.sharing.files import manifest_of, write_files
 from tests.unit.support import run, server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from swarm_protocol.net.hivemind_parts import ControlFailure
 from swarm_protocol.net.identity import Identity
 from tests.marks import SLOW
 from tests.unit.support import quiet_port, run, server_record, until
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 SWARM = "test"
 HOST = "127.0.0.1"

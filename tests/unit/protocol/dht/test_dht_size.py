@@ -15,7 +15,7 @@ from swarm_protocol.net.hivemind_parts import MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from tests.marks import SLOW
-from tests.unit.crowd import MAX_LIFETIME_S, Crowd
+from tests.worlds.crowd import MAX_LIFETIME_S, Crowd
 
 MODEL = "meta-llama/Llama-3.1-70B"
 NUM_BLOCKS = 80

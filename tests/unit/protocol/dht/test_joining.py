@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from swarm_protocol.dht import bootstrap
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 TIMEOUT_S = 30.0
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/somebody"

@@ -12,8 +12,8 @@ from swarm_protocol.dht import node as module
 from swarm_protocol.dht.node import Listening, start
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import DHTNode
-from tests.unit.identities import identity
 from tests.unit.support import run
+from tests.worlds.identities import identity
 
 
 class FakeDaemon:

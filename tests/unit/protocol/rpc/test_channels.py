@@ -11,8 +11,8 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.rpc import channels
 from swarm_protocol.rpc.channels import PinnedChannels
-from tests.unit.identities import identity
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.identities import identity
+from tests.worlds.virtual_time import run_virtually
 
 FINGERPRINT = bytes(32)
 

@@ -12,8 +12,8 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channe
 from swarm_protocol.rpc import serving
 from swarm_protocol.rpc.serving import start_server
 from swarm_protocol.wire.constants import SERVER_OPTIONS
-from tests.unit.identities import identity
 from tests.unit.support import run
+from tests.worlds.identities import identity
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swarm_protocol.rpc.shared import SharedReading
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 def test_who_asks_waits_for_a_reading_that_begins_afterwards_and_those_who_ask_meanwhile_share_the_next() -> None:

@@ -15,7 +15,7 @@ from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL, Acceptor
 from swarm_protocol.tunnel.relaying import RELAY, RESERVE, Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import RelayReservation
 from tests.unit.support import run, until
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 LOCAL = "127.0.0.1"
 

@@ -22,9 +22,9 @@ from swarm_protocol.tunnel import dialing
 from swarm_protocol.tunnel.circuit import Circuit, relay_of
 from swarm_protocol.tunnel.dialing import Dialer, first_reached
 from swarm_protocol.tunnel.members import RelayCredentials, require_member
-from tests.unit.identities import identity
 from tests.unit.support import run, until
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.identities import identity
+from tests.worlds.virtual_time import run_virtually
 
 RELAY_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 TARGET_ID = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"

@@ -16,7 +16,7 @@ from swarm_protocol.wire.codec import Assembler, encode
 from swarm_protocol.wire.constants import MIB, PART_BYTES
 from swarm_server.net.arrivals import Arrivals, ArrivingTensor, ByteReservation
 from swarm_server.net.incoming import Incoming
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 LINE_BYTES_PER_S = 125_000  # 1 Mbit/s
 TENSOR = torch.randn(5, MIB // 4)

@@ -15,7 +15,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.push import ChannelPool
 from tests.unit.support import server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 class Swarm:

@@ -18,7 +18,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.net.network_probe import MAX_ANNOUNCED, NetworkProbe
 from tests.unit.support import server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 OWN, OTHER = server_record("own", "0:4"), server_record("other", "4:8")
 VIEW = SwarmView((OWN, OTHER))

@@ -13,8 +13,8 @@ from swarm_server.core.config import ServerConfig
 from swarm_server.node import joining
 from swarm_server.node.joining import SwarmMembership
 from swarm_server.reach import own_addresses
-from tests.unit.identities import identity
 from tests.unit.support import run
+from tests.worlds.identities import identity
 
 OWN, NEAR, FAR = "/ip4/127.0.0.1/tcp/1/p2p/own", "/ip4/127.0.0.1/tcp/2/p2p/near", "/ip4/192.0.2.1/tcp/3/p2p/far"
 

@@ -13,7 +13,7 @@ from swarm_server.core.config import ServerConfig
 from swarm_server.reach import own_addresses
 from swarm_server.reach.own_addresses import OwnAddresses
 from swarm_server.reach.reach import Reach
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 OWN, PEER_ID = "192.0.2.1", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 NAMED = f"/dns4/swarm.example.org/tcp/31330/p2p/{PEER_ID}"

@@ -13,7 +13,7 @@ from swarm_protocol.errors import PeerBusy, PeerMoved
 from swarm_protocol.net.shares import Caller
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
 from swarm_server.sessions.admission import Admission, AdmittedSession, Applicant, RoomQueue, choose_victims
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 def applicant(name: str, size_bytes: int = 1, born_s: float = 0.0) -> Applicant:

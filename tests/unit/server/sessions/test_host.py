@@ -18,8 +18,8 @@ from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession
-from tests.unit.simulation import MODEL, NUM_BLOCKS, REVISION, Net
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net
+from tests.worlds.virtual_time import run_virtually
 
 CLIENT = Caller("anna")
 

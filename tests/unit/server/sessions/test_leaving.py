@@ -8,7 +8,7 @@ from typing import Any
 
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.sessions.host import SessionManager
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 class Client:

@@ -14,7 +14,7 @@ from swarm_server.kv.kv_cache import CacheBudget, NoRoom
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption
 from tests.unit.support import run
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 ANNA, BERT = Caller("anna"), Caller("bert")
 

@@ -31,7 +31,7 @@ from swarm_server.node.presence import offered_bytes_per_s
 from swarm_server.weights import offering
 from swarm_server.weights.offering import CompetingTraffic, Offering, rate_beside
 from tests.unit.support import run
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import at_once, run_virtually
 
 CALLER = Caller("client", "192.0.2.1")
 
@@ -127,7 +127,7 @@ def test_never_offers_nothing(source: Path) -> None:
 
 
 def test_a_rate_is_kept(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offering.asyncio, "to_thread", _at_once)
+    monkeypatch.setattr(offering.asyncio, "to_thread", at_once)
     server = offered(source, rate=100_000.0)
     run(server.refresh())
     file = FileHashes(source).of(source / "tokenizer.json", "tokenizer.json")
@@ -140,10 +140,6 @@ def test_a_rate_is_kept(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     expected_s = 5 * file.size_bytes / 100_000.0
     assert run_virtually(scenario()) == pytest.approx(expected_s, abs=0.6)  # half a second of it may pass at once
-
-
-async def _at_once(function: Any, *args: Any) -> Any:
-    return function(*args)
 
 
 def test_sessions_come_first() -> None:
@@ -198,7 +194,7 @@ def test_places_are_taken_before_the_disk_is_asked(source: Path, monkeypatch: py
 
 def test_a_slow_line_is_not_divided_among_too_many(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Members give up a piece that arrives at less than the least speed."""
-    monkeypatch.setattr(offering.asyncio, "to_thread", _at_once)
+    monkeypatch.setattr(offering.asyncio, "to_thread", at_once)
     server = offered(source, rate=4.5 * LEAST_BYTES_PER_S)
     run(server.refresh())
     file = FileHashes(source).of(source / "tokenizer.json", "tokenizer.json")

@@ -8,7 +8,7 @@ from swarm_training.broadcast.agreement import Agreement, most_cheaters
 from swarm_training.broadcast.signed import SignedStatement, endorse, endorsers_of
 from swarm_training.broadcast.wire import StatementSlot
 from swarm_training.pb import training_robust_pb2 as pb
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 NAMES = [identity(number).peer_id for number in range(4)]
 DEADLINE_S, SPREAD_S = 10.0, 2.0

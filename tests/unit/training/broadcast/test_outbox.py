@@ -7,7 +7,7 @@ import asyncio
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.broadcast.outbox import BroadcastOutbox
 from swarm_training.pb import training_robust_pb2 as pb
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 def test_statements_are_told_soon_and_in_order_though_the_peer_is_away_for_a_while() -> None:

@@ -14,7 +14,7 @@ from swarm_training.robust.btard import BtardSnapshot
 from swarm_training.robust.instructions import Remove, StepRecord
 from swarm_training.robust.roster import MemberRecord
 from swarm_training.robust_run.standings import Standings, vouched
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 STAMP = ("peer", 3, 1)
 ITEMS = (msg.Item(2, 0, "a", "b"), msg.Item(3, 1, "c", "d"))

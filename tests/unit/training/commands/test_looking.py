@@ -13,8 +13,8 @@ from swarm_training.commands.looking import peers_of, view_of
 from swarm_training.contract.run_like import RunView
 from swarm_training.core.record import JOINING, LEFT, MEETING, Progress
 from swarm_training.core.signing import sign
-from tests.unit.identities import identity
-from tests.unit.training.world import World, all_done, enter_all, simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import World, all_done, enter_all, simulate
 
 RECORD = Progress("toy", "", version=1, step=3, target_batch_size=9, model=b"m")
 

@@ -14,7 +14,7 @@ from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.compression.settings import CODECS, AveragingSettings
 from swarm_training.core.config import TrainingConfig
-from tests.unit.training.world import SimulatedPeer, World, all_done, simulate
+from tests.worlds.runs import SimulatedPeer, World, all_done, simulate
 
 SHAPE = (24, 16)
 

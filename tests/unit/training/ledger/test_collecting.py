@@ -11,7 +11,7 @@ from swarm_training.core.record import Progress
 from swarm_training.ledger.collecting import Collector
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.pb import training_pb2 as pb
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import run_virtually
 
 
 class EmptyNetwork:

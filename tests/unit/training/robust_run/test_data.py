@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from swarm_training.core.robust_config import RobustConfig
 from swarm_training.robust.messages import Item
 from swarm_training.robust.workbench import Delivery
 from swarm_training.robust_run.data import StepData, to_bytes
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.virtual_time import at_once, run_virtually
 
 NUM_ELEMENTS = 1000
 DATA = bytes(4 * NUM_ELEMENTS)
@@ -30,10 +29,6 @@ class SlowNetwork:
     async def fetch(self, _holder: str, _digest: bytes, _max_bytes: int) -> bytes:
         await asyncio.sleep(self._takes_s)
         return DATA
-
-
-async def at_once(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 @pytest.mark.parametrize(("takes_s", "found"), [(23.9, DATA), (24.1, None)])

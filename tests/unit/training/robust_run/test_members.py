@@ -17,8 +17,8 @@ from swarm_training.robust.centered_clip import centered_clip
 from swarm_training.robust.roster import Rules
 from swarm_training.robust_run.member import RobustMember, StepResult
 from tests.marks import SLOW
-from tests.unit.identities import identity
-from tests.unit.training.robust_run.world import (
+from tests.worlds.identities import identity
+from tests.worlds.robust import (
     CONFIG,
     KINDS,
     SIZE,
@@ -29,7 +29,7 @@ from tests.unit.training.robust_run.world import (
     require_equal,
     steps,
 )
-from tests.unit.training.world import simulate
+from tests.worlds.runs import simulate
 
 
 def begin(members: list[RobustMember]) -> None:

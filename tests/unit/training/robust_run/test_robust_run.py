@@ -24,8 +24,8 @@ from swarm_training.robust.workbench import Workbench
 from swarm_training.robust_run.directory import PeerDirectory
 from swarm_training.robust_run.presence import RobustPresence
 from swarm_training.robust_run.robust_run import GlobalStep, RobustRun
-from tests.unit.identities import identity
-from tests.unit.training.world import simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import simulate
 
 # Nobody waits for these, unless somebody is silent.
 PATIENT = RobustConfig(compute_s=90.0, phase_s=60.0, spread_s=5.0)

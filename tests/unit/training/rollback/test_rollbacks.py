@@ -17,10 +17,11 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import LocalView
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.rollbacks import Rollbacks
-from tests.unit.identities import identity
 from tests.unit.training.rollback.test_strangers import group
 from tests.unit.training.test_records import record
-from tests.unit.training.world import CONFIG, at_once, simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import CONFIG, simulate
+from tests.worlds.virtual_time import at_once
 
 
 def test_a_checkpoint_that_is_not_needed_any_more_is_fetched_anew_when_it_is_needed_again() -> None:

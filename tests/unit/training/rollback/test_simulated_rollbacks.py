@@ -21,7 +21,7 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import rank
 from tests.marks import SLOW
 from tests.unit.training.ledger.members import MODERATOR, NOW, ORGANISER
-from tests.unit.training.world import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
 POLICY = RollbackPolicy(margin=0.5, patience=3, window=8, warmup=4)
 CHECKPOINTS = replace(CONFIG, checkpoint_every=3, rollback=POLICY)

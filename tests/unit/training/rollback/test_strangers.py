@@ -18,9 +18,10 @@ from swarm_training.core.record import MEETING
 from swarm_training.core.signing import sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.transfer import download, download_checkpoint
-from tests.unit.identities import identity
 from tests.unit.training.test_records import record
-from tests.unit.training.world import CONFIG, SimulatedPeer, World, at_once, simulate
+from tests.worlds.identities import identity
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, simulate
+from tests.worlds.virtual_time import at_once
 
 
 @dataclass

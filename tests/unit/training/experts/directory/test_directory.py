@@ -11,7 +11,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_training.experts.directory.directory import ExpertCache
 from swarm_training.experts.directory.records import read_record, record_of
 from swarm_training.experts.pb import experts_pb2 as pb
-from tests.unit.training.experts.local_network import MemoryBoard, holder
+from tests.worlds.experts import MemoryBoard, holder
 
 
 class Scene:

@@ -15,7 +15,7 @@ from swarm_training.experts.core.config import MixtureConfig
 from swarm_training.experts.mixture.mixture import RemoteMixtureOfExperts
 from swarm_training.experts.server.expert import Expert
 from swarm_training.experts.server.registry import build
-from tests.unit.training.experts.local_network import LocalNetwork
+from tests.worlds.experts import LocalNetwork
 
 HIDDEN, GRID, ROWS = 6, (3, 4), 24
 SHORT = MixtureConfig(timeout_s=0.2, backward_timeout_s=0.2, ban_s=600.0)

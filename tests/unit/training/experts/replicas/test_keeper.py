@@ -19,8 +19,8 @@ from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.replicas import keeper as keeping
 from swarm_training.experts.replicas.keeper import Keeper
 from swarm_training.experts.server.host import ExpertHost
-from tests.unit.identities import identity
-from tests.unit.training.experts.local_network import MemoryBoard, holder
+from tests.worlds.experts import MemoryBoard, holder
+from tests.worlds.identities import identity
 
 GRID = (4, 4)
 ROOM = 3 << 20

@@ -15,7 +15,8 @@ from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.replicas.replication import Replication, _load
 from swarm_training.experts.server.expert_server import _cancelled
-from tests.unit.training.experts.local_network import holder
+from tests.worlds.experts import holder
+from tests.worlds.virtual_time import at_once
 
 CELLS = [(0, 0), (0, 1), (1, 1)]
 
@@ -48,10 +49,6 @@ class Calls:
     async def send(self, _keeper: Any, replica: Replica, _data: bytes) -> None:
         self.sent.append(replica.cell)
         self._on_send()
-
-
-async def at_once(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 def test_experts_may_come_and_go_while_replicas_are_sent() -> None:

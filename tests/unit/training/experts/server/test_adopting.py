@@ -12,8 +12,8 @@ from swarm_training.experts.replicas.replication import FoundReplica
 from swarm_training.experts.search.keeping import in_rank
 from swarm_training.experts.server.adopting import Adopter
 from swarm_training.experts.server.announcing import Announcer
-from tests.unit.training.experts.local_network import MemoryBoard, holder
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.experts import MemoryBoard, holder
+from tests.worlds.virtual_time import run_virtually
 
 CELLS = [(0, 1), (1, 1), (2, 2)]
 CONFIG = ServerConfig("demo", 8, grid=(3, 4), num_experts=1, adopt=2, adopt_after_s=60.0, lifetime_s=30.0)

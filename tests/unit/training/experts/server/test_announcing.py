@@ -9,7 +9,7 @@ import pytest
 from swarm_protocol.errors import SwarmError
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.server.announcing import Announcer
-from tests.unit.training.experts.local_network import MemoryBoard, holder
+from tests.worlds.experts import MemoryBoard, holder
 
 CONFIG = ServerConfig("demo", 8, grid=(3, 4), num_experts=5)
 

@@ -14,7 +14,7 @@ from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.server import expert_server
 from swarm_training.experts.server.expert_server import ExpertServer
-from tests.unit.training.experts.local_network import MemoryBoard
+from tests.worlds.experts import MemoryBoard
 
 
 class FailingBoard(MemoryBoard):

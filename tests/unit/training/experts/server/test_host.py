@@ -22,8 +22,8 @@ from swarm_training.experts.replicas.keeper import Keeper
 from swarm_training.experts.server.expert import Expert
 from swarm_training.experts.server.host import ExpertHost
 from swarm_training.experts.server.registry import build
-from tests.unit.identities import identity
-from tests.unit.training.experts.local_network import MemoryBoard
+from tests.worlds.experts import MemoryBoard
+from tests.worlds.identities import identity
 
 HIDDEN = 4
 CELL = (1, 2)

@@ -16,8 +16,8 @@ from swarm_training.core.bitmap import from_bits
 from swarm_training.stages.engine.stage import Stage, StageGradients, StageOutput
 from swarm_training.stages.trainer.trainer import StepReport
 from tests.marks import SLOW
-from tests.unit.training.stages.trainer.runs import MICRO_BATCHES, RunningPeer, WholeRun
 from tests.unit.training.stages.trainer.test_whole_runs import require_equal
+from tests.worlds.whole_runs import MICRO_BATCHES, RunningPeer, WholeRun
 
 LIMIT_S = 300.0
 Lie = Callable[[StageGradients], StageGradients]

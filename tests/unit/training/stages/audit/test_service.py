@@ -27,8 +27,8 @@ from swarm_training.stages.audit.testimony import AuditAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
 from swarm_training.stages.rpc.forms import FORMS
 from swarm_training.stages.rpc.service import StagesService
-from tests.unit.identities import identity
-from tests.unit.training.stages.toys import RUN, START, ToyGradients, ToyHost, ToyStage, tokens
+from tests.worlds.identities import identity
+from tests.worlds.toy_stages import RUN, START, ToyGradients, ToyHost, ToyStage, tokens
 
 ACCUSED, MATE, TRAINER = 1, 2, 9
 SEED, TIMEOUT_S = bytes(range(SEED_BYTES)), 30.0

@@ -13,7 +13,7 @@ import torch
 from swarm_protocol.errors import PeerBusy, PeerMoved
 from swarm_training.stages.engine.accumulator import Accumulator
 from swarm_training.stages.peer.counting import Counting
-from tests.unit.training.world import at_once
+from tests.worlds.virtual_time import at_once
 
 
 @dataclass

@@ -13,8 +13,8 @@ from swarm_training.progress.cut_off import must_stand_aside
 from swarm_training.progress.policy import LocalView
 from swarm_training.stages.commands.building import PRESUME_GONE_S
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single, start
-from tests.unit.training.stages.peer.world import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer
-from tests.unit.training.world import simulate
+from tests.worlds.runs import simulate
+from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer
 
 STAGES, MICRO_BATCHES = 2, 6
 AS_IN_RUNS = replace(CONFIG, presume_gone_s=PRESUME_GONE_S)

@@ -14,7 +14,8 @@ from torch import Tensor
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from tests.unit.training.stages.peer.test_simulated_stages import start
-from tests.unit.training.stages.peer.world import (
+from tests.worlds.runs import simulate
+from tests.worlds.stages import (
     CONFIG,
     SimulatedStagePeer,
     StageWorld,
@@ -22,7 +23,6 @@ from tests.unit.training.stages.peer.world import (
     ToyTrainer,
     single,
 )
-from tests.unit.training.world import simulate
 
 STAGES, MICRO_BATCHES = 3, 6
 DIVERGES_AT = 5

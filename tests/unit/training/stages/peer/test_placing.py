@@ -10,8 +10,8 @@ from swarm_training.core.record import JOINING, Progress
 from swarm_training.stages.peer.placing import PlacementTimes, margin_of, stage_view
 from swarm_training.stages.placement.stage_choice import PlacedPeer, PlacementView, own_move
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single
-from tests.unit.training.stages.peer.world import StageWorld, ToyTrainer
-from tests.unit.training.world import simulate
+from tests.worlds.runs import simulate
+from tests.worlds.stages import StageWorld, ToyTrainer
 
 PACE = PlacementTimes(look_s=2.0, check_s=(1.0, 2.0), cooldown_s=5.0, step_s=5.0)
 

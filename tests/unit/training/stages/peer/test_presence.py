@@ -24,8 +24,9 @@ from swarm_training.progress import gossip
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import presence, watch
 from swarm_training.stages.peer.presence import RunMembership, StageOfRun, StagePresence, WatchPresence
-from tests.unit.identities import identity
-from tests.unit.training.stages.peer.world import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
+from tests.unit.support import until
+from tests.worlds.identities import identity
+from tests.worlds.stages import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
 
 STAGES, MICRO_BATCHES = 2, 4
 MODERATOR = 7
@@ -56,12 +57,6 @@ def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | N
     role = Role.MODERATOR if number == MODERATOR else Role.TRAINER
     grant = Grant.new(organiser.public, role, f"member {number}", own.peer_id, time.time() - 10, time.time() + 1000)
     return RunMembership(own, initial_peers, AccessControl(organiser.public), grant.signed(organiser))
-
-
-async def until(condition: object, limit_s: float = 60.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.05)
 
 
 def test_two_stages_step_together_and_who_watches_sees_them() -> None:

@@ -12,7 +12,8 @@ import torch
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.stages.peer.stage_peer import LOOK_S
-from tests.unit.training.stages.peer.world import (
+from tests.worlds.runs import simulate
+from tests.worlds.stages import (
     CONFIG,
     SimulatedStagePeer,
     StageWorld,
@@ -20,7 +21,6 @@ from tests.unit.training.stages.peer.world import (
     micro_batch,
     single,
 )
-from tests.unit.training.world import simulate
 
 STAGES, MICRO_BATCHES = 4, 6
 

@@ -19,8 +19,8 @@ from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
 from swarm_training.stages.rpc.room import RequestRoom
 from swarm_training.stages.rpc.service import StagesService
 from tests import zoo
-from tests.unit.identities import identity
-from tests.unit.training.stages.toys import RUN, START, ToyHost, serving
+from tests.worlds.identities import identity
+from tests.worlds.toy_stages import RUN, START, ToyHost, serving
 
 HIDDEN, ROWS, POSITIONS, TIMEOUT_S = 128, 2, 8, 30.0  # int8's blocks of 64 elements are full
 

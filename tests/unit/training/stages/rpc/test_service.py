@@ -39,8 +39,8 @@ from swarm_training.stages.rpc.forms import FORMS, encode_as
 from swarm_training.stages.rpc.framing import pack
 from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
-from tests.unit.identities import identity
-from tests.unit.training.stages.toys import RUN, START, ToyHost, ToyStage, serving, tokens
+from tests.worlds.identities import identity
+from tests.worlds.toy_stages import RUN, START, ToyHost, ToyStage, serving, tokens
 
 TRAINER = 9
 TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from swarm_training.stages.placement.memory import StageNeeds
 from tests.unit.held import held_bytes
-from tests.unit.training.stages.trainer.runs import CONFIG, MODEL, WholeRun
+from tests.worlds.whole_runs import CONFIG, MODEL, WholeRun
 
 LIMIT_S = 300.0
 SMALL = 50_000  # bytes of a peer that do not grow with the model, such as records; a sum of gradients has 650 000

@@ -13,7 +13,7 @@ from swarm_training.stages.peer.presence import RunMembership, WatchPresence
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.presence import train
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 
 def test_who_finds_a_stage_empty_waits_as_long_as_was_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
-from tests.unit.identities import identity
-from tests.unit.training.stages.toys import RUN, START, tokens
-from tests.unit.training.stages.trainer.swarm import Member, Swarm
+from tests.worlds.identities import identity
+from tests.worlds.toy_stages import RUN, START, tokens
+from tests.worlds.trainer_swarm import Member, Swarm
 
 LIMIT_S = 240.0
 LAST = 2

@@ -12,7 +12,7 @@ from swarm_protocol.dht.node import Listening
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.stages.trainer import roster as roster_module
 from swarm_training.stages.trainer.roster import TrainerRoster
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 
 def test_who_comes_waits_for_a_step_that_all_know_of_and_who_leaves_is_left_out(

@@ -19,9 +19,9 @@ from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
-from tests.unit.identities import identity
-from tests.unit.training.stages.toys import ToyStage, in_one_process, tokens
-from tests.unit.training.stages.trainer.swarm import (
+from tests.worlds.identities import identity
+from tests.worlds.toy_stages import ToyStage, in_one_process, tokens
+from tests.worlds.trainer_swarm import (
     CONFIG,
     LOSS_SCALE,
     MICRO_BATCHES,

@@ -15,8 +15,8 @@ from swarm_training.core.moment import Moment
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
 from swarm_training.stages.trainer.trainer import StepReport
-from tests.unit.identities import identity
-from tests.unit.training.stages.trainer.runs import RUN, Data, WholeRun, one_process
+from tests.worlds.identities import identity
+from tests.worlds.whole_runs import RUN, Data, WholeRun, one_process
 
 LIMIT_S = 300.0
 

@@ -377,7 +377,7 @@ class Channel:
                 copied = _all_of(request) if isinstance(request, list) else _copied(request)
                 return await asyncio.wait_for(stream.answer(method, copied), timeout)
             except TimeoutError:
-                raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
+                raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
 
         return lambda request, timeout=1e9: Answering(call(request, timeout))
 
@@ -500,7 +500,7 @@ class Stream:
     async def answer(self, method: Callable, request: Any) -> Any:
         """A unary call."""
         if self.code_value is not None:
-            raise _error(self.code_value, self.details_value)
+            raise rpc_error(self.code_value, self.details_value)
         await asyncio.sleep(self.net.chance.choice([0.0002, 0.01]))
         await self.server.awake.wait()
         if self.code_value is None:
@@ -517,7 +517,7 @@ class Stream:
             await self.server.awake.wait()
         self.net.streams.pop(self, None)
         if self.code_value is not None:
-            raise _error(self.code_value, self.details_value)
+            raise rpc_error(self.code_value, self.details_value)
         return reply
 
     def _finish(self, code: grpc.StatusCode, details: str) -> None:
@@ -557,7 +557,7 @@ class Stream:
             return message
         self.replies.put(_GONE)
         if self.code_value is not grpc.StatusCode.OK:
-            raise _error(self.code_value, self.details_value)
+            raise rpc_error(self.code_value, self.details_value)
         return grpc.aio.EOF
 
     def __aiter__(self):
@@ -593,5 +593,6 @@ def _copied(message: Any) -> Any:
     return type(message).FromString(message.SerializeToString())
 
 
-def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    """Return the error that grpc.aio raises for this code."""
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)

@@ -14,9 +14,9 @@ from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.unit.simulation import Answering
 from tests.unit.support import server_record
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.servers import Answering, rpc_error
+from tests.worlds.virtual_time import run_virtually
 
 NUM_BLOCKS = 6
 LIMIT_S = 1000.0  # of virtual time
@@ -95,7 +95,7 @@ class FakeChannel:
             await asyncio.sleep(0.001)
             if getattr(request, "session_key", b"") in self._servers.unheard:
                 await asyncio.sleep(timeout)
-                raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+                raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
             return self._servers.answer(path.rpartition("/")[2], request)
 
         return lambda request, timeout: Answering(call(request, timeout))
@@ -145,7 +145,7 @@ class FakeServers:
     async def admit(self, name: str, request: pb.Open) -> None:
         """As servers do: a request waits for room for as long as it says."""
         if name in self.refusals:
-            raise _error(self.refusals[name], "refused")
+            raise rpc_error(self.refusals[name], "refused")
         if name in self.silent:
             await asyncio.Event().wait()
         room = self.room.get(name)
@@ -153,20 +153,20 @@ class FakeServers:
             try:
                 await asyncio.wait_for(room.wait(), request.wait_s)
             except TimeoutError:
-                raise _error(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL) from None
+                raise rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, FULL) from None
 
     def answer(self, method: str, request: Any) -> Any:
         """Calls beside the streams."""
         if method == "Echo":
             return pb.EchoReply()
         if request.session_key in self.unreachable:
-            raise _error(grpc.StatusCode.UNAVAILABLE, "gone")
+            raise rpc_error(grpc.StatusCode.UNAVAILABLE, "gone")
         if method == "Reroute":
             self.nexts[request.session_key] = request.next.push_key
         if method == "Copy":
             if self.copy_failures:
                 self.copy_failures -= 1
-                raise _error(grpc.StatusCode.UNAVAILABLE, "the copy failed")
+                raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the copy failed")
             keys = [call.request.session_key for call in self.calls if call.request is not None]
             (copy,) = [key for key in keys if push_key_of(key) == request.to.push_key]
             self.progress[copy] = self.progress[request.session_key]
@@ -187,10 +187,6 @@ class FakeServers:
 
 def record(name: str, span: str) -> ServerRecord:
     return server_record(name, span, num_blocks=NUM_BLOCKS, cache_tokens_left=1000)
-
-
-def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
 
 
 def play(servers: FakeServers, story: Callable[[Swarm], Coroutine[Any, Any, None]], **options: Any) -> None:

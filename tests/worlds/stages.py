@@ -34,8 +34,10 @@ from swarm_training.stages.peer.run_stages import RunStages, StageMember, stage_
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
-from tests.unit.identities import identity
-from tests.unit.training.world import SimulatedNetwork, World, _Board, at_once
+from tests.worlds.identities import identity
+from tests.worlds.runs import SimulatedNetwork, World
+from tests.worlds.toy_stages import ToyGradients, exact
+from tests.worlds.virtual_time import at_once
 
 HIDDEN, ROWS = 6, 3
 _TRAINER = "trainer"  # all of them, to the network
@@ -46,14 +48,6 @@ CONFIG = TrainingConfig(
 
 def micro_batch(step: int, m: int) -> Tensor:
     return torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(7919 * step + m))
-
-
-@dataclass(frozen=True)
-class ToyGradients:
-    inputs: Tensor
-    parameters: list[Tensor]
-    loss_sum: float | None = None
-    num_tokens: int | None = None
 
 
 class ToyStage:
@@ -120,11 +114,6 @@ class ToySums:
 
     def discard(self) -> None:
         self._sums = torch.zeros(self._length, dtype=torch.float64)
-
-
-def exact(gradients: Sequence[Tensor]) -> Tensor:
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).double()
-    return (flat * 2.0**40).round() / 2.0**40
 
 
 def optimizer_of(stage: ToyStage) -> torch.optim.Optimizer:
@@ -252,7 +241,7 @@ class StageWorld(World):
         own, config = identity(number), self.config
         stage = ToyStage(index, self.num_stages, self.tied)
         state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
-        network, board, rng = SimulatedNetwork(self, own.peer_id), _Board(self, own.peer_id), random.Random(number)
+        network, board, rng = SimulatedNetwork(self, own.peer_id), self.board(own.peer_id), random.Random(number)
         record = Progress(
             self.runs[index],
             own.peer_id,
@@ -312,7 +301,7 @@ class StageWorld(World):
             return number
 
         async def choose_and_live() -> None:
-            boards = {stage: _Board(self, own.peer_id) for stage in range(self.num_stages)}
+            boards = {stage: self.board(own.peer_id) for stage in range(self.num_stages)}
             network, rng = SimulatedNetwork(self, own.peer_id), random.Random(number)
             watch = RunWatch(self.runs, network, boards, self.config.silence_s, rng)
             watching = asyncio.ensure_future(watch.run())
@@ -364,7 +353,7 @@ class ToyTrainer:
 
     def __init__(self, world: StageWorld, name: str = "trainer", seed: int = 0, at_a_time: int = 4) -> None:
         self.world, self.name, self.rng = world, name, random.Random(seed)
-        boards = {index: _Board(world, name) for index in range(world.num_stages)}
+        boards = {index: world.board(name) for index in range(world.num_stages)}
         network = SimulatedNetwork(world, _TRAINER)
         self.watch = RunWatch(world.runs, network, boards, world.config.silence_s, random.Random(seed))
         self._limit = asyncio.Semaphore(at_a_time)

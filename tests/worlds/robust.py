@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,10 @@ from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust.btard import Btard
 from swarm_training.robust.roster import Rules
 from swarm_training.robust_run.member import RobustMember, StepResult
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
+from tests.worlds.virtual_time import at_once
 
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from btard_swarm import KINDS, Peer, noisy_gradients
 
@@ -76,10 +76,6 @@ class SimulatedRobustNetwork:
         raise NotImplementedError
 
 
-async def _at_once(function: Callable[[], Any]) -> Any:
-    return function()
-
-
 def names(count: int) -> list[str]:
     return [identity(number).peer_id for number in range(count)]
 
@@ -104,7 +100,7 @@ def make(
         network = SimulatedRobustNetwork(world, name)
         chance = random.Random(f"{seed} {number}")
         member = RobustMember(
-            identity(number), SESSION, machine, bench, network, config, _at_once, random_bytes=chance.randbytes
+            identity(number), SESSION, machine, bench, network, config, at_once, random_bytes=chance.randbytes
         )
         member.broadcasts.set_peers(founders)
         world.members[name] = member

@@ -20,7 +20,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
 
 T = TypeVar("T")
 VOCABULARY, RUN, START = 16, "toys", Moment(0, 0)
@@ -82,6 +82,12 @@ class ToyStage:
         return ToyGradients(inputs_grad, found, *((float(output.detach()), num_tokens) if self.is_last else ()))
 
 
+def exact(gradients: Sequence[Tensor]) -> Tensor:
+    """Return all gradients, [n] in float64, rounded to a grid on which their sums are exact."""
+    flat = torch.cat([each.reshape(-1) for each in gradients]).double()
+    return (flat / _GRID).round() * _GRID
+
+
 class Sums:
     """Exactly counted gradients of one stage, [n] in float64."""
 
@@ -94,8 +100,7 @@ class Sums:
         self.done: set[int] = set()
 
     def add(self, number: int, gradients: Sequence[Tensor]) -> None:
-        flat = torch.cat([each.reshape(-1) for each in gradients]).double()
-        self.total += (flat / _GRID).round() * _GRID
+        self.total += exact(gradients)
         self.done.add(number)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,8 +26,8 @@ from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.share import DelayedShare, GradientAccumulator
 from swarm_training.run.state import TrainedState
-from tests.unit.identities import identity
-from tests.unit.virtual_time import run_virtually
+from tests.worlds.identities import identity
+from tests.worlds.virtual_time import at_once, run_virtually
 
 CONFIG = TrainingConfig(chunk_elements=4, join_timeout_s=30.0)
 
@@ -50,6 +50,9 @@ class World:
         self.on_message: Callable[[str, str, Any], None] = lambda source, target, message: None
         self.delay: Callable[[str, str, Any], float] = lambda source, target, message: 0.0
         self.streams: list[tuple[str, str, LocalTalk[Any, Any]]] = []
+
+    def board(self, own: str) -> Board:
+        return Board(own, self.records, self.orders)
 
     def passes(self, source: str, target: str) -> bool:
         return frozenset((source, target)) not in self.cut
@@ -182,21 +185,25 @@ class SimulatedNetwork:
 
 
 @dataclass
-class _Board:
-    world: World
+class Board:
+    """The DHT of one run, as the peer ``own`` sees it: dictionaries that answer after a while."""
+
     own: str
+    records: dict[str, pb.SignedProgress]
+    orders: Sequence[bytes] = ()
+    latency_s: float = 0.5
 
     async def publish(self, record: pb.SignedProgress) -> None:
-        await asyncio.sleep(0.5)
-        self.world.records[self.own] = record
+        await asyncio.sleep(self.latency_s)
+        self.records[self.own] = record
 
     async def read(self) -> list[pb.SignedProgress]:
-        await asyncio.sleep(0.5)
-        return list(self.world.records.values())
+        await asyncio.sleep(self.latency_s)
+        return list(self.records.values())
 
     async def read_orders(self) -> list[bytes]:
-        await asyncio.sleep(0.5)
-        return list(self.world.orders)
+        await asyncio.sleep(self.latency_s)
+        return list(self.orders)
 
 
 @dataclass(eq=False)
@@ -256,9 +263,7 @@ class SimulatedPeer:
             config,
             LedgerCredentials(own),
             record,
-            Environment(
-                SimulatedNetwork(world, own.peer_id), _Board(world, own.peer_id), at_once, random.Random(number)
-            ),
+            Environment(SimulatedNetwork(world, own.peer_id), world.board(own.peer_id), at_once, random.Random(number)),
             state,
             GradientCompression(compressor, encoder),
             orders(number),
@@ -324,10 +329,6 @@ class SimulatedPeer:
         task = asyncio.ensure_future(coroutine)
         self.tasks.append(task)
         return task
-
-
-async def at_once(function: Callable[[], Any]) -> Any:
-    return function()
 
 
 def simulate(scenario: Callable[[], Awaitable[Any]], limit_s: float = 600.0) -> Any:

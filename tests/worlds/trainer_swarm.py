@@ -29,8 +29,8 @@ from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.recomputing import Recomputing
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
-from tests.unit.identities import identity
-from tests.unit.training.stages.toys import RUN, ToyHost, ToyStage, bits_of, serving, tokens
+from tests.worlds.identities import identity
+from tests.worlds.toy_stages import RUN, ToyHost, ToyStage, bits_of, serving, tokens
 
 MICRO_BATCHES, LOSS_SCALE = 8, 10.0
 CONFIG = TrainerConfig(settle_s=10.0, least_deadline_s=60.0, poll_s=0.01)  # the machine may have much else to do

@@ -56,7 +56,8 @@ from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.presence import train_beside
 from swarm_training.stages.trainer.recomputing import Recomputing
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
-from tests.unit.identities import identity
+from tests.worlds.identities import identity
+from tests.worlds.runs import Board
 
 RUN, MICRO_BATCHES, VOCABULARY, ROWS, POSITIONS = "whole", 6, 32, 2, 8
 MODEL = LlamaConfig(
@@ -110,23 +111,6 @@ def one_process(steps: int) -> tuple[list[dict[str, Tensor]], list[float]]:
         state.apply(total / MICRO_BATCHES)
         losses.append(loss / (MICRO_BATCHES * data.loss_scale))
     return history, losses
-
-
-@dataclass
-class Board:
-    """In place of the DHT."""
-
-    records: dict[str, pb.SignedProgress]
-    own_id: str
-
-    async def publish(self, record: pb.SignedProgress) -> None:
-        self.records[self.own_id] = record
-
-    async def read(self) -> list[pb.SignedProgress]:
-        return list(self.records.values())
-
-    async def read_orders(self) -> list[bytes]:
-        return []
 
 
 @dataclass
@@ -210,7 +194,7 @@ class WholeRun:
             return await asyncio.get_running_loop().run_in_executor(thread, function)
 
         runs, rng = [stage_run(RUN, number) for number in range(self.num_stages)], random.Random(self._number)
-        boards = [Board(self.records[run], own.peer_id) for run in runs]
+        boards = [Board(own.peer_id, self.records[run], latency_s=0.0) for run in runs]
         model = state.model_digest
         record = Progress(runs[index], own.peer_id, state=JOINING, target_batch_size=MICRO_BATCHES, model=model)
         peer = TrainingPeer(
@@ -288,7 +272,7 @@ class WholeRun:
         own = identity(number)
         network = GrpcNetwork(ClientCredentials(own))
         runs = [stage_run(RUN, index) for index in range(self.num_stages)]
-        boards = {index: Board(self.records[run], own.peer_id) for index, run in enumerate(runs)}
+        boards = {index: Board(own.peer_id, self.records[run], latency_s=0.0) for index, run in enumerate(runs)}
         watch = RunWatch(runs, network, boards, CONFIG.silence_s, random.Random(number))
         watching = asyncio.ensure_future(watch.run())
         config = TrainerConfig(forms=WireForms("fp64", "fp64"), settle_s=1.0, audit_share=audit_share)

@@ -17,7 +17,7 @@ from swarm_training.compression.compressor import Encoder
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import rank
-from tests.unit.training.world import SimulatedNetwork, World
+from tests.worlds.runs import SimulatedNetwork, World
 
 
 class Reducer:

@@ -60,6 +60,11 @@ def run_virtually(coroutine: Coroutine[Any, Any, Any], limit_s: float | None = N
         return runner.run(limited())
 
 
+async def at_once(function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function here, where the product would hand it to a thread."""
+    return function(*args)
+
+
 @contextmanager
 def _same_chance() -> Iterator[None]:
     """But for the order of sets of strings, which ``PYTHONHASHSEED`` decides."""

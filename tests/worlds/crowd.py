@@ -20,7 +20,7 @@ from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.net.hivemind_parts import DHTRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
-from tests.unit.identities import identity_of
+from tests.worlds.identities import identity_of
 
 MAX_LIFETIME_S = 2 * 3600.0  # of records, for all nodes of a DHT with a crowd
 _LIFETIME_S = 3600.0

@@ -1,0 +1,1 @@
+"""Simulated worlds: real code of Swarm over clocks, networks and DHTs that obey a test."""
