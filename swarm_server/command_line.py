@@ -14,11 +14,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm_models.checkpoints.default_model import FROM_SWARM, check_location, locate, with_gguf_file
-from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT, add_member_flags
+from swarm_models.checkpoints.default_model import (
+    FROM_SWARM,
+    add_gguf_flag,
+    add_model_flag,
+    check_location,
+    locate,
+    named_model,
+)
+from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT, MEMBERSHIP, SWARM_KEY
+from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
@@ -45,171 +54,153 @@ _CONFIG_RULES = ConfigRules(
 )
 
 
+def _throughput(text: str) -> float | None:
+    try:
+        return None if text == "auto" else float(text)
+    except ValueError:
+        raise ValueError(f"throughput {text!r} is not understood: expected auto or a number") from None
+
+
+_BlocksFlag = partial(Flag, metavar="START:END", read=Span.parse)
+_SizeFlag = partial(Flag, metavar="SIZE", read=parse_size)
+_FILES = ConfigFlags(
+    ServerConfig,
+    Flag(
+        "share_weights",
+        "whether members without a copy get the model's files, or at most how many bytes per second, such as 10MB. "
+        "auto: yes, but outside a private swarm only models that anybody can download",
+        metavar="auto|always|never|RATE",
+    ),
+    Flag(
+        "weights",
+        "SHA-256 of the list of files to take from members, as their logs show it; with --model swarm://NAME; if not "
+        "given, what most members offer",
+        metavar="SHA256",
+    ),
+    Flag("model_revision", "branch, tag or commit of a hub model", name="revision"),
+)
+_HOSTING = ConfigFlags(
+    ServerConfig,
+    _BlocksFlag("blocks", "blocks to host for good; without it the server chooses"),
+    _BlocksFlag("initial_blocks", "blocks to host at first; it moves if others need it more"),
+    Flag("num_blocks", "how many blocks to host, where the swarm needs them most", metavar="N"),
+    _SizeFlag(
+        "memory_bytes",
+        "for blocks, keys and values, such as 4GiB; decides how many blocks; with --train: of the process",
+        name="memory",
+    ),
+    Flag("quant", "int8, int4 (on CPU), nf4, none, or bnb-int8 (slow on CPU, for comparison)"),
+    Flag("dtype", "of computation: auto, float32, bfloat16 or float16"),
+    Flag("device", "auto, cpu, cuda, cuda:1, …"),
+    Flag(
+        "devices",
+        "several devices of one type, such as cuda:0,cuda:1: the blocks are split over them by free memory",
+        metavar="DEVICE,…",
+        default="",
+        read=lambda text: tuple(text.split(",")) if text else (),
+    ),
+    Flag(
+        "host",
+        "to listen on; by default the one that leads to the swarm, and for a new swarm the loopback: only this machine "
+        "can join",
+        metavar="ADDRESS",
+    ),
+    Flag("port", "gRPC port; 0 takes a free one"),
+    Flag("dht_port", "libp2p port; 0 takes a free one"),
+    Flag("announce_address", "how others reach this server, if not at --host", metavar="HOST[:PORT]"),
+    Flag(
+        "relay",
+        "let others reach this server through members that relay; auto does so if they cannot reach it directly, as "
+        "behind a home router",
+        metavar="auto|always|never",
+    ),
+    _SizeFlag(
+        "relay_bytes_per_s",
+        "per second that this server, if it can be reached, relays for others that cannot; 0: nothing",
+        name="relay-for-others",
+        default=f"{ServerConfig.relay_bytes_per_s // 10**6}MB",
+    ),
+    Flag(
+        "relay_keepalive_s",
+        "between two signs of life to relays, so that routers do not forget the connection",
+        metavar="SECONDS",
+    ),
+    Flag("initial_peers", "members of the swarm to join", metavar="MULTIADDR"),
+    Flag("discover", "look for members on the local network besides, and let others find this server there"),
+    Flag("swarm", "name of the swarm to join or start on this machine", metavar="NAME", read=checked_name),
+    MEMBERSHIP,
+    SWARM_KEY,
+    Flag("identity", "key file; keeps the peer id over restarts", metavar="FILE"),
+    Flag("open_to_clients", "of a private swarm: members alone are servers, anybody a client"),
+    Flag("cache_tokens", "KV-cache room over all sessions; default from free memory", metavar="N"),
+    _SizeFlag("cache_bytes", "the same as memory, such as 2GiB or 500MB", name="cache-memory"),
+    Flag(
+        "prefix_cache",
+        "share keys and values of equal prefixes of prompts between all clients, or among those of each client; auto "
+        "is all in a private swarm and on one machine, and own among strangers",
+        metavar="auto|all|own|none",
+        off=("none", "the same as --prefix-cache none"),
+    ),
+    _SizeFlag(
+        "weight_cache_bytes",
+        "for packed weights in the user's cache directory, which later starts read instead of packing them again",
+        name="weight-cache",
+        default=f"{ServerConfig.weight_cache_bytes >> 30}GiB",
+        off=("0", "neither read nor write packed weights; the same as --weight-cache 0"),
+    ),
+    Flag("adapters", "LoRA adapters of PEFT's format to offer", metavar="PATH"),
+    _SizeFlag(
+        "adapter_bytes",
+        "for adapters that clients send",
+        name="adapter-memory",
+        default=f"{ServerConfig.adapter_bytes >> 20}MiB",
+    ),
+    _SizeFlag(
+        "incoming_bytes",
+        "for requests that are arriving, in all; more are refused",
+        name="incoming-memory",
+        default=f"{ServerConfig.incoming_bytes >> 20}MiB",
+    ),
+    Flag("chunk_tokens", "positions of a prompt computed at a time; default by device", metavar="N"),
+    Flag("max_sessions", "generations at a time", metavar="N"),
+    Flag(
+        "drain_timeout_s",
+        "for generations to end or move when the server drains; a second signal exits at once",
+        metavar="SECONDS",
+    ),
+    Flag(
+        "balance_margin",
+        "move to other blocks only if the swarm can then carry so much more, 0.03 being 3 %%",
+        metavar="SHARE",
+    ),
+    Flag("throughput", "tokens/s to announce; auto measures", metavar="auto|N", default="auto", read=_throughput),
+    Flag("metrics_port", "of metrics for Prometheus; 0: one that is free", metavar="N"),
+    Flag("metrics_host", "where they are served", metavar="ADDRESS"),
+)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed("server"),
         description="Host transformer blocks of a Hugging Face model for a swarm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add, default = parser.add_argument, ServerConfig
-    add(
-        "--model",
-        metavar="NAME_OR_PATH",
-        help="name on the hub, directory, GGUF file, smollm2, or swarm://NAME to take the files from other members; if "
-        f"not given, the only model of the swarm at --initial-peers, else {default.model}",
-    )
-    add(
-        "--share-weights",
-        default=default.share_weights,
-        metavar="auto|always|never|RATE",
-        help="whether members without a copy get the model's files, or at most how many bytes per second, such as "
-        "10MB. auto: yes, but outside a private swarm only models that anybody can download",
-    )
-    add(
-        "--weights",
-        default=default.weights,
-        metavar="SHA256",
-        help="SHA-256 of the list of files to take from members, as their logs show it; with --model swarm://NAME; if "
-        "not given, what most members offer",
-    )
-    add("--revision", help="branch, tag or commit of a hub model")
-    add("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
-    add(
+    add_model_flag(parser)
+    _FILES.add_to(parser)
+    add_gguf_flag(parser)
+    parser.add_argument(
         "--train",
         type=Path,
         metavar="RUN.toml",
         help="hold a stage of this run, and train it with others, instead of serving a model",
     )
-    add(
+    parser.add_argument(
         "--then-serve",
         type=Path,
         metavar="DIR",
         help="with --train: after the run's last step, write the model to this directory and serve the stage's blocks",
     )
-    add("--blocks", metavar="START:END", help="blocks to host for good; without it the server chooses")
-    add("--initial-blocks", metavar="START:END", help="blocks to host at first; it moves if others need it more")
-    add("--num-blocks", type=int, metavar="N", help="how many blocks to host, where the swarm needs them most")
-    add(
-        "--memory",
-        metavar="SIZE",
-        help="for blocks, keys and values, such as 4GiB; decides how many blocks; with --train: of the process",
-    )
-    add(
-        "--quant",
-        default=default.quant,
-        help="int8, int4 (on CPU), nf4, none, or bnb-int8 (slow on CPU, for comparison)",
-    )
-    add("--dtype", default=default.dtype, help="of computation: auto, float32, bfloat16 or float16")
-    add("--device", default=default.device, help="auto, cpu, cuda, cuda:1, …")
-    add(
-        "--devices",
-        default="",
-        metavar="DEVICE,…",
-        help="several devices of one type, such as cuda:0,cuda:1: the blocks are split over them by free memory",
-    )
-    add(
-        "--host",
-        metavar="ADDRESS",
-        help="to listen on; by default the one that leads to the swarm, and for a new swarm the loopback: only this "
-        "machine can join",
-    )
-    add("--port", type=int, default=default.port, help="gRPC port; 0 takes a free one")
-    add("--dht-port", type=int, default=default.dht_port, help="libp2p port; 0 takes a free one")
-    add("--announce-address", metavar="HOST[:PORT]", help="how others reach this server, if not at --host")
-    add(
-        "--relay",
-        default=default.relay,
-        metavar="auto|always|never",
-        help="let others reach this server through members that relay; auto does so if they cannot reach it directly, "
-        "as behind a home router",
-    )
-    add(
-        "--relay-for-others",
-        default=f"{default.relay_bytes_per_s // 10**6}MB",
-        metavar="SIZE",
-        help="per second that this server, if it can be reached, relays for others that cannot; 0: nothing",
-    )
-    add(
-        "--relay-keepalive",
-        type=float,
-        default=default.relay_keepalive_s,
-        metavar="SECONDS",
-        help="between two signs of life to relays, so that routers do not forget the connection",
-    )
-    add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join")
-    add(
-        "--discover",
-        action="store_true",
-        help="look for members on the local network besides, and let others find this server there",
-    )
-    add("--swarm", default=default.swarm, metavar="NAME", help="name of the swarm to join or start on this machine")
-    add_member_flags(parser, "key file; keeps the peer id over restarts")
-    add(
-        "--open-to-clients", action="store_true", help="of a private swarm: members alone are servers, anybody a client"
-    )
-    add("--cache-tokens", type=int, metavar="N", help="KV-cache room over all sessions; default from free memory")
-    add("--cache-memory", metavar="SIZE", help="the same as memory, such as 2GiB or 500MB")
-    add(
-        "--prefix-cache",
-        default=default.prefix_cache,
-        metavar="auto|all|own|none",
-        help="share keys and values of equal prefixes of prompts between all clients, or among those of each client; "
-        "auto is all in a private swarm and on one machine, and own among strangers",
-    )
-    add(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_const",
-        const="none",
-        default=argparse.SUPPRESS,
-        help="the same as --prefix-cache none",
-    )
-    add(
-        "--weight-cache",
-        default=f"{default.weight_cache_bytes >> 30}GiB",
-        metavar="SIZE",
-        help="for packed weights in the user's cache directory, which later starts read instead of packing them again",
-    )
-    add(
-        "--no-weight-cache",
-        dest="weight_cache",
-        action="store_const",
-        const="0",
-        default=argparse.SUPPRESS,
-        help="neither read nor write packed weights; the same as --weight-cache 0",
-    )
-    add("--adapters", type=Path, nargs="+", default=[], metavar="PATH", help="LoRA adapters of PEFT's format to offer")
-    add(
-        "--adapter-memory",
-        default=f"{default.adapter_bytes >> 20}MiB",
-        metavar="SIZE",
-        help="for adapters that clients send",
-    )
-    add(
-        "--incoming-memory",
-        default=f"{default.incoming_bytes >> 20}MiB",
-        metavar="SIZE",
-        help="for requests that are arriving, in all; more are refused",
-    )
-    add("--chunk-tokens", type=int, metavar="N", help="positions of a prompt computed at a time; default by device")
-    add("--max-sessions", type=int, default=default.max_sessions, metavar="N", help="generations at a time")
-    add(
-        "--drain-timeout",
-        type=float,
-        default=default.drain_timeout_s,
-        metavar="SECONDS",
-        help="for generations to end or move when the server drains; a second signal exits at once",
-    )
-    add(
-        "--balance-margin",
-        type=float,
-        default=default.balance_margin,
-        metavar="SHARE",
-        help="move to other blocks only if the swarm can then carry so much more, 0.03 being 3 %%",
-    )
-    add("--throughput", default="auto", metavar="auto|N", help="tokens/s to announce; auto measures")
-    add("--metrics-port", type=int, metavar="N", help="of metrics for Prometheus; 0: one that is free")
-    add("--metrics-host", default=default.metrics_host, metavar="ADDRESS", help="where they are served")
+    _HOSTING.add_to(parser)
     add_common_flags(parser, "info")
     add_version(parser)
     return parser
@@ -225,60 +216,9 @@ def parse_args(argv: list[str] | None = None, all_parsers: Callable[[], Parsers]
 
 def read_config(args: argparse.Namespace) -> ServerConfig:
     """Return the configuration of these arguments. Raise ValueError if one is out of range."""
-    try:
-        throughput = None if args.throughput == "auto" else float(args.throughput)
-    except ValueError:
-        raise ValueError(f"throughput {args.throughput!r} is not understood: expected auto or a number") from None
     for peer in args.initial_peers:
         check_peer(peer)
-    return ServerConfig(
-        num_blocks=args.num_blocks,
-        memory_bytes=None if args.memory is None else parse_size(args.memory),
-        cache_bytes=None if args.cache_memory is None else parse_size(args.cache_memory),
-        weight_cache_bytes=parse_size(args.weight_cache),
-        prefix_cache=args.prefix_cache,
-        adapters=tuple(args.adapters),
-        adapter_bytes=parse_size(args.adapter_memory),
-        incoming_bytes=parse_size(args.incoming_memory),
-        chunk_tokens=args.chunk_tokens,
-        max_sessions=args.max_sessions,
-        model=with_gguf_file(args.model or _usual_model(args), args.gguf_file),
-        share_weights=args.share_weights,
-        weights=args.weights,
-        model_revision=args.revision,
-        blocks=None if args.blocks is None else Span.parse(args.blocks),
-        initial_blocks=None if args.initial_blocks is None else Span.parse(args.initial_blocks),
-        quant=args.quant,
-        dtype=args.dtype,
-        device=args.device,
-        devices=tuple(args.devices.split(",")) if args.devices else (),
-        host=args.host,
-        port=args.port,
-        dht_port=args.dht_port,
-        announce_address=args.announce_address,
-        relay=args.relay,
-        relay_bytes_per_s=parse_size(args.relay_for_others),
-        relay_keepalive_s=args.relay_keepalive,
-        initial_peers=tuple(args.initial_peers),
-        discover=args.discover,
-        swarm=checked_name(args.swarm),
-        identity=args.identity,
-        membership=args.membership,
-        swarm_key=args.swarm_key,
-        open_to_clients=args.open_to_clients,
-        cache_tokens=args.cache_tokens,
-        throughput=throughput,
-        drain_timeout_s=args.drain_timeout,
-        balance_margin=args.balance_margin,
-        metrics_port=args.metrics_port,
-        metrics_host=args.metrics_host,
-    )
-
-
-def _usual_model(args: argparse.Namespace) -> str:
-    """Return the model to serve if none is named."""
-    joins_others = (args.initial_peers or args.discover) and args.gguf_file is None
-    return FROM_SWARM if joins_others else ServerConfig.model
+    return ServerConfig(model=named_model(args), **_FILES.values(args), **_HOSTING.values(args))
 
 
 def require_train_flags(argv: list[str]) -> None:

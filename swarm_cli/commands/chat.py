@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from swarm_cli.commands.flags import add_model_flags, add_swarm_flags, model_choice, text_options
+from swarm_cli.commands.flags import SAMPLING, add_model_flags, add_swarm_flags, model_choice
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
-from swarm_client.generation.text_options import ANSWER_TOKENS
+from swarm_client.generation.text_options import ANSWER_TOKENS, TextOptions
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 
@@ -29,7 +29,8 @@ def add_chat(commands: Commands) -> None:
 
 
 def chat_command(args: argparse.Namespace) -> Command:
-    options, choice = text_options(args), model_choice(args)
+    options = TextOptions(max_new_tokens=args.max_new_tokens, **SAMPLING.values(args))
+    choice = model_choice(args)
 
     def run() -> None:
         import_for_text()

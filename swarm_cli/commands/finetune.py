@@ -6,9 +6,9 @@ import argparse
 import shlex
 import sys
 
-from swarm_cli.commands.flags import add_swarm_flags, check_access
+from swarm_cli.commands.flags import SWARM, add_swarm_flags, check_access
 from swarm_cli.commands.types import Command, Commands
-from swarm_cli.finetune.settings import add_flags, check_file, from_flags
+from swarm_cli.finetune.settings import FLAGS, FinetuneSettings, check_file
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import typed
@@ -24,11 +24,11 @@ def add_finetune(commands: Commands) -> None:
     )
     parser.set_defaults(command=finetune_command)
     add_swarm_flags(parser)
-    add_flags(parser)
+    FLAGS.add_to(parser)
 
 
 def finetune_command(args: argparse.Namespace) -> Command:
-    settings = from_flags(args)
+    settings = FinetuneSettings(**FLAGS.values(args), **SWARM.values(args))
     check_access(settings.client_config())
     check_location(locate(settings.model), settings.revision)
     for path in (settings.data, settings.validation):

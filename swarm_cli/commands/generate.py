@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.flags import add_model_flags, add_swarm_flags, model_choice, text_options
+from swarm_cli.commands.flags import SAMPLING, add_model_flags, add_swarm_flags, model_choice
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
+
+_SEARCH = ConfigFlags(TextOptions, Flag("max_new_tokens", metavar="N"), Flag("num_beams", metavar="N"))
 
 
 def add_generate(commands: Commands) -> None:
@@ -19,12 +22,11 @@ def add_generate(commands: Commands) -> None:
     add_swarm_flags(parser)
     add_model_flags(parser)
     parser.add_argument("prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
-    parser.add_argument("--num-beams", type=int, default=TextOptions.num_beams, metavar="N")
+    _SEARCH.add_to(parser)
 
 
 def generate_command(args: argparse.Namespace) -> Command:
-    options = text_options(args, num_beams=args.num_beams)
+    options = TextOptions(**SAMPLING.values(args), **_SEARCH.values(args))
     if not args.prompt:
         raise ValueError("the prompt is empty: expected some text to continue")
     choice = model_choice(args)

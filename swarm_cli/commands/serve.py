@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.flags import add_remote_flags, add_swarm_flags, named_model, remote_config
+from swarm_cli.commands.flags import add_remote_flags, add_swarm_flags, remote_config
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_gateway.app.serving import ServeSettings, add_serve_flags, serve
+from swarm_models.checkpoints.default_model import named_model
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 

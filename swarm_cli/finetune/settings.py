@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from swarm_client.core.config import ClientConfig
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.process.local_registry import checked_name
 
 METHODS = ("lora", "prompt", "deep-prompt")
@@ -171,62 +171,35 @@ def check_file(path: Path) -> None:
         raise ValueError(f"{path} is empty: expected lines of text, or of JSON")
 
 
-def add_flags(command: argparse.ArgumentParser) -> None:
-    """Add the flags that ``from_flags`` reads, except for those of every command."""
-    add, default = command.add_argument, FinetuneSettings
-    add("--data", type=Path, required=True, metavar="FILE", help=".txt: lines of text; .jsonl: see below")
-    add("--output", type=Path, required=True, metavar="DIR", help="for the adapter, checkpoints and the loss curve")
-    add("--method", default=default.method, metavar="|".join(METHODS))
-    add("--model", default=default.model, metavar="NAME_OR_PATH", help="hub name, directory, GGUF file, or smollm2")
-    add("--revision", default=default.revision, help="branch, tag or commit of a hub model")
-    add("--wait", type=float, default=default.wait, metavar="SECONDS", help="for blocks nobody serves")
-    add(
-        "--recovery-timeout",
-        type=float,
-        default=default.recovery_timeout,
-        metavar="SECONDS",
-        help="for others to take the place of servers that fail",
-    )
-
-    add("--rank", type=int, default=default.rank, metavar="R", help="of LoRA's matrices")
-    add("--alpha", type=float, default=default.alpha, metavar="A", help="LoRA adds its product times A / R")
-    add(
-        "--target-modules",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="q_proj v_proj …, all-linear; by default PEFT's choice for the model",
-    )
-    add("--lora-dropout", type=float, default=default.lora_dropout, metavar="P")
-    add("--num-prompt-tokens", type=int, default=default.num_prompt_tokens, metavar="N", help="of the other methods")
-
-    add("--epochs", type=float, default=default.epochs, metavar="N", help="passes over the data")
-    add("--max-steps", type=int, metavar="N", help="instead of epochs")
-    add("--batch-size", type=int, default=default.batch_size, metavar="N", help="examples computed at once")
-    add(
-        "--gradient-accumulation",
-        type=int,
-        default=default.gradient_accumulation,
-        metavar="N",
-        help="batches for one step",
-    )
-    add("--sequence-length", type=int, metavar="TOKENS", help="at most; 512 if the model can take them")
-    add("--learning-rate", type=float, metavar="LR", help="2e-4 for lora, 1e-2 for prompts")
-    add("--schedule", default=default.schedule, metavar="|".join(SCHEDULES), help="of the learning rate")
-    add("--warmup-steps", type=int, default=default.warmup_steps, metavar="N")
-    add("--max-grad-norm", type=float, default=default.max_grad_norm, metavar="NORM", help="longer gradients are cut")
-    add("--optimizer", default=default.optimizer, metavar="|".join(OPTIMIZERS))
-    add("--seed", type=int, default=default.seed)
-
-    add("--validation", type=Path, metavar="FILE", help="instead of a share of the data")
-    add("--validation-share", type=float, default=default.validation_share, metavar="SHARE", help="0: no validation")
-    add("--eval-every", type=int, metavar="STEPS", help="a tenth of the run")
-    add("--early-stopping", type=int, metavar="PATIENCE", help="end after so many validations without a better one")
-    add("--save-every", type=int, metavar="STEPS", help="a tenth of the run")
-    add("--resume", action="store_true", help="go on with the run in DIR")
-
-
-def from_flags(args: argparse.Namespace) -> FinetuneSettings:
-    values = {field.name: getattr(args, field.name) for field in fields(FinetuneSettings)}
-    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return FinetuneSettings(**values)
+FLAGS = ConfigFlags(  # without those of every command
+    FinetuneSettings,
+    Flag("data", ".txt: lines of text; .jsonl: see below", metavar="FILE"),
+    Flag("output", "for the adapter, checkpoints and the loss curve", metavar="DIR"),
+    Flag("method", metavar="|".join(METHODS)),
+    Flag("model", "hub name, directory, GGUF file, or smollm2", metavar="NAME_OR_PATH"),
+    Flag("revision", "branch, tag or commit of a hub model"),
+    Flag("wait", "for blocks nobody serves", metavar="SECONDS"),
+    Flag("recovery_timeout", "for others to take the place of servers that fail", metavar="SECONDS"),
+    Flag("rank", "of LoRA's matrices", metavar="R"),
+    Flag("alpha", "LoRA adds its product times A / R", metavar="A"),
+    Flag("target_modules", "q_proj v_proj …, all-linear; by default PEFT's choice for the model", metavar="NAME"),
+    Flag("lora_dropout", metavar="P"),
+    Flag("num_prompt_tokens", "of the other methods", metavar="N"),
+    Flag("epochs", "passes over the data", metavar="N"),
+    Flag("max_steps", "instead of epochs", metavar="N"),
+    Flag("batch_size", "examples computed at once", metavar="N"),
+    Flag("gradient_accumulation", "batches for one step", metavar="N"),
+    Flag("sequence_length", "at most; 512 if the model can take them", metavar="TOKENS"),
+    Flag("learning_rate", "2e-4 for lora, 1e-2 for prompts", metavar="LR"),
+    Flag("schedule", "of the learning rate", metavar="|".join(SCHEDULES)),
+    Flag("warmup_steps", metavar="N"),
+    Flag("max_grad_norm", "longer gradients are cut", metavar="NORM"),
+    Flag("optimizer", metavar="|".join(OPTIMIZERS)),
+    Flag("seed"),
+    Flag("validation", "instead of a share of the data", metavar="FILE"),
+    Flag("validation_share", "0: no validation", metavar="SHARE"),
+    Flag("eval_every", "a tenth of the run", metavar="STEPS"),
+    Flag("early_stopping", "end after so many validations without a better one", metavar="PATIENCE"),
+    Flag("save_every", "a tenth of the run", metavar="STEPS"),
+    Flag("resume", "go on with the run in DIR"),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,3 +95,22 @@ def check_location(name_or_path: str, revision: str | None = None) -> None:
 def with_gguf_file(name_or_path: str, gguf_file: str | None) -> str:
     """Return the location of the GGUF file with this name, in a directory or in a model on the hub."""
     return name_or_path if gguf_file is None else f"{name_or_path.rstrip('/')}/{gguf_file}"
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="NAME_OR_PATH",
+        help="name on the hub, directory, GGUF file, smollm2, or swarm://NAME to take the files from other members; if "
+        f"not given, the only model of the swarm at --initial-peers, else {DEFAULT_MODEL}",
+    )
+
+
+def add_gguf_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gguf-file", metavar="NAME", help="of a model that has several GGUF files: the one to take")
+
+
+def named_model(args: argparse.Namespace) -> str:
+    """Return the model that the flags name; without ``--model``, that of the swarm to join, or the default."""
+    joins_others = (args.initial_peers or args.discover) and args.gguf_file is None
+    return with_gguf_file(args.model or (FROM_SWARM if joins_others else DEFAULT_MODEL), args.gguf_file)

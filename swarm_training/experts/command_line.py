@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from swarm_protocol.access.member_flags import CONFIG_RULES, ENVIRONMENT
+from swarm_protocol.access.member_flags import CONFIG_RULES, MEMBERSHIP
+from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
@@ -31,6 +32,50 @@ _COMMAND = "experts"
 _MAX_MIB = 1 << 20
 
 
+def _bytes_of_mib(mib: float) -> int:
+    if not 0 <= mib < _MAX_MIB:
+        raise ValueError(f"--replica-memory is {mib:g}: expected 0 to {_MAX_MIB} MiB")
+    return int(mib * MIB)
+
+
+_MIXTURE = ConfigFlags(
+    ServerConfig,
+    Flag("name", "of the mixture: letters, digits, hyphens, underscores"),
+    Flag("hidden", "size of a row", metavar="N"),
+    Flag("grid", "sizes of its dimensions", metavar="N"),
+)
+_EXPERTS = ConfigFlags(
+    ServerConfig,
+    Flag("num_experts", "how many to host, in free cells", name="experts", metavar="N"),
+    Flag("kind", "of expert"),
+)
+_HOSTING = ConfigFlags(
+    ServerConfig,
+    Flag("learning_rate", "of Adam; 0: they are not trained"),
+    Flag("max_grad_norm", "of the gradients of a batch"),
+    Flag("initial_peers", "servers of experts; none: a new DHT", metavar="MULTIADDR"),
+    Flag("host", "address to listen on"),
+    Flag("port", "of the service; 0: any that is free"),
+    Flag("dht_port", "of the DHT; 0: any that is free"),
+    Flag("announce_host", "address that others use, if it is another; needs both ports", metavar="HOST"),
+    Flag("directory", "where experts are saved, and loaded from"),
+    Flag("save_every_s", metavar="SECONDS"),
+    Flag("replicas", "servers that keep each expert as well", metavar="N"),
+    Flag("replicate_every_s", metavar="SECONDS"),
+    Flag(
+        "replica_bytes",
+        "for experts of others; 0: none are kept",
+        name="replica-memory",
+        metavar="MIB",
+        kind=float,
+        default=ServerConfig.replica_bytes / MIB,
+        read=_bytes_of_mib,
+    ),
+    Flag("adopt", "experts to take whose server is gone", metavar="N"),
+    Flag("adopt_after_s", "that it is gone", metavar="SECONDS"),
+)
+
+
 def make_parser() -> argparse.ArgumentParser:
     is_script = Path((sys.argv or [""])[0]).name == CONSOLE_SCRIPT
     parser = argparse.ArgumentParser(
@@ -42,48 +87,18 @@ def make_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    add = serve.add_argument
-    add("--name", required=True, help="of the mixture: letters, digits, hyphens, underscores")
-    add("--hidden", type=int, required=True, metavar="N", help="size of a row")
-    add("--grid", type=int, nargs="+", default=list(ServerConfig.grid), metavar="N", help="sizes of its dimensions")
-    add("--cells", nargs="+", default=[], metavar="CELL", help="to host, such as 3.7, instead of --experts free ones")
-    add("--experts", type=int, default=ServerConfig.num_experts, metavar="N", help="how many to host, in free cells")
-    add("--kind", default=ServerConfig.kind, help="of expert")
-    add("--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="that registers kinds of experts")
-    add("--learning-rate", type=float, default=ServerConfig.learning_rate, help="of Adam; 0: they are not trained")
-    add(
-        "--max-grad-norm",
-        type=float,
-        default=ServerConfig.max_grad_norm,
-        help="of the gradients of a batch",
+    _MIXTURE.add_to(serve)
+    serve.add_argument(
+        "--cells", nargs="+", default=[], metavar="CELL", help="to host, such as 3.7, instead of --experts free ones"
     )
-    add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="servers of experts; none: a new DHT")
-    add("--host", default=ServerConfig.host, help="address to listen on")
-    add("--port", type=int, default=ServerConfig.port, help="of the service; 0: any that is free")
-    add("--dht-port", type=int, default=ServerConfig.dht_port, help="of the DHT; 0: any that is free")
-    add("--announce-host", metavar="HOST", help="address that others use, if it is another; needs both ports")
-    add("--directory", type=Path, help="where experts are saved, and loaded from")
-    add("--save-every", type=float, default=ServerConfig.save_every_s, metavar="SECONDS")
-    add(
-        "--replicas", type=int, default=ServerConfig.replicas, metavar="N", help="servers that keep each expert as well"
+    _EXPERTS.add_to(serve)
+    serve.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="that registers kinds of experts"
     )
-    add("--replicate-every", type=float, default=ServerConfig.replicate_every_s, metavar="SECONDS")
-    add(
-        "--replica-memory",
-        type=float,
-        default=ServerConfig.replica_bytes / MIB,
-        metavar="MIB",
-        help="for experts of others; 0: none are kept",
-    )
-    add("--adopt", type=int, default=ServerConfig.adopt, metavar="N", help="experts to take whose server is gone")
-    add("--adopt-after", type=float, default=ServerConfig.adopt_after_s, metavar="SECONDS", help="that it is gone")
-    add("--identity", type=Path, metavar="FILE", help="this server's key, made if there is none; by default a new one")
-    add(
-        "--membership",
-        type=Path,
-        metavar="FILE",
-        help=f"of a private swarm, from its organiser; or the environment variable {ENVIRONMENT} has its content",
-    )
+    _HOSTING.add_to(serve)
+    identity = "this server's key, made if there is none; by default a new one"
+    serve.add_argument("--identity", type=Path, metavar="FILE", help=identity)
+    serve.add_argument("--membership", type=Path, metavar="FILE", help=MEMBERSHIP.help)
     add_common_flags(serve, "info")
     return parser
 
@@ -99,31 +114,9 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
     """Return the configuration of these arguments. Raise ValueError if a flag is wrong."""
     for peer in args.initial_peers:
         check_peer(peer)
-    if not 0 <= args.replica_memory < _MAX_MIB:
-        raise ValueError(f"--replica-memory is {args.replica_memory:g}: expected 0 to {_MAX_MIB} MiB")
+    values = {**_MIXTURE.values(args), **_EXPERTS.values(args), **_HOSTING.values(args)}
     cells = tuple(parse_expert_name(text, check_name(args.name), check_grid(args.grid)) for text in args.cells)
-    return ServerConfig(
-        name=args.name,
-        hidden=args.hidden,
-        grid=tuple(args.grid),
-        num_experts=len(cells) or args.experts,
-        kind=args.kind,
-        learning_rate=args.learning_rate,
-        max_grad_norm=args.max_grad_norm,
-        host=args.host,
-        port=args.port,
-        dht_port=args.dht_port,
-        announce_host=args.announce_host,
-        initial_peers=tuple(args.initial_peers),
-        directory=args.directory,
-        save_every_s=args.save_every,
-        cells=cells,
-        replicas=args.replicas,
-        replicate_every_s=args.replicate_every,
-        replica_bytes=int(args.replica_memory * MIB),
-        adopt=args.adopt,
-        adopt_after_s=args.adopt_after,
-    )
+    return ServerConfig(**{**values, "cells": cells, "num_experts": len(cells) or args.experts})
 
 
 def serve(config: ServerConfig, identity_file: Path | None, membership: Path | None) -> None:

@@ -45,7 +45,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["wire", "untrusted", "imports"],
         ["codecs"],
         ["errors"],
-        ["span", "pb", "atomic_file", "file_lock"],
+        ["span", "pb", "atomic_file", "file_lock", "config_flags"],
     ],
     "swarm_models": [
         [DOOR],
