@@ -63,20 +63,26 @@ class ConfigFlags:
                 parser.add_argument(f"--{flag.typed_name}", action="store_true", help=flag.help)
                 continue
             default = getattr(self._class, flag.field, None) if flag.default is None else flag.default
-            has_several = isinstance(default, tuple)
+            kind: Any = flag.kind or (_kind(hints[flag.field]) if flag.read is None else None)
             parser.add_argument(
                 f"--{flag.typed_name}",
-                type=flag.kind or (_kind(hints[flag.field]) if flag.read is None else None),
-                nargs="+" if has_several else None,
-                default=list(default) if has_several else default,
+                type=kind,
+                nargs="+" if isinstance(default, tuple) else None,
+                default=list(default) if isinstance(default, tuple) else default,
                 required=not hasattr(self._class, flag.field),
                 metavar=flag.metavar,
                 help=flag.help,
             )
             if flag.off is not None:
                 const, text = flag.off
-                options = {"dest": flag.dest, "const": const, "default": argparse.SUPPRESS, "help": text}
-                parser.add_argument(f"--no-{flag.typed_name}", action="store_const", **options)
+                parser.add_argument(
+                    f"--no-{flag.typed_name}",
+                    action="store_const",
+                    dest=flag.dest,
+                    const=const,
+                    default=argparse.SUPPRESS,
+                    help=text,
+                )
 
     def values(self, args: argparse.Namespace) -> dict[str, Any]:
         """Return the values of the fields. Raise ValueError if a flag cannot be read."""
