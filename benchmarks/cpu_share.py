@@ -24,23 +24,22 @@ def cpu_share(cores: float) -> Iterator[list[str]]:
     Raises:
         SwarmError: this machine does not let us limit processes.
     """
-    is_second = (_CGROUPS / "cgroup.controllers").exists()
-    group = (_CGROUPS if is_second else _CGROUPS / "cpu") / f"swarm-benchmark-{os.getpid()}-{next(_numbers)}"
-    quota_us = str(round(cores * _PERIOD_US))
-    try:
-        if is_second:
-            (_CGROUPS / "cgroup.subtree_control").write_text("+cpu")
-        group.mkdir()
-        if is_second:
-            (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(quota_us)
-    except OSError as error:
-        raise SwarmError(
-            f"cannot limit processes to {cores:g} cores: {error} (expected Linux control groups, as root)"
-        ) from None
-    try:
+    is_unified = (_CGROUPS / "cgroup.controllers").exists()  # version 2 of control groups
+    group = (_CGROUPS if is_unified else _CGROUPS / "cpu") / f"swarm-benchmark-{os.getpid()}-{next(_numbers)}"
+    quota_us = round(cores * _PERIOD_US)
+    with contextlib.ExitStack() as cleanup:
+        try:
+            if is_unified:
+                (_CGROUPS / "cgroup.subtree_control").write_text("+cpu")
+            group.mkdir()
+            cleanup.callback(group.rmdir)
+            if is_unified:
+                (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+            else:
+                (group / "cpu.cfs_period_us").write_text(f"{_PERIOD_US}")
+                (group / "cpu.cfs_quota_us").write_text(f"{quota_us}")
+        except OSError as error:
+            raise SwarmError(
+                f"cannot limit processes to {cores:g} cores: {error} (expected Linux control groups, as root)"
+            ) from None
         yield ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group)]
-    finally:
-        group.rmdir()

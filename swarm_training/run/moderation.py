@@ -53,7 +53,7 @@ class Moderation:
     def signed_unless(self, digest: bytes) -> list[bytes]:
         """Return all orders that fit into a reply, or none if ``digest`` is empty or equals ``self.digest()``.
 
-        If not all fit, each reply has others: whoever asks again gets them all in the end.
+        If not all fit, the reply has a random part of them, so that a peer that asks again gets all in the end.
         """
         if self._orders is None or not digest or digest == self.digest():
             return []
