@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_server.engine.engine import Engine
 from tests.swarm.harness import InProcessServers
 from tests.swarm.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, UP, Terminal
+from tests.swarm.waiting import DEADLINE_S
 
 LONG = 300  # tokens, which take seconds
 
@@ -84,7 +88,16 @@ def test_ctrl_c_stops_the_answer_only(servers, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_death_of_a_server_is_a_pause_and_a_dim_line(servers, cluster, tmp_path):
+def test_the_death_of_a_server_is_a_pause_and_a_dim_line(servers, cluster, tmp_path, monkeypatch):
+    num_steps, is_dead, run = itertools.count(), threading.Event(), Engine.run
+
+    def held(engine, batch):
+        """Compute the beginning of the answer, and the rest once the other server is dead."""
+        if next(num_steps) == 20:
+            is_dead.wait(DEADLINE_S)
+        return run(engine, batch)
+
+    monkeypatch.setattr(Engine, "run", held)
     flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none", "throughput": 10000}
     fast = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
     cluster.wait_ready([fast])
@@ -93,6 +106,7 @@ def test_the_death_of_a_server_is_a_pause_and_a_dim_line(servers, cluster, tmp_p
         terminal.type(f"Return a list of{ENTER}")
         terminal.wait_for("strings")
         fast.kill()
+        is_dead.set()
         terminal.wait_for(r"\r\n\x1b\[2m[^\n]*blocks 10:20 move to [^\n]*\x1b\[0m\r\n")
         terminal.wait_for_prompt()  # the answer has come to its end
         terminal.type(CTRL_D)
