@@ -53,20 +53,21 @@ class StopStrings:
     """A filter that passes text on up to the first stop string.
 
     Attributes:
-        found: whether a stop string has come. The stop string and later text are not passed on.
+        found: the stop string that has come; empty if none has. It and later text are not passed on.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
         self._held = ""  # perhaps the beginning of a stop string
-        self.found = False
+        self.found = ""
 
     def put(self, text: str) -> str:
         text = self._held + text
-        places = [place for place in (text.find(string) for string in self._strings) if place >= 0]
+        places = [(place, string) for string in self._strings if (place := text.find(string)) >= 0]
         if places:
-            self.found, self._held = True, ""
-            return text[: min(places)]
+            end, self.found = min(places)
+            self._held = ""
+            return text[:end]
         num_held = max((_overlap(text, string) for string in self._strings), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

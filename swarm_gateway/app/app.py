@@ -10,12 +10,18 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from swarm_gateway.anthropic_api.endpoints import ANTHROPIC_PREFIX, anthropic_router
+from swarm_gateway.anthropic_api.formats import ANTHROPIC
 from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, GatewayLimits, GenerationQueue, RateLimit
 from swarm_gateway.limits.preparing import Preparations
-from swarm_gateway.monitor_api.endpoints import Monitored, monitor_router
+from swarm_gateway.monitor_api.endpoints import MONITOR_PREFIX, Monitored, monitor_router
+from swarm_gateway.ollama_api.endpoints import OLLAMA_PREFIX, ollama_router
+from swarm_gateway.ollama_api.formats import OLLAMA
 from swarm_gateway.openai_api.endpoints import openai_router
 from swarm_gateway.pages.router import add_pages
-from swarm_gateway.web.http import Gateway, refusal
+from swarm_gateway.responses_api.endpoints import responses_router
+from swarm_gateway.responses_api.store import ResponseStore
+from swarm_gateway.web.http import OPENAI, Dialect, Gateway, refusal
 from swarm_gateway.web.metrics import CountRequests, Metrics
 from swarm_gateway.web.models import Models
 
@@ -26,11 +32,13 @@ def create_app(
     keys: Sequence[str] = (),
     clock: Callable[[], float] = time.monotonic,
     monitored: Monitored | None = None,
+    responses: ResponseStore | None = None,
 ) -> FastAPI:
     """Return the application, which serves on one event loop.
 
     Args:
         monitored: the swarm that ``/api/v1`` shows; None if there is no such API.
+        responses: the responses that later requests may go on from; by default they are kept in memory.
         keys: see ``Gateway``.
         clock: a function that returns seconds, for limits by time.
     """
@@ -46,6 +54,9 @@ def create_app(
     app = FastAPI(title="swarm", openapi_url=None)  # FastAPI's documentation pages would load foreign scripts
     app.add_middleware(CountRequests, metrics=gateway.metrics)
     app.include_router(openai_router(gateway))
+    app.include_router(responses_router(gateway, responses or ResponseStore()))
+    app.include_router(anthropic_router(gateway))
+    app.include_router(ollama_router(gateway))
     if monitored is not None:
         app.include_router(monitor_router(gateway, monitored))
     add_pages(app)
@@ -59,13 +70,20 @@ def create_app(
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(ApiError)
-    async def refuse(_request: Request, error: ApiError) -> Response:
-        return refusal(error)
+    async def refuse(request: Request, error: ApiError) -> Response:
+        return refusal(error, _dialect_of(request.url.path))
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        hint = " (expected /v1/chat/completions)" if path == "/v1/responses" else ""
-        return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}{hint}"))
+        message = f"{request.method} {path}: {error.detail}"
+        return refusal(ApiError(error.status_code, message), _dialect_of(path))
 
     return app
+
+
+def _dialect_of(path: str) -> Dialect:
+    """Return the API that the path belongs to."""
+    if path == ANTHROPIC_PREFIX or path.startswith(f"{ANTHROPIC_PREFIX}/"):
+        return ANTHROPIC
+    return OLLAMA if path.startswith(OLLAMA_PREFIX) and not path.startswith(MONITOR_PREFIX) else OPENAI

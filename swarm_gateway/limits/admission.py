@@ -18,7 +18,7 @@ _MINUTE_S = 60.0
 
 
 class ApiError(Exception):
-    """An error that is sent as the answer to a request, in OpenAI's shape."""
+    """An error that is sent as the answer to a request. ``body`` has OpenAI's shape; see ``web.http.Dialect``."""
 
     def __init__(
         self,

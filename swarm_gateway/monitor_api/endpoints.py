@@ -19,6 +19,7 @@ from swarm_gateway.monitor_api import flat
 from swarm_gateway.monitor_api.joining import Invitation
 from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, event
 
+MONITOR_PREFIX = "/api/v1"
 _MOST_EVENTS, _MOST_CONTRIBUTIONS = 1000, 1000
 _MOST_SAMPLES = 1500  # an automatic resolution gives no more samples
 _HOUR_S = 3600.0
@@ -44,7 +45,7 @@ class Monitored:
 
 
 def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
-    router, recorder = APIRouter(prefix="/api/v1"), monitored.recorder
+    router, recorder = APIRouter(prefix=MONITOR_PREFIX), monitored.recorder
     admitted = [Depends(gateway.admit)]
 
     def invitation(seen: Observation) -> Invitation:

@@ -1,1 +1,1 @@
-"""OpenAI's endpoints: the requests, the generations that answer them, and the shapes of answers."""
+"""OpenAI's endpoints for chats, completions and embeddings, and the shapes of their answers."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from swarm_gateway.openai_api.conversation import call_reader
+from swarm_gateway.generation.beginning import begin
+from swarm_gateway.generation.generating import Delta
+from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
-from swarm_gateway.openai_api.generating import Delta, QueuedGenerations
-from swarm_gateway.openai_api.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
-from swarm_gateway.openai_api.sampling import echoes_of, requests_of
 from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, event, read_body
 from swarm_gateway.web.models import not_found
 
@@ -67,22 +65,14 @@ def openai_router(gateway: Gateway) -> APIRouter:
 async def _generated(
     gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
 ) -> AsyncGenerator[bytes, None]:
-    model = await gateway.models.get(asked.model)
-    requests, echoes = await gateway.preparations.run(
-        key, num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
-    )
-    num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
-    texts = None if asked.num_logprobs is None else TokenTexts(model.tokenizer)
-    form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(model.name, texts)
-    new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
-    new_call_reader()  # an unknown format is refused before a place is taken
-    places = gateway.queue.join(key, len(requests))
-    work = QueuedGenerations(model, requests, asked.stop, places, gateway.metrics, began_s, new_call_reader, echoes)
-    gateway.metrics.prompt_tokens.inc(num_prompt)
+    work = await begin(gateway, asked, num_bytes, key, began_s)
+    num_prompt = work.num_prompt
+    texts = None if asked.num_logprobs is None else TokenTexts(work.model.tokenizer)
+    form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(work.model.name, texts)
     async with aclosing(work.items()) as items:
         if not asked.stream:
             found = [item async for item in items if isinstance(item, Delta)]
-            yield as_json(form.whole(found, len(requests), usage(num_prompt, work.num_generated)))
+            yield as_json(form.whole(found, len(work.requests), usage(num_prompt, work.num_generated)))
             return
         async for item in items:
             so_far = {"usage": usage(num_prompt, work.num_generated)} if asked.wants_usage_always else {}

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from swarm_gateway.openai_api.generating import Delta, Happened, Item, SaidToken
-from swarm_gateway.openai_api.tools import ToolCall
+from swarm_gateway.generation.generating import Delta, Happened, Item, SaidToken
+from swarm_gateway.generation.tools import ToolCall
 from swarm_gateway.web.servers import described
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express

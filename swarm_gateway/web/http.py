@@ -1,4 +1,4 @@
-"""The parts that all endpoints share: admission, bodies, streamed answers, and refusals in OpenAI's shape."""
+"""The parts that all endpoints share: admission, bodies, streamed answers, and refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from swarm_protocol.wire.printable import printable
 
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 8 * 2**20  # of a request
-_EVENT_STREAM = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 _AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # so that proxies pass it on at once
 
 
@@ -51,10 +51,16 @@ class Gateway:
     def admit(self, request: Request) -> str:
         """Return the request's key, for ``Depends``. Raise ApiError if the request may not be answered."""
         if self.keys:
-            return check_key(self.keys, request.headers.get("Authorization"))
+            return check_key(self.keys, _authorization(request))
         if not is_loopback(host := _called_host(request)):
             raise ApiError(403, f"{printable(host)!r} is no name of this machine's loopback")
         return ""
+
+
+def _authorization(request: Request) -> str | None:
+    """Return the ``Authorization`` header. Clients of Anthropic's API send the key as ``X-Api-Key`` instead."""
+    key = request.headers.get("X-Api-Key")
+    return request.headers.get("Authorization", None if key is None else f"Bearer {key}")
 
 
 def _called_host(request: Request) -> str:
@@ -69,15 +75,33 @@ def _called_host(request: Request) -> str:
         return ""
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """The shapes of one API that do not depend on the request.
+
+    Attributes:
+        stream_type: the media type of streams.
+        chunk: a function from the content of a stream's chunk to its bytes.
+        error: a function from an error to the content of its answer, or of the last chunk of a stream.
+    """
+
+    stream_type: str
+    chunk: Callable[[Any], bytes]
+    error: Callable[[ApiError], Any]
+
+
 class ChunkedResponse(Response):
     """A response that sends chunks as they come. It cancels their generator once the client has gone.
 
     An error before the first chunk has its own HTTP status. A later error is the last event of the stream.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], *, is_stream: bool) -> None:
-        """Prepare the headers; ``is_stream`` says whether the chunks are events."""
-        super().__init__(media_type=_EVENT_STREAM if is_stream else "application/json", headers=_AS_IT_COMES)
+    def __init__(self, chunks: AsyncGenerator[bytes, None], *, is_stream: bool, dialect: Dialect | None = None) -> None:
+        """Prepare the headers. ``is_stream``: whether the chunks are a stream's; ``dialect``: OpenAI's by default."""
+        self._dialect = dialect or OPENAI
+        super().__init__(
+            media_type=self._dialect.stream_type if is_stream else "application/json", headers=_AS_IT_COMES
+        )
         del self.headers["content-length"]  # it counts an empty body
         self._chunks = chunks
 
@@ -89,14 +113,14 @@ class ChunkedResponse(Response):
             try:
                 chunk = await anext(chunks)
             except Exception as error:  # a client gets an answer for each error
-                return await refusal(_as_api_error(error))(scope, receive, send)
+                return await refusal(_as_api_error(error), self._dialect)(scope, receive, send)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             try:
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:  # the same, in the stream
-                last = event(_as_api_error(error).body)
+                last = self._dialect.chunk(self._dialect.error(_as_api_error(error)))
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
@@ -128,8 +152,8 @@ def _as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "this server has made a mistake, which is in its log", code="internal_error")
 
 
-def refusal(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
+def refusal(error: ApiError, dialect: Dialect | None = None) -> JSONResponse:
+    return JSONResponse((dialect or OPENAI).error(error), error.status, error.headers)
 
 
 async def read_body(request: Request) -> bytes:
@@ -157,3 +181,6 @@ def as_json(content: Any) -> bytes:
 
 def event(content: Any) -> bytes:
     return b"data: " + as_json(content) + b"\n\n"
+
+
+OPENAI = Dialect(EVENT_STREAM, event, lambda error: error.body)

@@ -79,7 +79,7 @@ def test_half_a_character_at_the_end_of_the_prompt_is_completed(tokenizer) -> No
 def test_stop_strings(parts, stops, said) -> None:
     matcher = StopStrings(stops)
     assert [matcher.put(part) for part in parts] == said
-    assert matcher.found == any(stop in "".join(parts) for stop in stops) and matcher.end() == ""
+    assert bool(matcher.found) == any(stop in "".join(parts) for stop in stops) and matcher.end() == ""
 
 
 def test_stop_strings_cut_where_find_does_however_the_text_comes() -> None:

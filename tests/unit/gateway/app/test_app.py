@@ -548,8 +548,3 @@ def test_a_text_that_cannot_fit_is_refused_before_tokens_are_made_of_it(
     error = answer.json()["error"]
     assert answer.status_code == 400 and (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert error["message"] == "the model has 1024 positions: a text of 1000000 characters has more tokens"
-
-
-def test_who_asks_for_the_responses_api_is_told_what_there_is(gateway: Gateway) -> None:
-    with pytest.raises(openai.NotFoundError, match=r"POST /v1/responses: Not Found \(expected /v1/chat/completions\)"):
-        gateway.client().responses.create(model=DEFAULT_MODEL, input="Sort")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from swarm_gateway.openai_api.requests import CompletionRequest
-from swarm_gateway.openai_api.sampling import LogitBias, Penalties, generation_config
+from swarm_gateway.generation.requests import CompletionRequest
+from swarm_gateway.generation.sampling import LogitBias, Penalties, generation_config
 
 
 def test_penalties_are_those_of_openai() -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from swarm_gateway.openai_api.tools import FORMATS, CallReader, format_of
+from swarm_gateway.generation.tools import FORMATS, CallReader, format_of
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve, encode
 

@@ -12,8 +12,8 @@ from swarm_client.batching.request import FinishReason, Request, Servers, Token
 from swarm_client.batching.streaming import Scored, stream
 from swarm_client.core.events import Event
 from swarm_client.generation.text_stream import StopStrings, TextStream
+from swarm_gateway.generation.tools import CallReader, ToolCall
 from swarm_gateway.limits.admission import QueuePlace
-from swarm_gateway.openai_api.tools import CallReader, ToolCall
 from swarm_gateway.web.metrics import Metrics, TokenTimes
 from swarm_gateway.web.models import ServedModel, end_ids
 from swarm_protocol.process.routine import end_tasks
@@ -31,13 +31,14 @@ class SaidToken:
 
 @dataclass(frozen=True)
 class Delta:
-    """A new piece of one choice; ``finish`` is None while more pieces follow."""
+    """A new piece of one choice; ``finish`` is None while more pieces follow, ``stop`` a stop string that ended it."""
 
     choice: int
     text: str
     tokens: tuple[SaidToken, ...] = ()  # if logprobs were asked for
     finish: Finish | None = None
     calls: tuple[ToolCall, ...] = ()
+    stop: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class _Writer:
         is_whole = finish is not None and not self._stops.found
         said = [token for token in self._held if is_whole or token.offset < self._num_sent]
         self._held = self._held[len(said) :]
-        return Delta(self._choice, text, tuple(said), finish, tuple(found))
+        return Delta(self._choice, text, tuple(said), finish, tuple(found), self._stops.found)
 
     def _taken_calls(self, text: str, reason: FinishReason | None) -> tuple[str, list[ToolCall], FinishReason | None]:
         """Return the text without its calls, the calls, and the reason; the first call ends an answer with one call."""
@@ -129,6 +130,7 @@ class QueuedGenerations:
 
     Attributes:
         began_s: when the request came, by ``time.perf_counter``.
+        num_prompt: the number of tokens of the prompts.
         new_call_reader: a function that makes the call reader of each generation.
         echoes: the text that each answer begins with; empty if answers begin with the generated text.
         num_generated: the number of tokens so far, over all generations.
@@ -140,6 +142,7 @@ class QueuedGenerations:
     places: Sequence[QueuePlace]
     metrics: Metrics
     began_s: float
+    num_prompt: int
     new_call_reader: Callable[[], CallReader | None] = lambda: None
     echoes: Sequence[str] = ()
     num_generated: int = 0

@@ -104,7 +104,7 @@ class ChatMessage(BaseModel):
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                    "function": {"name": call.function.name, "arguments": object_of(call.function.arguments)},
                 }
                 for call in self.tool_calls
             ]
@@ -116,7 +116,7 @@ class ChatMessage(BaseModel):
         return turn | {name: value for name, value in optional.items() if value is not None}
 
 
-def _object(text: str) -> Any:
+def object_of(text: str) -> Any:
     """Return arguments as an object, as chat templates expect; text that is no JSON object stays text."""
     try:
         found = from_json(text)

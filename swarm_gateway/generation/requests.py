@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from swarm_gateway.limits.admission import ApiError
-from swarm_gateway.openai_api.parts import (
+from swarm_gateway.generation.parts import (
     STRICT,
     AllowedTools,
     ChatMessage,
@@ -20,6 +19,7 @@ from swarm_gateway.openai_api.parts import (
     Values,
     supported,
 )
+from swarm_gateway.limits.admission import ApiError
 
 MOST_CHOICES = 128  # OpenAI's limit for one prompt
 _SEEDS = 2**63  # seeds of a generator of torch are below this
@@ -68,6 +68,7 @@ class _Generating(BaseModel):
     """The fields of both generating endpoints. Where a field is None, the model's generation config has the value."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Values]]
+    TAKES_FEWER: ClassVar[bool] = False  # answers may be shorter than ``most_tokens`` if the model lacks positions
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     stream: bool = False
@@ -263,6 +264,11 @@ def parse(kind: type[R], body: bytes) -> R:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body is not a JSON object")
+    return validated(kind, fields)
+
+
+def validated(kind: type[R], fields: Mapping[str, Any]) -> R:
+    """Return the request with these fields. Raise ApiError if it is not a request of this kind."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

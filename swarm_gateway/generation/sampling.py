@@ -10,9 +10,9 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from swarm_client.batching.request import Request
 from swarm_client.generation.templates import first_tokens
+from swarm_gateway.generation.conversation import conversation_text, grammar_of
+from swarm_gateway.generation.requests import ChatRequest, CompletionRequest
 from swarm_gateway.limits.admission import ApiError
-from swarm_gateway.openai_api.conversation import conversation_text, grammar_of
-from swarm_gateway.openai_api.requests import ChatRequest, CompletionRequest
 from swarm_gateway.web.models import ServedModel, end_ids
 
 ANSWER_TOKENS = 1024  # the default of /v1/chat/completions, or fewer if fewer positions are left
@@ -102,6 +102,8 @@ def _num_tokens(asked: ChatRequest | CompletionRequest, model: ServedModel, num_
     if model.max_positions is None:
         return default if most is None else most
     left = model.max_positions - num_prompt
+    if most is not None and asked.TAKES_FEWER:
+        most = min(most, max(1, left))
     if left < (1 if most is None else most):
         wanted = f", and {most} more are asked for" if most else ""
         raise ApiError(

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swarm_client.generation.templates import render
+from swarm_gateway.generation.parts import NamedTool
+from swarm_gateway.generation.requests import ChatRequest
+from swarm_gateway.generation.tools import CallReader, calls_grammar, format_of, region_of
 from swarm_gateway.grammars.compiler import Grammar
 from swarm_gateway.limits.admission import ApiError
-from swarm_gateway.openai_api.parts import NamedTool
-from swarm_gateway.openai_api.requests import ChatRequest
-from swarm_gateway.openai_api.tools import CallReader, calls_grammar, format_of, region_of
 from swarm_gateway.web.models import ServedModel
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}

@@ -1,0 +1,129 @@
+"""Answers in the shapes of Anthropic's Messages API: whole, and as the events of a stream."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swarm_gateway.generation.generating import Delta
+from swarm_gateway.generation.parts import object_of
+from swarm_gateway.generation.tools import ToolCall
+from swarm_gateway.limits.admission import ApiError
+from swarm_gateway.web.http import EVENT_STREAM, Dialect, as_json
+
+_ERRORS = {  # by HTTP status; any other is an api_error
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    kind = _ERRORS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _event(content: Any) -> bytes:
+    return f"event: {content['type']}\ndata: ".encode() + as_json(content) + b"\n\n"
+
+
+ANTHROPIC = Dialect(EVENT_STREAM, _event, _error)
+
+
+class MessageFormat:
+    """The format of one answer. Text that is white space alone has no block of its own beside calls of tools."""
+
+    def __init__(self, model: str, num_prompt: int) -> None:
+        """Begin an answer to a prompt of ``num_prompt`` tokens."""
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._num_prompt = num_prompt
+        self._num_blocks = 0  # that have begun
+        self._is_text = False  # a block of text is open
+        self._space = ""  # white space that is not sent before other text comes
+
+    def whole(self, deltas: Sequence[Delta], num_generated: int) -> dict[str, Any]:
+        """Return the answer that these pieces make."""
+        text = "".join(delta.text for delta in deltas)
+        calls = [call for delta in deltas for call in delta.calls]
+        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() or not calls else []
+        content += [_tool_use(call, object_of(call.arguments)) for call in calls]
+        return self._message(content, _end(deltas[-1]), num_generated)
+
+    def begin(self) -> dict[str, Any]:
+        """Return the first event of a stream."""
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        return {"type": "message_start", "message": self._message([], nothing, 0)}
+
+    def events(self, delta: Delta, num_generated: int) -> Iterator[dict[str, Any]]:
+        """Yield the events of one piece; with its finish, also those that end the stream."""
+        if delta.finish is not None and not delta.calls and self._num_blocks == 0:
+            delta, self._space = replace(delta, text=self._space + delta.text), ""
+            yield from self._open_text()  # an answer has at least one block
+        yield from self._text(delta.text)
+        for call in delta.calls:
+            yield from self._close_text()
+            yield from self._call(call)
+        if delta.finish is not None:
+            yield from self._close_text()
+            usage = {"output_tokens": num_generated}
+            yield {"type": "message_delta", "delta": _end(delta), "usage": usage}
+            yield {"type": "message_stop"}
+
+    def _message(self, content: Sequence[Any], end: dict[str, Any], num_generated: int) -> dict[str, Any]:
+        usage = {"input_tokens": self._num_prompt, "output_tokens": num_generated}
+        return self._head | {"content": content} | end | {"usage": usage}
+
+    def _text(self, text: str) -> Iterator[dict[str, Any]]:
+        text = self._space + text
+        if not self._is_text and not text.strip():
+            self._space = text
+            return
+        self._space = ""
+        if not self._is_text:
+            yield from self._open_text()
+        if text:
+            yield self._delta({"type": "text_delta", "text": text})
+
+    def _open_text(self) -> Iterator[dict[str, Any]]:
+        self._is_text = True
+        yield self._start({"type": "text", "text": ""})
+
+    def _close_text(self) -> Iterator[dict[str, Any]]:
+        if self._is_text:
+            yield self._stop()
+        self._is_text, self._space = False, ""
+
+    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        yield self._start(_tool_use(call, {}))
+        arguments = call.arguments if isinstance(object_of(call.arguments), dict) else "{}"
+        yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+        yield self._stop()
+
+    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._num_blocks += 1
+        return {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
+
+    def _stop(self) -> dict[str, Any]:
+        return {"type": "content_block_stop", "index": self._num_blocks - 1}
+
+
+def _tool_use(call: ToolCall, arguments: Any) -> dict[str, Any]:
+    given = arguments if isinstance(arguments, dict) else {}
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+
+
+def _end(delta: Delta) -> dict[str, Any]:
+    if delta.stop and delta.finish == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop}
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}.get(delta.finish or "")
+    return {"stop_reason": reason, "stop_sequence": None}

@@ -1,0 +1,285 @@
+"""Requests with the fields of Anthropic's Messages API, and their translation into chat requests.
+
+Fields without an effect on the text are ignored; all others that are not supported are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from swarm_gateway.generation.parts import STRICT, Values, supported
+from swarm_gateway.generation.requests import ChatRequest, validated
+from swarm_gateway.limits.admission import ApiError
+
+_MOST_STOPS = 64
+_BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_PART: dict[str, Values] = {"cache_control": None}
+_TEXT: dict[str, Values] = _PART | {"citations": ([],)}
+_CALL: dict[str, Values] = _PART | {"caller": ({"type": "direct"},)}
+_TOOL: dict[str, Values] = _PART | {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "eager_input_streaming": None,
+    "input_examples": None,
+}
+_COUNT: dict[str, Values] = _PART | {"speed": None, "user_profile_id": None}
+_MESSAGES: dict[str, Values] = _COUNT | {
+    "container": (),
+    "context_management": None,  # what a long conversation may leave out
+    "diagnostics": None,
+    "inference_geo": None,
+    "mcp_servers": ([],),
+    "metadata": None,
+    "service_tier": None,
+}
+
+
+class _Part(BaseModel):
+    model_config = STRICT
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _PART
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_supported(cls, fields: Any) -> Any:
+        return supported(fields, cls.model_fields, cls.UNSUPPORTED) if isinstance(fields, dict) else fields
+
+
+class TextBlock(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _TEXT
+    type: Literal["text"]
+    text: str
+
+
+def _text_blocks(content: Any) -> Any:
+    """Return content as a list of blocks. Raise ApiError if a block is no text."""
+    return _only_blocks(content, ("text",))
+
+
+def _blocks(content: Any) -> Any:
+    """Return content as a list of blocks. Raise ApiError if the type of a block is not supported."""
+    return _only_blocks(content, _BLOCKS)
+
+
+def _only_blocks(content: Any, kinds: tuple[str, ...]) -> Any:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    for block in content if isinstance(content, list) else []:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in kinds:
+            message = f"content of type {kind!r} is not supported: expected {' or '.join(kinds)}"
+            raise ApiError(400, message, param="messages")
+    return content
+
+
+TextBlocks = Annotated[list[TextBlock], BeforeValidator(_text_blocks)]
+
+
+class ToolUseBlock(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Part):
+    """The result of a call. ``is_error`` has no effect, because no chat template has a place for it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: TextBlocks = []
+    is_error: bool = False
+
+
+class ThinkingBlock(_Part):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(_Part):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+Block = Annotated[
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+]
+
+
+class Message(_Part):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], BeforeValidator(_blocks), Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _blocks_of_its_role(self) -> Message:
+        own = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}.get(self.role)
+        for block in self.content:
+            if isinstance(block, ToolResultBlock) if own is None else not isinstance(block, own):
+                raise ValueError(f"a block of type {block.type} does not belong to the role {self.role}")
+        return self
+
+    def turns(self) -> Iterator[dict[str, Any]]:
+        """Yield the messages of a chat request that say the same."""
+        if self.role == "assistant":
+            yield self._answer()
+            return
+        text = ""
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                text += block.text
+            elif isinstance(block, ToolResultBlock):
+                if text:
+                    yield {"role": self.role, "content": text}
+                result = "".join(part.text for part in block.content)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+                text = ""
+        if text or not any(isinstance(block, ToolResultBlock) for block in self.content):
+            yield {"role": self.role, "content": text}
+
+    def _answer(self) -> dict[str, Any]:
+        turn: dict[str, Any] = {
+            "role": "assistant",
+            "content": "".join(block.text for block in self.content if isinstance(block, TextBlock)),
+        }
+        if thoughts := "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock)):
+            turn["reasoning_content"] = thoughts
+        calls = [block for block in self.content if isinstance(block, ToolUseBlock)]
+        if calls:
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)},
+                }
+                for call in calls
+            ]
+        return turn
+
+
+class Tool(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _TOOL
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function | {"strict": self.strict}}
+
+
+def _custom_tools(tools: Any) -> Any:
+    """Return the tools. Raise ApiError if one is a tool that Anthropic's servers run."""
+    for tool in tools if isinstance(tools, list) else []:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            message = f"a tool of type {kind!r} is not supported: expected tools with a name and an input_schema"
+            raise ApiError(400, message, param="tools")
+    return tools
+
+
+class ToolChoice(_Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _name_of_a_tool(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("expected a name with the type tool, and with no other")
+        return self
+
+    def as_openai(self) -> Any:
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return {"auto": "auto", "any": "required", "none": "none"}[self.type]
+
+
+class JsonFormat(_Part):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(_Part):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonFormat | None = None
+
+
+class Thinking(BaseModel):
+    """Whether the model thinks first. Only few chat templates can say so, and none limits how long."""
+
+    type: str
+
+
+class Conversation(_Part):
+    """The fields that say what the model reads."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: TextBlocks = []
+    tools: Annotated[list[Tool], BeforeValidator(_custom_tools)] = []
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _ends_with_a_question(self) -> Conversation:
+        if self.messages[-1].role == "assistant":
+            message = "the last message is the assistant's: expected the user's, as answers cannot be continued"
+            raise ApiError(400, message, param="messages")
+        return self
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields of a chat request."""
+        turns = [turn for message in self.messages for turn in message.turns()]
+        if self.system:
+            turns.insert(0, {"role": "system", "content": "\n\n".join(block.text for block in self.system)})
+        found: dict[str, Any] = {"model": self.model, "messages": turns}
+        if self.tools:
+            found["tools"] = [tool.as_function() for tool in self.tools]
+        if self.tool_choice is not None:
+            found["tool_choice"] = self.tool_choice.as_openai()
+            found["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            found["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+        if self.output_config is not None:
+            found["reasoning_effort"] = self.output_config.effort
+            if self.output_config.format is not None:
+                schema = {"schema": self.output_config.format.schema_}
+                found["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return found
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat request that says the same. Raise ApiError if there is none."""
+        return validated(_Chat, self._fields())
+
+
+class CountRequest(Conversation):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COUNT
+
+
+class MessagesRequest(Conversation):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _MESSAGES
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=_MOST_STOPS)
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def _fields(self) -> dict[str, Any]:
+        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        rest = {"max_tokens": self.max_tokens, "stop": self.stop_sequences, "stream": self.stream}
+        return super()._fields() | sampling | rest
+
+
+class _Chat(ChatRequest):
+    """A chat request whose ``max_tokens`` is a bound that clients must give, however few positions the model has."""
+
+    TAKES_FEWER: ClassVar[bool] = True
+    stop: list[str] = Field(default=[], max_length=_MOST_STOPS)

@@ -1,0 +1,38 @@
+"""The beginning of a request's generations, which is the same for the APIs of all dialects."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from swarm_gateway.generation.conversation import call_reader
+from swarm_gateway.generation.generating import QueuedGenerations
+from swarm_gateway.generation.requests import ChatRequest, CompletionRequest
+from swarm_gateway.generation.sampling import echoes_of, requests_of
+from swarm_gateway.web.http import Gateway
+
+
+async def begin(
+    gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
+) -> QueuedGenerations:
+    """Return the generations, with their places in the queue: iterate over ``items`` at once, which frees the places.
+
+    Args:
+        num_bytes: the size of the request's body.
+        began_s: when the request came, by ``time.perf_counter``.
+
+    Raises:
+        ApiError: the model cannot do what the request asks for, or there is no place.
+        SwarmError: the model cannot be loaded at present.
+    """
+    model = await gateway.models.get(asked.model)
+    requests, echoes = await gateway.preparations.run(
+        key, num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
+    )
+    new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
+    new_call_reader()  # an unknown format is refused before a place is taken
+    num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
+    places = gateway.queue.join(key, len(requests))
+    gateway.metrics.prompt_tokens.inc(num_prompt)
+    return QueuedGenerations(
+        model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, new_call_reader, echoes
+    )

@@ -1,0 +1,142 @@
+"""The paths of Ollama's API."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from swarm_gateway.generation.beginning import begin
+from swarm_gateway.generation.generating import Delta
+from swarm_gateway.generation.requests import EmbeddingRequest, parse, validated
+from swarm_gateway.generation.tools import region_of
+from swarm_gateway.generation.vectors import vectors_of
+from swarm_gateway.ollama_api.formats import OLLAMA, AnswerFormat, tag
+from swarm_gateway.ollama_api.requests import ChatCall, EmbedCall, GenerateCall, OldEmbedCall, ShowCall
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, read_body
+
+OLLAMA_PREFIX = "/api/"
+_VERSION = "0.13.0"  # of the API that is spoken here; clients refuse versions that are too old for them
+
+
+def ollama_router(gateway: Gateway) -> APIRouter:
+    router = APIRouter(prefix="/api")
+
+    async def answer(kind: type[ChatCall] | type[GenerateCall], request: Request, key: str) -> Response:
+        began_s = time.perf_counter()
+        gateway.rate.count(key)
+        body = await read_body(request)
+        asked: ChatCall | GenerateCall = parse(kind, body)
+        chunks = _generated(gateway, asked, len(body), key, began_s)
+        return ChunkedResponse(chunks, is_stream=asked.stream, dialect=OLLAMA)
+
+    @router.post("/chat")
+    async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        return await answer(ChatCall, request, key)
+
+    @router.post("/generate")
+    async def generate(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        return await answer(GenerateCall, request, key)
+
+    @router.post("/embed")
+    async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        began_s = time.perf_counter()
+        gateway.rate.count(key)
+        body = await read_body(request)
+        chunks = _embedded(gateway, parse(EmbedCall, body), len(body), key, began_s)
+        return ChunkedResponse(chunks, is_stream=False, dialect=OLLAMA)
+
+    @router.post("/embeddings")
+    async def embed_one(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        gateway.rate.count(key)
+        body = await read_body(request)
+        chunks = _embedded_one(gateway, parse(OldEmbedCall, body), len(body), key)
+        return ChunkedResponse(chunks, is_stream=False, dialect=OLLAMA)
+
+    @router.post("/show")
+    async def show(request: Request, key: str = Depends(gateway.admit)) -> Response:
+        gateway.rate.count(key)
+        asked = parse(ShowCall, await read_body(request))
+        return ChunkedResponse(_shown(gateway, asked.model or asked.name), is_stream=False, dialect=OLLAMA)
+
+    @router.get("/tags", dependencies=[Depends(gateway.admit)])
+    async def list_models() -> Response:
+        return JSONResponse({"models": [tag(name, gateway.created) for name in await gateway.models.names()]})
+
+    @router.get("/version", dependencies=[Depends(gateway.admit)])
+    async def version() -> Response:
+        return JSONResponse({"version": _VERSION})
+
+    return router
+
+
+async def _generated(
+    gateway: Gateway, asked: ChatCall | GenerateCall, num_bytes: int, key: str, began_s: float
+) -> AsyncGenerator[bytes, None]:
+    end = b"\n" if asked.stream else b""
+    translated = asked.as_openai()
+    if translated is None:
+        model = await gateway.models.get(asked.model)
+        yield as_json(AnswerFormat(model.name, began_s, is_chat=isinstance(asked, ChatCall)).loaded()) + end
+        return
+    work = await begin(gateway, translated, num_bytes, key, began_s)
+    form = AnswerFormat(work.model.name, began_s, is_chat=isinstance(asked, ChatCall))
+    found: list[Delta] = []
+    async with aclosing(work.items()) as items:
+        async for item in items:
+            if not isinstance(item, Delta):
+                continue
+            if not found:
+                form.begin()
+            found.append(item)
+            if asked.stream:
+                yield OLLAMA.chunk(form.chunk(item, work))
+    if not asked.stream:
+        yield as_json(form.whole(found, work))
+
+
+async def _embedded(
+    gateway: Gateway, asked: EmbedCall, num_bytes: int, key: str, began_s: float
+) -> AsyncGenerator[bytes, None]:
+    texts = validated(EmbeddingRequest, {"model": asked.model, "input": asked.input})
+    model, vectors, num_tokens = await vectors_of(gateway, texts, num_bytes, key)
+    total = int((time.perf_counter() - began_s) * 1e9)
+    found = {"model": model.name, "embeddings": [_of_length_1(vector) for vector in vectors]}
+    yield as_json(found | {"total_duration": total, "load_duration": 0, "prompt_eval_count": num_tokens})
+
+
+async def _embedded_one(gateway: Gateway, asked: OldEmbedCall, num_bytes: int, key: str) -> AsyncGenerator[bytes, None]:
+    texts = validated(EmbeddingRequest, {"model": asked.model, "input": asked.prompt})
+    _, (vector,), _ = await vectors_of(gateway, texts, num_bytes, key)
+    yield as_json({"embedding": vector})
+
+
+def _of_length_1(vector: list[float]) -> list[float]:
+    length = math.hypot(*vector)
+    return [value / length for value in vector] if length else vector
+
+
+async def _shown(gateway: Gateway, name: str) -> AsyncGenerator[bytes, None]:
+    model = await gateway.models.get(name)
+    capabilities = ["completion", "embedding"]
+    if region_of(model.tokenizer) is not None:
+        capabilities.append("tools")
+    info = {"general.architecture": "swarm", "general.basename": model.name, "swarm.vocab_size": model.vocab_size}
+    if model.max_positions is not None:
+        info["swarm.context_length"] = model.max_positions
+    entry = tag(model.name, gateway.created)
+    yield as_json(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": str(model.tokenizer.chat_template or ""),
+            "details": entry["details"],
+            "model_info": info,
+            "capabilities": capabilities,
+            "modified_at": entry["modified_at"],
+        }
+    )

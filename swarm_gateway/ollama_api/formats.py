@@ -1,0 +1,98 @@
+"""Answers in the shapes of Ollama's API. A stream is one JSON object in each line."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from swarm_gateway.generation.generating import Delta, QueuedGenerations
+from swarm_gateway.generation.parts import object_of
+from swarm_gateway.generation.tools import ToolCall
+from swarm_gateway.web.http import Dialect, as_json
+
+
+def _line(content: Any) -> bytes:
+    return as_json(content) + b"\n"
+
+
+OLLAMA = Dialect("application/x-ndjson", _line, lambda error: {"error": str(error)})
+
+
+class AnswerFormat:
+    """The format of one answer to ``/api/chat`` or, without ``is_chat``, to ``/api/generate``."""
+
+    def __init__(self, model: str, began_s: float, *, is_chat: bool) -> None:
+        """Begin an answer to a request that came at ``began_s``, by ``time.perf_counter``."""
+        self._model, self._began_s, self._is_chat = model, began_s, is_chat
+        self._first_s = began_s  # when the first piece came
+
+    def whole(self, deltas: Sequence[Delta], work: QueuedGenerations) -> dict[str, Any]:
+        text = "".join(delta.text for delta in deltas)
+        calls = tuple(call for delta in deltas for call in delta.calls)
+        return self._said(text, calls) | self._end(deltas[-1], work)
+
+    def chunk(self, delta: Delta, work: QueuedGenerations) -> dict[str, Any]:
+        rest = {"done": False} if delta.finish is None else self._end(delta, work)
+        return self._said(delta.text, delta.calls) | rest
+
+    def begin(self) -> None:
+        """Note that the first piece has come."""
+        self._first_s = time.perf_counter()
+
+    def loaded(self) -> dict[str, Any]:
+        """Return the answer to a request that only loads the model."""
+        return self._said("", ()) | {"done": True, "done_reason": "load"}
+
+    def _said(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        head = {"model": self._model, "created_at": as_date(time.time())}
+        if not self._is_chat:
+            return head | {"response": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
+        return head | {"message": message}
+
+    def _end(self, delta: Delta, work: QueuedGenerations) -> dict[str, Any]:
+        """Return the end of an answer. Durations are in nanoseconds; the prompt's includes the wait for a turn."""
+        now_s = time.perf_counter()
+        return {
+            "done": True,
+            "done_reason": "length" if delta.finish == "length" else "stop",
+            "total_duration": _nanoseconds(now_s - self._began_s),
+            "load_duration": 0,
+            "prompt_eval_count": work.num_prompt,
+            "prompt_eval_duration": _nanoseconds(self._first_s - self._began_s),
+            "eval_count": work.num_generated,
+            "eval_duration": _nanoseconds(now_s - self._first_s),
+        }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = object_of(call.arguments)
+    given = arguments if isinstance(arguments, dict) else {}
+    return {"id": call.id, "function": {"name": call.name, "arguments": given}}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def as_date(seconds: float) -> str:
+    """Return seconds since 1970 as RFC 3339 says."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def tag(name: str, created: int) -> dict[str, Any]:
+    """Return the entry of a model in a list. Its size and the like are not known, as servers of the swarm have it."""
+    nothing = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": ""}
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": as_date(created),
+        "size": 0,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": nothing | {"quantization_level": ""},
+    }

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests become chat requests, and responses are kept for the requests that follow."""

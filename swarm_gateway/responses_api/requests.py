@@ -1,0 +1,258 @@
+"""Requests with the fields of OpenAI's Responses API, and their translation into chat requests.
+
+Fields without an effect on the text are ignored; all others that are not supported are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_validator
+
+from swarm_gateway.generation.parts import STRICT, Values, supported
+from swarm_gateway.generation.requests import ChatRequest, validated
+from swarm_gateway.limits.admission import ApiError
+
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text")
+_MOST_ITEMS = 4096
+_ITEM: dict[str, Values] = {"id": None, "status": None, "phase": None}
+_CALL: dict[str, Values] = _ITEM | {"caller": ({"type": "direct"},), "async": (False,), "namespace": ()}
+_REASONING: dict[str, Values] = _ITEM | {"encrypted_content": None, "summary": None}
+_REQUEST: dict[str, Values] = {
+    "access_programs": None,
+    "background": (False,),
+    "context_management": None,  # what a long conversation may leave out
+    "conversation": (),
+    "image": None,
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": None,  # of tools that OpenAI's servers run
+    "moderation": (),
+    "prompt": (),
+    "prompt_cache_key": None,
+    "prompt_cache_options": None,
+    "prompt_cache_retention": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "user": None,
+}
+
+
+class _Part(BaseModel):
+    model_config = STRICT
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_supported(cls, fields: Any) -> Any:
+        return supported(fields, cls.model_fields, cls.UNSUPPORTED) if isinstance(fields, dict) else fields
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of content that comes in parts. Raise ApiError if a part is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+            raise ApiError(400, f"content of type {kind!r} is not supported: expected text", param="input")
+    return "".join(part["text"] for part in content)
+
+
+Text = Annotated[str, BeforeValidator(_joined)]
+
+
+class MessageItem(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _ITEM
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+
+
+class CallItem(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResultItem(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+class ReasoningItem(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _REASONING
+    type: Literal["reasoning"]
+    content: Text = ""
+
+
+Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
+_items: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def _listed(given: Any) -> Any:
+    """Return the input as a list of items with types. Raise ApiError if the type of one is not supported."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        return given
+    found = [{"type": "message"} | item if isinstance(item, dict) else item for item in given]
+    for item in found:
+        if isinstance(item, dict) and item["type"] not in _ITEMS:
+            message = f"an item of type {item['type']!r} is not supported: expected {', '.join(_ITEMS)}"
+            raise ApiError(400, message, param="input")
+    return found
+
+
+def items_of(stored: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """Return the items of requests and responses that were stored."""
+    return _items.validate_python(stored)
+
+
+class FunctionTool(_Part):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _functions(tools: Any) -> Any:
+    """Return the tools. Raise ApiError if one is no function."""
+    for tool in tools if isinstance(tools, list) else []:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind != "function":
+            raise ApiError(400, f"a tool of type {kind!r} is not supported: expected functions", param="tools")
+    return tools
+
+
+class NamedFunction(_Part):
+    type: Literal["function"]
+    name: str
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedFunctions(_Part):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1)
+
+    def as_chat(self) -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+class TextFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("expected schema with the type json_schema, and with no other")
+        return self
+
+
+class TextConfig(_Part):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"summary": None, "generate_summary": None}
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponsesRequest(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _REQUEST
+    model: str
+    input: Annotated[list[Item], BeforeValidator(_listed), Field(max_length=_MOST_ITEMS)] = []
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[FunctionTool], BeforeValidator(_functions)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
+    metadata: dict[str, str] = {}
+
+    def as_chat(self, before: Sequence[Item]) -> ChatRequest:
+        """Return the chat request that says the same after the items ``before``. Raise ApiError if there is none."""
+        turns = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        choice = self.tool_choice
+        fields = {
+            "model": self.model,
+            "messages": [*turns, *_turns([*before, *self.input])],
+            "stream": self.stream,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [tool.as_chat() for tool in self.tools],
+            "tool_choice": choice if isinstance(choice, str) else choice.as_chat(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+            "verbosity": self.text.verbosity,
+            "response_format": None if self.text.format is None else self.text.format.as_chat(),
+        }
+        return validated(ChatRequest, fields)
+
+    def echoed(self) -> dict[str, Any]:
+        """Return the fields that a response repeats."""
+        fields = self.model_dump(mode="json", by_alias=True, exclude={"input", "stream"})
+        fields["text"]["format"] = fields["text"]["format"] or {"type": "text"}
+        return fields | {"truncation": "disabled", "background": False}
+
+    def stored_input(self) -> list[dict[str, Any]]:
+        return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
+
+
+def _turns(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the messages of a chat request. Reasoning and calls become part of one message of the assistant."""
+    turns: list[dict[str, Any]] = []
+    thoughts = ""
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            thoughts += item.content
+            continue
+        last: dict[str, Any] = turns[-1] if turns else {"role": ""}
+        if isinstance(item, ResultItem):
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif isinstance(item, CallItem):
+            if last["role"] != "assistant":
+                last = {"role": "assistant", "content": ""}
+                turns.append(last)
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            last.setdefault("tool_calls", []).append(call)
+        else:
+            last = {"role": item.role, "content": item.content}
+            turns.append(last)
+        if thoughts and turns[-1]["role"] == "assistant":
+            turns[-1]["reasoning_content"] = thoughts
+        thoughts = ""
+    return turns

@@ -1,0 +1,100 @@
+"""The responses that later requests may go on from, in SQLite."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from swarm_gateway.limits.admission import ApiError
+
+MOST_BYTES = 64 * 2**20  # of all conversations that are stored
+_MOST_PREVIOUS = 1000  # responses that one may follow, one after the other
+_TABLE = """CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE, key TEXT, previous TEXT, created REAL, items TEXT, response TEXT
+)"""
+
+
+class ResponseStore:
+    """The latest responses, with the items of their requests. A key sees its own responses only.
+
+    The oldest responses are left out once there are more than ``most_bytes``. All methods may be called by any thread.
+    """
+
+    def __init__(self, path: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
+        """Open the file, or keep everything in memory without one. Raise ValueError if the file cannot be used."""
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        try:
+            self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+            self._database.execute(_TABLE)
+        except sqlite3.Error as error:
+            raise ValueError(f"{path} cannot be used for responses: {error}") from None
+        (self._num_bytes,) = self._one("SELECT COALESCE(SUM(LENGTH(items) + LENGTH(response)), 0) FROM responses")
+
+    def add(self, key: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+        """Store a response, and the items of its request."""
+        texts = json.dumps(items), json.dumps(response)
+        row = (response["id"], key, response["previous_response_id"], time.time(), *texts)
+        with self._lock:
+            self._run("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?, ?)", *row)
+            self._num_bytes += sum(map(len, texts))
+            while self._num_bytes > self._most_bytes:
+                oldest = self._one("SELECT id, LENGTH(items) + LENGTH(response) FROM responses ORDER BY number LIMIT 1")
+                self._run("DELETE FROM responses WHERE id = ?", oldest[0])
+                self._num_bytes -= oldest[1]
+
+    def get(self, key: str, response_id: str) -> dict[str, Any]:
+        """Return a response. Raise ApiError if there is none of this key."""
+        response: dict[str, Any] = json.loads(self._row(key, response_id)[2])
+        return response
+
+    def items(self, key: str, response_id: str) -> list[dict[str, Any]]:
+        """Return the items of a request. Raise ApiError if there is no such response of this key."""
+        items: list[dict[str, Any]] = json.loads(self._row(key, response_id)[1])
+        return items
+
+    def conversation(self, key: str, response_id: str) -> list[dict[str, Any]]:
+        """Return all items up to the end of a response. Raise ApiError if one before it is not stored any more."""
+        parts: list[list[dict[str, Any]]] = []
+        earlier: str | None = response_id
+        while earlier is not None:
+            if len(parts) == _MOST_PREVIOUS:
+                raise ApiError(400, f"expected at most {_MOST_PREVIOUS} previous responses", param=_PREVIOUS)
+            earlier, items, response = self._row(key, earlier, param=_PREVIOUS)
+            parts.append([*json.loads(items), *json.loads(response)["output"]])
+        return [item for part in reversed(parts) for item in part]
+
+    def delete(self, key: str, response_id: str) -> None:
+        """Forget a response. Raise ApiError if there is none of this key."""
+        _, items, response = self._row(key, response_id)
+        with self._lock:
+            self._run("DELETE FROM responses WHERE id = ?", response_id)
+            self._num_bytes -= len(items) + len(response)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _row(self, key: str, response_id: str, param: str = "response_id") -> tuple[str | None, str, str]:
+        with self._lock:
+            where = "FROM responses WHERE id = ? AND key = ?"
+            row = self._one(f"SELECT previous, items, response {where}", response_id, key)
+        if row is None:
+            raise ApiError(404, "there is no such response: it was not stored, or is too old", param=param)
+        return row[0], row[1], row[2]
+
+    def _run(self, statement: str, *values: Any) -> None:
+        with closing(self._database.execute(statement, values)):
+            pass
+
+    def _one(self, statement: str, *values: Any) -> Any:
+        with closing(self._database.execute(statement, values)) as cursor:
+            return cursor.fetchone()
+
+
+_PREVIOUS = "previous_response_id"

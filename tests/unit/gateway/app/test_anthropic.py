@@ -1,0 +1,185 @@
+"""Anthropic's Messages API, as its official client speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from swarm_gateway.limits.admission import GatewayLimits
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.errors import NoSwarm
+from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve, encode
+from tests.unit.gateway.app.test_tools import ADD, CALLS, LOOK, tokenizer_of
+
+TOOLS = [
+    {"name": "add", "description": "Adds.", "input_schema": ADD},
+    {"name": "look", "input_schema": LOOK, "cache_control": {"type": "ephemeral"}},
+]
+ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Sort"}]}
+
+
+def client(gateway: Gateway, key: str = "none") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=gateway.url, api_key=key, max_retries=0, timeout=WAIT_S)
+
+
+def prompt_of(gateway: Gateway) -> str:
+    return str(gateway.tokenizer.decode(gateway.batcher.generations[-1].request.prompt))
+
+
+@pytest.fixture
+def caller(serve: Serve, tokenizer: Any) -> Gateway:
+    """A gateway whose model has a chat template that knows tools."""
+    own = tokenizer_of("qwen", tokenizer)
+    return serve(tokenizer=own, vocab_size=len(own))
+
+
+def test_an_answer_whole_and_in_events(gateway: Gateway) -> None:
+    gateway.says("a list of words")
+    num_tokens = len(gateway.batcher.says)
+    whole = client(gateway).messages.create(**ASK)
+    assert [(block.type, block.text) for block in whole.content] == [("text", "a list of words")]
+    assert (whole.role, whole.type, whole.model, whole.stop_reason) == (
+        "assistant",
+        "message",
+        DEFAULT_MODEL,
+        "end_turn",
+    )
+    num_prompt = len(gateway.batcher.generations[0].request.prompt)
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (num_prompt, num_tokens)
+    with client(gateway).messages.stream(**ASK) as stream:
+        kinds = [event.type for event in stream]
+        last = stream.get_final_message()
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert [block.text for block in last.content] == ["a list of words"]
+    assert last.stop_reason == "end_turn" and last.usage.output_tokens == num_tokens
+    assert last.usage.input_tokens == num_prompt
+
+
+def test_the_asynchronous_client(gateway: Gateway) -> None:
+    gateway.says("a list")
+
+    async def ask() -> str:
+        client = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0)
+        async with client, client.messages.stream(**ASK) as stream:
+            return "".join([text async for text in stream.text_stream])
+
+    assert asyncio.run(ask()) == "a list"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_why_an_answer_ended(gateway: Gateway, stream: bool) -> None:
+    def ask(**fields: Any) -> anthropic.types.Message:
+        if not stream:
+            return client(gateway).messages.create(**ASK | fields)
+        with client(gateway).messages.stream(**ASK | fields) as events:
+            return events.get_final_message()
+
+    gateway.says("one two three")
+    stopped = ask(stop_sequences=["nowhere", " two"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " two")
+    assert [block.text for block in stopped.content] == ["one"]
+    cut = ask(max_tokens=1)
+    assert (cut.stop_reason, cut.stop_sequence, cut.usage.output_tokens) == ("max_tokens", None, 1)
+    gateway.says("")
+    assert [block.text for block in ask().content] == [""]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools(caller: Gateway, stream: bool) -> None:
+    caller.says("I look.\n" + CALLS["qwen"])
+    ask = ASK | {"tools": TOOLS}
+    if stream:
+        with client(caller).messages.stream(**ask) as events:
+            found = events.get_final_message()
+    else:
+        found = client(caller).messages.create(**ask)
+    text, *calls = found.content
+    assert text.text.strip() == "I look." and found.stop_reason == "tool_use"
+    assert [(call.name, call.input) for call in calls] == [("add", {"a": 1, "b": "é"}), ("look", {})]
+    assert f"add {json.dumps(ADD, ensure_ascii=False)}look" in prompt_of(caller)
+    caller.says(CALLS["qwen"])
+    assert [block.type for block in client(caller).messages.create(**ask).content] == ["tool_use", "tool_use"]
+
+
+def test_what_the_model_reads(caller: Gateway) -> None:
+    caller.says("3")
+    call = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1, "b": "é"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "seven"}]}
+    client(caller).messages.create(
+        **ASK
+        | {
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": "Add"},
+                {"role": "assistant", "content": [{"type": "text", "text": "I add."}, call]},
+                {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+            ],
+            "tools": TOOLS,
+            "metadata": {"user_id": "ada"},
+        }
+    )
+    said = 'system: Be brief.\nuser: Add\nassistant: I add.add({"a": 1, "b": "é"})\ntool: seven\nuser: And now?\n'
+    assert prompt_of(caller).startswith(said)
+    config = caller.batcher.generations[-1].request.config
+    assert config.max_new_tokens == 100
+
+
+def test_more_tokens_than_the_model_has_positions_for(gateway: Gateway) -> None:
+    gateway.says("a")
+    client(gateway).messages.create(**ASK | {"max_tokens": 32_000})
+    request = gateway.batcher.generations[-1].request
+    assert request.config.max_new_tokens == 1024 - len(request.prompt)
+
+
+def test_the_number_of_tokens(caller: Gateway) -> None:
+    counted = client(caller).messages.count_tokens(model=DEFAULT_MODEL, messages=ASK["messages"], tools=TOOLS)
+    caller.says("a")
+    assert client(caller).messages.create(**ASK | {"tools": TOOLS}).usage.input_tokens == counted.input_tokens
+    assert caller.batcher.generations[-1].request.prompt[-1:] == tuple(encode(caller.tokenizer, "assistant:")[-1:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "of type 'image' is not"),
+        ({"messages": [{"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
+        ({"messages": []}, "messages"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),
+        ({"tool_choice": {"type": "any"}}, "expected tools"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"extra_body": {"nonsense": 1}}, "there is no field nonsense"),
+    ],
+)
+def test_what_is_refused(gateway: Gateway, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=sentence) as refused:
+        client(gateway).messages.create(**ASK | fields)
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_errors_have_the_types_that_clients_know(serve: Serve) -> None:
+    gateway = serve(GatewayLimits(requests_per_minute=3), keys=["right"])
+    with pytest.raises(anthropic.AuthenticationError):
+        client(gateway, "wrong").messages.create(**ASK)
+    with pytest.raises(anthropic.NotFoundError):
+        client(gateway, "right").messages.create(**ASK | {"model": "other"})
+    gateway.says("a", ends=NoSwarm("the swarm is gone"))
+    with pytest.raises(anthropic.InternalServerError, match="the swarm is gone"):
+        client(gateway, "right").messages.create(**ASK)
+    stream = client(gateway, "right").messages.stream(**ASK)
+    with pytest.raises(anthropic.APIStatusError, match="the swarm is gone"), stream as events:
+        events.get_final_message()
+    with pytest.raises(anthropic.RateLimitError):
+        client(gateway, "right").messages.create(**ASK)
+
+
+def test_a_client_that_leaves_ends_its_generation(gateway: Gateway) -> None:
+    gateway.says("a b c", ends=None)
+    with httpx.stream("POST", f"{gateway.url}/v1/messages", json=ASK | {"stream": True}, timeout=WAIT_S) as answer:
+        assert next(answer.iter_text()).startswith("event: message_start\n")
+    assert gateway.wait_for_generations(1)[0].cancelled.wait(WAIT_S)

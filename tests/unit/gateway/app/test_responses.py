@@ -1,0 +1,220 @@
+"""OpenAI's Responses API, as its official client speaks it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from swarm_gateway.limits.admission import ApiError
+from swarm_gateway.responses_api.store import ResponseStore
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.errors import NoSwarm
+from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve
+from tests.unit.gateway.app.test_tools import ADD, CALLS, LOOK, tokenizer_of
+
+TOOLS = [
+    {"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": True},
+    {"type": "function", "name": "look", "parameters": LOOK},
+]
+ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "input": "Sort"}
+
+
+def prompt_of(gateway: Gateway) -> str:
+    return str(gateway.tokenizer.decode(gateway.batcher.generations[-1].request.prompt))
+
+
+@pytest.fixture
+def caller(serve: Serve, tokenizer: Any) -> Gateway:
+    """A gateway whose model has a chat template that knows tools."""
+    own = tokenizer_of("qwen", tokenizer)
+    return serve(tokenizer=own, vocab_size=len(own))
+
+
+def test_a_response_whole_and_in_events(gateway: Gateway) -> None:
+    gateway.says("a list of words")
+    client = gateway.client()
+    whole = client.responses.create(**ASK, metadata={"for": "ada"}, max_output_tokens=50)
+    assert (whole.output_text, whole.status, whole.model) == ("a list of words", "completed", DEFAULT_MODEL)
+    assert (whole.metadata, whole.max_output_tokens, whole.error) == ({"for": "ada"}, 50, None)
+    num_prompt, num_tokens = len(gateway.batcher.generations[0].request.prompt), len(gateway.batcher.says)
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (num_prompt, num_tokens)
+    with client.responses.stream(**ASK) as stream:
+        events = list(stream)
+        last = stream.get_final_response()
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "a list of words"
+    assert last.output_text == "a list of words" and last.usage == whole.usage
+
+
+def test_the_asynchronous_client(gateway: Gateway) -> None:
+    gateway.says("a list")
+
+    async def ask() -> str:
+        client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+        async with client, client.responses.stream(**ASK) as stream:
+            return (await stream.get_final_response()).output_text
+
+    assert asyncio.run(ask()) == "a list"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_cut_and_an_empty_one(gateway: Gateway, stream: bool) -> None:
+    def ask(**fields: Any) -> Any:
+        if not stream:
+            return gateway.client().responses.create(**ASK | fields)
+        with gateway.client().responses.stream(**ASK | fields) as events:
+            for event in events:
+                last = event
+            return last.response
+
+    gateway.says("one two three")
+    cut = ask(max_output_tokens=1)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete" and cut.usage.output_tokens == 1
+    gateway.says("")
+    assert [item.type for item in ask().output] == ["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_functions(caller: Gateway, stream: bool) -> None:
+    caller.says("I look.\n" + CALLS["qwen"])
+    client = caller.client()
+    if stream:
+        with client.responses.stream(**ASK, tools=TOOLS) as events:
+            response = events.get_final_response()
+    else:
+        response = client.responses.create(**ASK, tools=TOOLS)
+    message, *calls = response.output
+    assert message.content[0].text.strip() == "I look."
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1, "b": "é"}), ("look", {})]
+    assert f"add {json.dumps(ADD, ensure_ascii=False)}look" in prompt_of(caller)
+    caller.says(CALLS["qwen"])
+    one = client.responses.create(**ASK, tools=TOOLS, parallel_tool_calls=False)
+    assert [item.type for item in one.output] == ["function_call"]
+
+
+def test_what_the_model_reads(caller: Gateway) -> None:
+    caller.says("3")
+    caller.client().responses.create(
+        model=DEFAULT_MODEL,
+        instructions="Be brief.",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "Add"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call", "call_id": "c2", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "seven"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "here"}]},
+            {"role": "user", "content": "And now?"},
+        ],
+        tools=TOOLS,
+        store=False,
+    )
+    said = 'system: Be brief.\nuser: Add\nassistant: add({"a": 1})look({})\ntool: seven\ntool: here\nuser: And now?\n'
+    assert prompt_of(caller).startswith(said)
+
+
+def test_a_response_goes_on_from_another(serve: Serve) -> None:
+    gateway = serve(keys=["ada", "eve"])
+    client = gateway.client("ada")
+    gateway.says("one")
+    first = client.responses.create(**ASK, instructions="Be brief.")
+    gateway.says("two")
+    second = client.responses.create(model=DEFAULT_MODEL, input="More", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    gateway.says("three")
+    client.responses.create(model=DEFAULT_MODEL, input="Yet more", previous_response_id=second.id, store=False)
+    said = [part in prompt_of(gateway) for part in ("Sort", "one", "More", "two", "Yet more", "Be brief.")]
+    assert said == [True] * 5 + [False]  # instructions are those of the request alone
+    assert client.responses.retrieve(first.id).output_text == "one"
+    assert [item.content for item in client.responses.input_items.list(second.id)] == ["More"]
+    with pytest.raises(openai.NotFoundError):
+        gateway.client("eve").responses.create(**ASK, previous_response_id=first.id)
+    client.responses.delete(first.id)
+    for ask in (
+        lambda: client.responses.retrieve(first.id),
+        lambda: client.responses.create(**ASK, previous_response_id=second.id),
+    ):
+        with pytest.raises(openai.NotFoundError, match="no such response"):
+            ask()
+
+
+def test_an_answer_that_follows_a_schema(gateway: Gateway) -> None:
+    gateway.says('{"age": 36}')
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    form = {"type": "json_schema", "name": "person", "schema": schema, "strict": True}
+    response = gateway.client().responses.create(**ASK, text={"format": form})
+    assert json.loads(response.output_text) == {"age": 36}
+    assert gateway.batcher.generations[-1].request.processors  # the grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "of type 'input_image' is not supported"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "of type 'item_reference' is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "of type 'web_search' is not supported"),
+        ({"background": True}, "background is not supported"),
+        ({"truncation": "auto"}, "truncation is not supported"),
+        ({"previous_response_id": "resp_x"}, "no such response"),
+        ({"input": []}, "messages"),
+        ({"extra_body": {"nonsense": 1}}, "there is no field nonsense"),
+    ],
+)
+def test_what_is_refused(gateway: Gateway, fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=sentence):
+        gateway.client().responses.create(**ASK | fields)
+
+
+def test_an_error_in_a_stream(gateway: Gateway) -> None:
+    gateway.says("a", ends=NoSwarm("the swarm is gone"))
+    with pytest.raises(openai.APIError, match="the swarm is gone"):
+        list(gateway.client().responses.create(**ASK, stream=True))
+    body = {**ASK, "stream": True}
+    answer = httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=WAIT_S).text
+    name, data = answer.strip().split("\n\n")[-1].split("\n")
+    assert name == "event: error" and json.loads(data.removeprefix("data: "))["message"] == "the swarm is gone"
+
+
+def response(number: int, previous: str | None = None) -> dict[str, Any]:
+    return {"id": f"r{number}", "previous_response_id": previous, "output": [{"text": "x" * 100}]}
+
+
+def test_the_store_keeps_what_fits_and_survives_in_a_file(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "responses", most_bytes=800)
+    for number in range(10):
+        store.add("key", response(number, f"r{number - 1}" if number > 8 else None), [{"n": number}])
+    store.close()
+    store = ResponseStore(tmp_path / "responses", most_bytes=800)
+    assert [item.get("n") for item in store.conversation("key", "r9")] == [8, None, 9, None]
+    store.add("key", response(10), [])
+    for gone in ("r0", "r5", "other"):
+        with pytest.raises(ApiError):
+            store.get("key", gone)
+    with pytest.raises(ApiError):
+        store.get("other", "r10")
+    store.delete("key", "r10")
+    assert store.get("key", "r9")["id"] == "r9"
+    store.close()
+    (tmp_path / "no-database").write_text("something else" * 100)
+    with pytest.raises(ValueError, match="cannot be used for responses"):
+        ResponseStore(tmp_path / "no-database")
