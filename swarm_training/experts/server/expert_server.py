@@ -189,7 +189,10 @@ class ExpertServer:
         if self._dht is not None and loops:
             await self._send_last_replicas()
         if self._dht is not None and self._tasks:  # also if the start has failed after it announced experts
-            await self._announcer.publish(())
+            try:
+                await self._announcer.publish(())
+            except Exception:  # the announcements expire; the service and the DHT node must end in any case
+                _logger.exception("a server's experts could not be withdrawn")
         if self._service is not None:
             await self._service.stop(_GRACE_S)
         await _cancelled(self._tasks)
