@@ -243,9 +243,10 @@ def check_files(config: ServerConfig) -> None:
     if config.identity is not None and not config.identity.parent.is_dir():
         raise ValueError(f"identity {config.identity} cannot be made: {config.identity.parent} is no directory")
     if config.swarm_key or config.membership or config.open_to_clients or os.environ.get(ENVIRONMENT):
-        from swarm_server.core.access import read_member
+        from swarm_protocol.access.swarm_access import read_member
+        from swarm_protocol.access.tokens import Role
 
-        read_member(config)
+        read_member(Role.SERVER, config.membership, config.swarm_key, open_to_clients=config.open_to_clients)
     for path in config.adapters:
         if not path.is_dir():
             raise ValueError(f"adapter {path} is no directory: expected one in PEFT's format")

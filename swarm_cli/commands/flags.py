@@ -101,6 +101,6 @@ def swarm_config(args: argparse.Namespace, **others: Any) -> ClientConfig:
 def check_access(config: ClientConfig) -> None:
     """Raise ValueError if the client cannot join as the member that its config names."""
     if config.swarm_key or config.membership or config.identity or os.environ.get(ENVIRONMENT):
-        from swarm_client.core.access import ClientAccess
+        from swarm_client.core.access import client_access
 
-        ClientAccess.of(config)
+        client_access(config)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from swarm_client.core.access import ClientAccess
+from swarm_client.core.access import client_access
 from swarm_client.core.config import ClientConfig
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.lan_discovery import find_members
 from swarm_protocol.dht.records import ServerRecord
@@ -29,9 +30,9 @@ class ClientIdentity:
         self._dht: Dht | None = None  # the last DHT node that has joined: tunnels go through its libp2p daemon
 
     @cached_property
-    def access(self) -> ClientAccess:
-        """Return the client's access to the swarm. Raise ValueError as ``ClientAccess.of`` does."""
-        return ClientAccess.of(self._config)
+    def access(self) -> SwarmAccess:
+        """Return the client's access to the swarm. Raise ValueError as ``SwarmAccess.of`` does."""
+        return client_access(self._config)
 
     @cached_property
     def identity(self) -> Identity:

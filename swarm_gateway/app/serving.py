@@ -79,7 +79,7 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     """
     from swarm_client.batching.loop import GenerationLoop
     from swarm_client.core import background
-    from swarm_client.core.access import ClientAccess
+    from swarm_client.core.access import client_access
     from swarm_gateway.app.app import create_app
     from swarm_gateway.history.opening import open_history
     from swarm_gateway.history.recorder import HistoryRecorder
@@ -91,7 +91,7 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         recorder = HistoryRecorder(Monitor(config), open_history(settings.history, config.swarm))
         models = SwarmModels(config, model, revision, GenerationLoop, files=files, monitor=recorder)
-        is_private = ClientAccess.of(config).control is not None
+        is_private = client_access(config).control is not None
         monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
         app = create_app(models, settings.limits, settings.keys, monitored=monitored)
         background.run(recorder.start())

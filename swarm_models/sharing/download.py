@@ -34,7 +34,7 @@ _MAX_MEMBERS = 8  # at a time: each stream needs memory for one piece
 _IDLE_S = 10.0  # timeout between two parts of a piece
 _POLL_S = 0.2
 _MAX_FAILURES = 4  # of a member, in a row
-_BACKOFF_S = 0.5  # after a failure, doubled after each further one
+_BACKOFF_S = 1.0  # after a failure, doubled after each further one
 _AGAIN_S = 2.0  # pause before members are looked for again, when none sends
 _LOOK_S = 30.0  # pause before new members are looked for, while others send
 LEAST_BYTES_PER_S = 64 * 1024  # minimum for a piece that has travelled for some time
@@ -229,7 +229,7 @@ class _Transfers:
                 self._count_failure(peer_id, error)
                 if isinstance(error, _TooSlow) or self._failures[peer_id] >= _MAX_FAILURES:
                     return
-                wait_s = _BACKOFF_S * 2 ** self._failures[peer_id]
+                wait_s = _BACKOFF_S * 2 ** (self._failures[peer_id] - 1)
             finally:
                 self._leave(piece, peer_id)
             await asyncio.sleep(wait_s)

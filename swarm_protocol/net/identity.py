@@ -150,8 +150,8 @@ def peer_id_of(public_key: bytes) -> str:
     """
     try:
         key: rsa.RSAPublicKey = RSAPublicKey.from_bytes(public_key)._public_key
-    except (UnsupportedAlgorithm, AssertionError):
-        raise ValueError("the key is no RSA key") from None
+    except (UnsupportedAlgorithm, AssertionError, ValueError):  # hivemind's text has the address of an object in it
+        raise ValueError("the key is no RSA key: expected one in OpenSSH's format") from None
     if not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
         raise ValueError(f"the RSA key has {key.key_size} bits: expected {MIN_KEY_BITS} to {MAX_KEY_BITS}")
     return peer_id_of_key(key)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 
-from swarm_server.core.access import ServerAccess
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_server.core.config import ServerConfig
 
 
-def prefix_sharing(config: ServerConfig, access: ServerAccess, host: str) -> str:
+def prefix_sharing(config: ServerConfig, access: SwarmAccess, host: str) -> str:
     """Return ``all``, ``own`` or ``none``, for a server that listens on the IP address ``host``.
 
     The default is ``all`` where clients are known to be members of a private swarm, or on this machine, else ``own``.

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from math import inf
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.lan_discovery import LanDiscovery, local_address
 from swarm_protocol.errors import JoinRefused, NoSwarm
@@ -24,7 +25,6 @@ from swarm_protocol.process.local_registry import (
     is_loopback,
     remove_ended_swarms,
 )
-from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.addresses import LOOPBACK, claimed, free_port, ip_address, lan_address, listening_host
 from swarm_server.reach.own_addresses import OwnAddresses
@@ -160,7 +160,7 @@ class SwarmMembership:
             self._entry_fails = True
 
 
-async def join(config: ServerConfig, access: ServerAccess, cleanup: AsyncExitStack) -> SwarmMembership:
+async def join(config: ServerConfig, access: SwarmAccess, cleanup: AsyncExitStack) -> SwarmMembership:
     """Return a DHT node that stores records for others, and that others of this machine find until ``cleanup``.
 
     Raises:

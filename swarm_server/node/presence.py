@@ -12,7 +12,7 @@ from swarm_models.checkpoints.files import LocalFiles
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process.routine import repeat
-from swarm_server.core.access import KnownRevocations
+from swarm_server.core.access import KnownRevocations, warn_if_no_member
 from swarm_server.core.config import AUTO
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.node.states import Draining, Joined, Loading, Serving, Starting, State, end, with_speeds
@@ -122,7 +122,7 @@ class RecordPublisher:
         if self._dht.revocations is not None and self._known_revocations is not None:
             await self._dht.revocations.keep()
             self._known_revocations.save()
-            self._access.warn_if_no_member()
+            warn_if_no_member(self._access)
 
     async def keep_daemon(self, is_stopping: Callable[[], bool]) -> SwarmError:
         """Start another libp2p daemon whenever one has ended; return the error when that is no longer possible."""

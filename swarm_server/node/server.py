@@ -17,6 +17,7 @@ from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_models.checkpoints.family import has_experts
 from swarm_models.checkpoints.files import HubUnreachable
 from swarm_models.sharing.obtaining import SharingSwarm, open_from_swarm
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
@@ -29,7 +30,7 @@ from swarm_protocol.tunnel.dialing import Dialer
 from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.verification.statements import Signer
 from swarm_server.blocks.products import described, multiplied_by
-from swarm_server.core.access import ServerAccess
+from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.machine.cores import CoreShare
@@ -173,7 +174,7 @@ async def _start(
     config: ServerConfig, counters: Counters, cleanup: AsyncExitStack
 ) -> tuple[Starting, SwarmMembership | None]:
     """Find the model and prepare to load it. The membership is None unless the swarm was needed to find the model."""
-    access, streams = ServerAccess.of(config), DaemonStreams()
+    access, streams = server_access(config), DaemonStreams()
     credentials = ClientCredentials(access.identity, access.token)
     dialer = Dialer(credentials, streams, RelayCredentials(access.identity, access.token))
     cleanup.push_async_callback(dialer.close)
@@ -195,7 +196,7 @@ async def _start(
 
 
 async def _open(
-    config: ServerConfig, access: ServerAccess, streams: DaemonStreams, channels: ChannelPool, cleanup: AsyncExitStack
+    config: ServerConfig, access: SwarmAccess, streams: DaemonStreams, channels: ChannelPool, cleanup: AsyncExitStack
 ) -> tuple[ModelCheckpoint, SwarmMembership | None]:
     """Open the model that is configured, or that the swarm serves; get it from the swarm if the hub is unreachable."""
     failure: HubUnreachable | None = None

@@ -15,11 +15,11 @@ import grpc
 import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.span import Span
 from swarm_protocol.streams.streams import DaemonStreams
-from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.throughput import Speeds
@@ -35,7 +35,7 @@ class Starting:
     """The state in which the model is found, and the server is about to join the swarm."""
 
     config: ServerConfig
-    access: ServerAccess
+    access: SwarmAccess
     checkpoint: ModelCheckpoint
     devices: tuple[torch.device, ...]
     dtype: torch.dtype

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from math import inf
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.addresses import connects, tcp_target
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import short_id
@@ -23,7 +24,6 @@ from swarm_protocol.tunnel.dial_back import ask_dial_back, ips_of, serve_dial_ba
 from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import RelayReservation, reserve
-from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.reach.choosing import WANTED, best, candidates, is_unreachable, serves_others
 from swarm_server.reach.own_addresses import ANY_HOSTS, OwnAddresses
@@ -49,7 +49,7 @@ class Reach:
     def __init__(
         self,
         config: ServerConfig,
-        access: ServerAccess,
+        access: SwarmAccess,
         dht: Dht,
         streams: DaemonStreams,
         own: OwnAddresses,

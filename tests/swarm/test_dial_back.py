@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, write_message
 from swarm_protocol.streams.streams import DaemonStreams, Stream
 from swarm_protocol.tunnel.dial_back import DIAL_BACK, serve_dial_back
-from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.reach import reach as module
 from swarm_server.reach.own_addresses import OwnAddresses
@@ -57,7 +57,7 @@ async def first_server(monkeypatch: pytest.MonkeyPatch, *members: Member) -> Asy
         own = OwnAddresses(LOCAL, LOCAL, False, [])
         own.port = listening.sockets[0].getsockname()[1]
         config = ServerConfig(model="none", announce_address=LOCAL)
-        reach = Reach(config, ServerAccess(Identity.generate()), dht, streams, own, lambda: addresses)
+        reach = Reach(config, SwarmAccess(Identity.generate()), dht, streams, own, lambda: addresses)
         await reach.start()
         stack.push_async_callback(reach.close)
         yield reach, dht

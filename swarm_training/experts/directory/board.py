@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.bootstrap import start_joined
 from swarm_protocol.dht.node import Listening
@@ -18,7 +19,6 @@ from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.stored_records import items_of, limit_records, owner_of, subkey_of
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
-from swarm_training.experts.core.access import Access
 from swarm_training.experts.core.cells import Prefix, check_grid, check_name, expert_name
 from swarm_training.experts.directory.records import ExpertHolder, read_record, record_of
 
@@ -39,13 +39,13 @@ class ExpertRegistry(Protocol):
 class DhtNodeOfExperts:
     """A DHT node of this process; its libp2p daemon ends with the process."""
 
-    def __init__(self, node: DHTNode, access: Access) -> None:
+    def __init__(self, node: DHTNode, access: SwarmAccess) -> None:
         limit_records(node, access.control)
         self.node = node
         self.access = access
 
     @classmethod
-    async def join(cls, initial_peers: Sequence[str], access: Access, listening: Listening) -> DhtNodeOfExperts:
+    async def join(cls, initial_peers: Sequence[str], access: SwarmAccess, listening: Listening) -> DhtNodeOfExperts:
         """Join through ``initial_peers``, or start a new DHT if there are none.
 
         Raises:

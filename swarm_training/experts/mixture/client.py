@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
-from swarm_training.experts.core.access import Access
 from swarm_training.experts.core.config import MixtureConfig
 from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts, ExpertRegistry
 from swarm_training.experts.directory.directory import ExpertCache
@@ -52,7 +52,7 @@ class ExpertClient:
             raise ValueError("initial_peers: expected a list of at least one multiaddr, which servers print")
         for peer in initial_peers:
             check_peer(peer)
-        access = Access.of(Role.CLIENT, identity, membership)
+        access = SwarmAccess.of(Role.CLIENT, membership, identity)
         self.calls: ExpertCalls = GrpcCalls(ClientCredentials(access.identity, access.token))
         self._dht = network_loop.run(DhtNodeOfExperts.join(initial_peers, access, Listening()))
 

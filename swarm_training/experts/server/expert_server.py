@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import NoSwarm, SwarmError
@@ -17,7 +18,6 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_protocol.process.routine import end_tasks, repeat
-from swarm_training.experts.core.access import Access
 from swarm_training.experts.core.cells import Cell, is_in
 from swarm_training.experts.core.config import ServerConfig
 from swarm_training.experts.core.replica import Replica
@@ -66,7 +66,7 @@ class ExpertServer:
             SwarmError: the grid is full, or another server has the cells. NoSwarm: no initial peer answered.
         """
         self.config = config
-        self._access = Access.of(Role.SERVER, identity, membership)
+        self._access = SwarmAccess.of(Role.SERVER, membership, identity)
         self._host = ExpertHost(config)
         self._files = None if config.directory is None else ExpertFiles(config.directory, config.name)
         saved = [] if self._files is None else [cell for cell in self._files.cells() if is_in(cell, config.grid)]
@@ -189,7 +189,10 @@ class ExpertServer:
         if self._dht is not None and loops:
             await self._send_last_replicas()
         if self._dht is not None and self._tasks:  # also if the start has failed after it announced experts
-            await self._announcer.publish(())
+            try:
+                await self._announcer.publish(())
+            except Exception:  # the announcements expire; the service and the DHT node must end in any case
+                _logger.exception("a server's experts could not be withdrawn")
         if self._service is not None:
             await self._service.stop(_GRACE_S)
         await _cancelled(self._tasks)

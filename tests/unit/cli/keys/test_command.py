@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from swarm_cli.command_line import main
-from swarm_client.core.access import ClientAccess
+from swarm_client.core.access import client_access
 from swarm_client.core.config import ClientConfig
 from swarm_protocol.access.member_flags import ENVIRONMENT
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.tokens import Role
-from swarm_server.core.access import ServerAccess
+from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 
 Keys = Callable[..., str]
@@ -81,11 +81,9 @@ def test_a_grant_is_one_file_that_makes_a_member(keys: Keys, capsys) -> None:
     swarm_key = keys("create").strip()
     path = Path(grant(keys, "server", "ada"))
     assert path == Path("ada.membership") and path.stat().st_mode & 0o777 == 0o600
-    access = ServerAccess.of(ServerConfig(membership=path))
+    access = server_access(ServerConfig(membership=path))
     access.control.require(Role.SERVER, access.identity.peer_id, access.token)
     assert str(access.control.swarm_key) == swarm_key
-    with pytest.raises(ValueError, match="in use by another server"):
-        ServerAccess.of(ServerConfig(membership=path))
     found = MemberCredentials.read(path, {}).grant
     assert (found.name, found.role) == ("ada", Role.SERVER)
     assert abs(found.expires_at - time.time() - 30 * 24 * 3600) < 3600
@@ -101,11 +99,11 @@ def test_a_member_with_a_key_of_its_own_gets_a_file_without_a_secret(keys: Keys)
     assert MemberCredentials.read(path, {}).identity is None
     config = ClientConfig(membership=path, identity=Path("bob.key"))
     for _ in range(2):  # several processes may come as one member
-        access = ClientAccess.of(config)
+        access = client_access(config)
         access.control.require(Role.CLIENT, peer_id, access.token)
         assert access.identity.peer_id == peer_id
     with pytest.raises(ValueError, match="give its key file by --identity"):
-        ClientAccess.of(ClientConfig(membership=path))
+        client_access(ClientConfig(membership=path))
 
 
 def test_the_list_shows_what_became_of_every_grant(keys: Keys, capsys) -> None:
@@ -150,35 +148,11 @@ def test_who_was_never_granted_is_not_revoked(keys: Keys, capsys) -> None:
     assert "there is no grant of 'nobody'" in refused(keys, capsys, 1, "revoke", "nobody")
 
 
-class TestWhoComes:
-    """What the flags of clients and servers lead to; `ClientAccess.of` and `ServerAccess.of` read the files."""
-
-    def test_without_flags_there_is_no_ceremony(self, keys: Keys) -> None:
-        assert ClientAccess.of(ClientConfig()).control is None
-        assert ServerAccess.of(ServerConfig()).control is None
-
-    def test_the_environment_has_a_membership(self, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-        swarm_key = keys("create").strip()
-        path = Path(grant(keys, "trainer", "bob"))
-        monkeypatch.setenv(ENVIRONMENT, path.read_text())
-        path.unlink()
-        assert str(ClientAccess.of(ClientConfig()).control.swarm_key) == swarm_key
-        with pytest.raises(ValueError, match="is for the role trainer: expected server"):
-            ServerAccess.of(ServerConfig())
-
-    def test_a_swarm_key_alone_makes_a_client_that_trusts_members_only(self, keys: Keys) -> None:
-        swarm_key = keys("create").strip()
-        access = ClientAccess.of(ClientConfig(swarm_key=swarm_key))
-        assert access.token == b"" and str(access.control.swarm_key) == swarm_key
-        with pytest.raises(ValueError, match="a server of a private swarm must be a member of it"):
-            ServerAccess.of(ServerConfig(swarm_key=swarm_key))
-        with pytest.raises(ValueError, match="--open-to-clients with --membership"):
-            ServerAccess.of(ServerConfig(open_to_clients=True))
-
-    def test_a_membership_of_another_swarm_is_refused(self, keys: Keys) -> None:
-        keys("create")
-        path = Path(grant(keys, "server", "ada"))
-        other = keys("create", "--out", "other.key").strip()
-        for access, config in ((ClientAccess, ClientConfig), (ServerAccess, ServerConfig)):
-            with pytest.raises(ValueError, match=f"and not of swarm {other}"):
-                access.of(config(membership=path, swarm_key=other))
+def test_a_swarm_key_alone_makes_a_client_that_trusts_members_only(keys: Keys) -> None:
+    swarm_key = keys("create").strip()
+    access = client_access(ClientConfig(swarm_key=swarm_key))
+    assert access.token == b"" and str(access.control.swarm_key) == swarm_key
+    with pytest.raises(ValueError, match="a server of a private swarm must be a member of it"):
+        server_access(ServerConfig(swarm_key=swarm_key))
+    with pytest.raises(ValueError, match="--open-to-clients with --membership"):
+        server_access(ServerConfig(open_to_clients=True))

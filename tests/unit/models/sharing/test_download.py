@@ -116,6 +116,20 @@ def test_members_leave_and_others_come(scene: Scene) -> None:
     assert scene.is_complete() and len(late.sent) == PIECES - 3
 
 
+def test_after_its_first_failure_a_member_is_left_alone_for_1_s_and_after_its_second_for_2_s(scene: Scene) -> None:
+    class Failing(FakeMember):
+        async def read(self, digest: bytes) -> AsyncGenerator[bytes, None]:
+            asked_s.append(asyncio.get_running_loop().time())
+            self.fails_after = 0 if len(asked_s) <= 3 else None
+            async for part in super().read(digest):
+                yield part
+
+    asked_s: list[float] = []
+    member, file = Failing("a", scene.source, scene.manifest), scene.manifest.files[1]
+    scene.run(lambda: scene.download(member).fetch([(file, range(1))]))
+    assert [at_s - asked_s[0] for at_s in asked_s] == pytest.approx([0.0, 0.0, 1.0, 2.0])  # it has two streams
+
+
 def test_members_with_some_of_the_pieces_add_up(scene: Scene) -> None:
     low, high = scene.member("low", has=range(6)), scene.member("high", has=range(5, 11))
     scene.run(lambda: scene.download(low, high).fetch(scene.all()))

@@ -136,7 +136,7 @@ class TestPeerId:
             b"ssh-rsa AAAA",
             other.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH),
         ):
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match=r"^the key is no RSA key: expected one in OpenSSH's format$"):
                 peer_id_of(key)
 
 

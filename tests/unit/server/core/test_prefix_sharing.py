@@ -6,13 +6,13 @@ import pytest
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.net.identity import Identity
-from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.prefix_sharing import prefix_sharing
 
-NOBODYS = ServerAccess(Identity.generate())
-PRIVATE = ServerAccess(Identity.generate(), b"token", AccessControl(OrganiserKey.generate().public))
+NOBODYS = SwarmAccess(Identity.generate())
+PRIVATE = SwarmAccess(Identity.generate(), b"token", AccessControl(OrganiserKey.generate().public))
 HERE, LAN, EVERYWHERE = "127.0.0.1", "192.168.1.5", "0.0.0.0"
 
 
@@ -31,11 +31,11 @@ HERE, LAN, EVERYWHERE = "127.0.0.1", "192.168.1.5", "0.0.0.0"
         (PRIVATE, EVERYWHERE, {"open_to_clients": True}, "own"),
     ],
 )
-def test_auto(access: ServerAccess, host: str, fields: dict[str, object], expected: str) -> None:
+def test_auto(access: SwarmAccess, host: str, fields: dict[str, object], expected: str) -> None:
     assert prefix_sharing(ServerConfig(**fields), access, host) == expected
 
 
 @pytest.mark.parametrize("chosen", ["all", "own", "none"])
 @pytest.mark.parametrize(("access", "host"), [(NOBODYS, EVERYWHERE), (NOBODYS, HERE), (PRIVATE, HERE)])
-def test_what_the_user_says(access: ServerAccess, host: str, chosen: str) -> None:
+def test_what_the_user_says(access: SwarmAccess, host: str, chosen: str) -> None:
     assert prefix_sharing(ServerConfig(prefix_cache=chosen), access, host) == chosen

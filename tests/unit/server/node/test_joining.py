@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.process.local_registry import LocalRegistry
-from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.node import joining
 from swarm_server.node.joining import SwarmMembership
@@ -143,7 +143,7 @@ def joined(
     async def story() -> SwarmMembership:
         async with AsyncExitStack() as cleanup:
             given = ServerConfig(model="none", discover=discovery is not None, **config)
-            return await joining.join(given, ServerAccess(identity(0)), cleanup)
+            return await joining.join(given, SwarmAccess(identity(0)), cleanup)
 
     monkeypatch.setattr(joining, "LocalRegistry", lambda _swarm: registry)
     monkeypatch.setattr(joining, "_discover", discover)

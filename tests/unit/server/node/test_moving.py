@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.process.routine import repeat
 from swarm_protocol.span import Span
-from swarm_server.core.access import ServerAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.throughput import Speeds
@@ -126,7 +126,7 @@ class Life:
         self.loader = FakeLoader(*broken)
         starting = Starting(
             ServerConfig(**config),
-            ServerAccess(None),
+            SwarmAccess(None),
             checkpoint,
             (torch.device("cpu"),),
             "torch.float32",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm_server.core.access import ServerAccess
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_server.core.config import ServerConfig
 from swarm_server.reach import own_addresses
 from swarm_server.reach.own_addresses import OwnAddresses
@@ -43,7 +43,7 @@ def test_a_name_that_is_looked_up_slowly_holds_up_nothing_else(monkeypatch: pyte
         streams: Any = None
         dht: Any = FakeDht()
         own = OwnAddresses(OWN, None, True, [NAMED])
-        reach = Reach(ServerConfig(model="none"), ServerAccess(identity(0)), dht, streams, own, list)
+        reach = Reach(ServerConfig(model="none"), SwarmAccess(identity(0)), dht, streams, own, list)
         asyncio.get_running_loop().call_soon(others_go_on.set)
         await reach._look()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -21,8 +22,11 @@ class FailingBoard(MemoryBoard):
     """A DHT that answers no more once experts have been announced."""
 
     revocations = None
+    can_withdraw = True
 
     async def publish(self, own: ExpertHolder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
+        if self.is_down and not self.can_withdraw:
+            raise OSError("the daemon is gone")
         self.is_down = True
         return await super().publish(own, following, lifetime_s)
 
@@ -30,20 +34,26 @@ class FailingBoard(MemoryBoard):
         return []
 
 
-def test_a_start_that_fails_withdraws_what_it_has_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(*_arguments: object) -> None:
-        pass
+@pytest.mark.parametrize("can_withdraw", [True, False])
+def test_a_start_that_fails_withdraws_what_it_has_announced_and_ends_what_it_has_started(
+    can_withdraw: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, close = AsyncMock(), AsyncMock()
 
     async def join(*_arguments: object) -> Any:
-        return SimpleNamespace(close=nothing)
+        return SimpleNamespace(close=close)
 
     async def start_service(*_arguments: object) -> Any:
-        return SimpleNamespace(stop=nothing), 1
+        return SimpleNamespace(stop=stop), 1
 
     board = FailingBoard()
+    board.can_withdraw = can_withdraw
     monkeypatch.setattr(expert_server, "DhtNodeOfExperts", SimpleNamespace(join=join))
     monkeypatch.setattr(expert_server, "DhtExpertRegistry", lambda *_arguments: board)
     monkeypatch.setattr(expert_server, "start_service", start_service)
     with pytest.raises(PeerUnavailable):
         ExpertServer(ServerConfig("demo", 8, (8, 8), num_experts=2))
-    assert board.records and not any(after for holders in board.records.values() for after in holders.values())
+    announced = any(after for holders in board.records.values() for after in holders.values())
+    assert board.records and announced is not can_withdraw
+    stop.assert_awaited_once()
+    close.assert_awaited_once()
