@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from swarm_training.contract.backend import Backend, Joining
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from swarm_training.core.record import Progress
     from swarm_training.ledger.contributions import RoundContributions
     from swarm_training.ledger.ledger import Ledger
+    from swarm_training.net.channels import GrpcNetwork
+    from swarm_training.progress.board import DhtPeerRegistry
 
-_JOIN_TIMEOUT_S = 60.0
 _MAX_ASKED = 8  # peers, each of which may lack rounds that other peers have
 _logger = logging.getLogger(__name__)
 
@@ -65,23 +66,18 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
 def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     """Yield a function that returns the run's present view. It uses a DHT node that only asks, and asks peers for
     rounds: no peer waits for this one. Raises NoSwarm if no initial peer answers."""
-    from swarm_protocol.access.access_control import AccessControl
-    from swarm_protocol.dht.node import Listening
-    from swarm_protocol.net.tls import ClientCredentials
     from swarm_protocol.process import network_loop
     from swarm_protocol.process.routine import end_tasks
     from swarm_training.commands.looking import peers_of, shown_bans, shown_users, view_of
+    from swarm_training.core.config import TrainingConfig
     from swarm_training.ledger.collecting import Collector
     from swarm_training.ledger.ledger import LAST, Ledger, LedgerLimits
-    from swarm_training.ledger.orders import Orders
-    from swarm_training.net.channels import GrpcNetwork
-    from swarm_training.progress.board import DhtPeerRegistry
     from swarm_training.run.moderation import Moderation
 
     ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
-    network = GrpcNetwork(ClientCredentials(who.identity, who.token))
+    member, resources = who.membership(), AsyncExitStack()
     known: list[Progress] = []
-    moderation = Moderation(None if who.organiser is None else Orders(who.run, AccessControl(who.organiser)))
+    moderation = Moderation(member.orders(who.run))
 
     async def see(board: DhtPeerRegistry) -> RunView:
         moderation.take(await board.read_orders())
@@ -92,23 +88,17 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     async def keep(data: bytes, round_: RoundContributions) -> bool:
         return ledger.take(data, round_)
 
-    async def start() -> asyncio.Task[None]:
+    async def start() -> DhtPeerRegistry:
+        board, network = await member.connect(who.run, TrainingConfig(), resources)
         collector = Collector(ledger, network, lambda: known, lambda: LAST, keep, asyncio.to_thread, random.Random())
-        return asyncio.create_task(collector.run())
+        resources.push_async_callback(end_tasks, [asyncio.create_task(collector.run())])
+        return board
 
-    async def end(collecting: asyncio.Task[None]) -> None:
-        await end_tasks([collecting])
-        await network.close()
-        await board.close()
-
-    board = network_loop.run(
-        DhtPeerRegistry.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
-    )
-    collecting = network_loop.run(start())
     try:
+        board = network_loop.run(start())
         yield lambda: network_loop.run(see(board))
     finally:
-        network_loop.run(end(collecting))
+        network_loop.run(resources.aclose())
 
 
 def read_ledger(who: Joining) -> Ledger:
@@ -116,16 +106,13 @@ def read_ledger(who: Joining) -> Ledger:
 
     Raises NoSwarm if no initial peer answers, PeerUnavailable if no peer of the run gives its rounds.
     """
-    from swarm_protocol.dht.node import Listening
     from swarm_protocol.errors import PeerUnavailable, SwarmError
-    from swarm_protocol.net.tls import ClientCredentials
     from swarm_protocol.process import network_loop
     from swarm_protocol.wire.printable import printable
     from swarm_training.commands.looking import peers_of
+    from swarm_training.core.config import TrainingConfig
     from swarm_training.ledger.collecting import pull
     from swarm_training.ledger.ledger import Ledger, LedgerLimits
-    from swarm_training.net.channels import GrpcNetwork
-    from swarm_training.progress.board import DhtPeerRegistry
 
     ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
 
@@ -148,14 +135,10 @@ def read_ledger(who: Joining) -> Ledger:
         return any([await ask(network, peer) for peer in chosen])
 
     async def read() -> None:
-        board = await DhtPeerRegistry.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
-        network = GrpcNetwork(ClientCredentials(who.identity, who.token))
-        try:
+        async with AsyncExitStack() as resources:
+            board, network = await who.membership().connect(who.run, TrainingConfig(), resources)
             if not await ask_some(board, network):
                 raise PeerUnavailable(f"no peer of run {who.run!r} that can be reached has given its rounds")
-        finally:
-            await network.close()
-            await board.close()
 
     network_loop.run(read())
     return ledger
@@ -166,14 +149,13 @@ def send_order(who: Joining, order: bytes) -> None:
 
     Raises NoSwarm if no initial peer answers, PeerUnavailable if none of them keeps the order.
     """
-    from swarm_protocol.dht.node import Listening
     from swarm_protocol.process import network_loop
-    from swarm_training.progress.board import DhtPeerRegistry
+    from swarm_training.core.config import TrainingConfig
 
     async def publish() -> None:
-        board = await DhtPeerRegistry.join(who.run, who.initial_peers, who.identity, Listening(), _JOIN_TIMEOUT_S)
+        board = await who.membership().join(who.run, TrainingConfig())
         try:
-            await board.publish_orders([*await board.own_orders(), order])
+            await board.publish_order(order)
         finally:
             await board.close()
 

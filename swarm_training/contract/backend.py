@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from swarm_protocol.access.organiser import SwarmKey
     from swarm_protocol.net.identity import Identity
     from swarm_training.ledger.ledger import Ledger
+    from swarm_training.net.membership import RunMembership
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ class Joining:
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     ledger: str | None = None
     resumed_at: Moment | None = None
+
+    def membership(self) -> RunMembership:
+        """Return the part of these with which the process enters the network."""
+        from swarm_protocol.access.access_control import AccessControl
+        from swarm_training.net.membership import RunMembership
+
+        access = None if self.organiser is None else AccessControl(self.organiser)
+        return RunMembership(self.identity, self.initial_peers, access, self.token)
 
 
 # All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if this peer may not take part.

@@ -1,1 +1,1 @@
-"""The gRPC part of a peer: its service, and its calls to other peers."""
+"""The gRPC part of a peer: its way into a run, its service, and its calls to other peers."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_protocol.net.tls import Certificate
 from swarm_protocol.rpc.channels import translated
-from swarm_protocol.rpc.serving import admitted, errors_as_status, start_server
+from swarm_protocol.rpc.serving import admitted, errors_as_status
 from swarm_protocol.wire.codec import parts_of
 from swarm_training.core.record import Progress
 from swarm_training.core.robust_network import RobustHandlers
@@ -78,6 +76,10 @@ class RobustTrainingService(RobustTrainingServicer):
         self._handlers = handlers
         self._access = access
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server that has not started."""
+        add_RobustTrainingServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+
     async def Tell(self, request: pb.TellRequest, context: _Context) -> pb.TellReply:
         async with errors_as_status(context):
             await self._handlers.tell(admitted(context, self._access), request)
@@ -95,11 +97,3 @@ class RobustTrainingService(RobustTrainingServicer):
         async with errors_as_status(context):
             for part in parts_of(await self._handlers.standings(admitted(context, self._access))):
                 await context.write(pb.StandingsPart(data=part))
-
-
-async def start_robust_service(
-    handlers: RobustHandlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
-) -> tuple[grpc.aio.Server, int]:
-    """Return a server that listens, and its port. Raise ValueError if listening on the address fails."""
-    service = RobustTrainingService(handlers, access)
-    return await start_server(partial(add_RobustTrainingServicer_to_server, service), certificate, host, port)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
@@ -10,8 +9,7 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import PeerUnavailable
-from swarm_protocol.net.tls import Certificate
-from swarm_protocol.rpc.serving import admitted, errors_as_status, start_server
+from swarm_protocol.rpc.serving import admitted, errors_as_status
 from swarm_training.core.network import PeerHandlers
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.pb.training_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
@@ -56,6 +54,10 @@ class TrainingService(TrainingServicer):
         self._handlers = handlers
         self._access = access
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server that has not started."""
+        add_TrainingServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+
     async def Exchange(self, request: pb.ExchangeRequest, context: _Context) -> pb.ExchangeReply:
         async with errors_as_status(context):
             peer_id = admitted(context, self._access)
@@ -87,15 +89,3 @@ class TrainingService(TrainingServicer):
         async with errors_as_status(context):
             peer_id = admitted(context, self._access, Role.CLIENT)  # every member may sum up contributions
             return await self._handlers.rounds(peer_id, request)
-
-
-async def start_service(
-    handlers: PeerHandlers, certificate: Certificate, host: str, port: int, access: AccessControl | None
-) -> tuple[grpc.aio.Server, int]:
-    """Return a server that listens, and its port.
-
-    Raises:
-        ValueError: listening on the address fails.
-    """
-    service = TrainingService(handlers, access)
-    return await start_server(partial(add_TrainingServicer_to_server, service), certificate, host, port)

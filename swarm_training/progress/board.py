@@ -83,19 +83,18 @@ class DhtPeerRegistry:
     async def read_orders(self) -> list[bytes]:
         return [order async for each in self._values(self._orders_key, pb.PublishedOrders) for order in each.orders]
 
-    async def own_orders(self) -> list[bytes]:
-        """Return the orders that this peer has published and that have not expired."""
-        item = (await read_items(self._node, self._orders_key)).get(self._subkey)
-        return [] if item is None else list(pb.PublishedOrders.FromString(item.value).orders)
-
-    async def publish_orders(self, orders: Sequence[bytes]) -> None:
-        """Publish orders in place of this peer's earlier ones. Members relay them, because entries of the DHT expire.
+    async def publish_order(self, order: bytes) -> None:
+        """Publish an order beside this peer's earlier ones. Members relay them, because entries of the DHT expire.
 
         Raises:
             PeerUnavailable: no peer has stored the orders.
         """
+        orders, expires_at = [order], get_dht_time() + LIFETIME_S
+        if (item := (await read_items(self._node, self._orders_key)).get(self._subkey)) is not None:
+            orders = [*pb.PublishedOrders.FromString(item.value).orders, order]
+            expires_at = max(expires_at, item.expiration_time + 0.001)  # only the later entry stays
         data = pb.PublishedOrders(orders=orders).SerializeToString()
-        if not await store_item(self._node, self._orders_key, self._subkey, data, get_dht_time() + LIFETIME_S):
+        if not await store_item(self._node, self._orders_key, self._subkey, data, expires_at):
             raise PeerUnavailable("no member of the run has stored the order: try again")
 
     async def _values(self, key: str, kind: type[M]) -> AsyncIterator[M]:

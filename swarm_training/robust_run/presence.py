@@ -8,25 +8,18 @@ from contextlib import AsyncExitStack, suppress
 from hashlib import sha256
 from typing import Any
 
-from swarm_protocol.access.access_control import AccessControl
-from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import PeerUnavailable, SwarmError
-from swarm_protocol.net.hosts import host_port
-from swarm_protocol.net.identity import Identity
-from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.core.robust_config import RobustConfig
 from swarm_training.core.robust_network import RobustNetwork
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.net.robust import GrpcRobustNetwork, start_robust_service
+from swarm_training.net.membership import RunMembership, serve
+from swarm_training.net.robust import GrpcRobustNetwork, RobustTrainingService
 from swarm_training.pb import training_robust_pb2 as pb
-from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.robust_run.directory import PeerDirectory
 from swarm_training.robust_run.member import RobustMember
 from swarm_training.robust_run.standings import Standings, vouched
-from swarm_training.run.presence import listening_host
 
-_GRACE_S = 0.2
 _POLL_S = 0.1
 _MAX_RESULT_BYTES = 1 << 32
 MakeMember = Callable[[bytes, RobustNetwork], RobustMember]
@@ -58,37 +51,18 @@ class RobustPresence:
         self._resources = resources
 
     @classmethod
-    async def enter(
-        cls,
-        run: str,
-        model: bytes,
-        initial_peers: Sequence[str],
-        config: RobustConfig,
-        identity: Identity,
-        access: AccessControl | None,
-        token: bytes,
-    ) -> RobustPresence:
+    async def enter(cls, run: str, model: bytes, member: RunMembership, config: RobustConfig) -> RobustPresence:
         """Start the service and join the DHT. ``model``: the digest of what must be equal. Raises as ``RobustRun``."""
-        host = await asyncio.to_thread(listening_host, config.host, initial_peers)
-        listening = Listening(host, config.dht_port, config.announce_host)
+        host = await member.find_host(config)
         async with AsyncExitStack() as resources:
-            board = await DhtPeerRegistry.join(run, initial_peers, identity, listening, config.join_timeout_s)
-            resources.push_async_callback(board.close)
-            network = GrpcNetwork(ClientCredentials(identity, token))
-            resources.push_async_callback(network.close)
-            certificate = Certificate.generate()
+            board, network = await member.connect(run, config, resources, host)
             answers = _Answers()
-            server, bound = await start_robust_service(answers, certificate, host, config.port, access)
-            resources.push_async_callback(server.stop, _GRACE_S)
+            service = RobustTrainingService(answers, member.access)
+            address, fingerprint = await serve(service.add_to, config, host, resources)
             own = Progress(
-                run,
-                identity.peer_id,
-                state=JOINING,
-                model=model,
-                address=host_port(config.announce_host or host, bound),
-                tls_fingerprint=certificate.fingerprint,
+                run, member.identity.peer_id, state=JOINING, model=model, address=address, tls_fingerprint=fingerprint
             )
-            directory = PeerDirectory(own, identity, board)
+            directory = PeerDirectory(own, member.identity, board)
             addresses = await board.addresses()
             resources.callback(asyncio.ensure_future(directory.run()).cancel)
             presence = cls(config, network, directory, addresses, resources.pop_all())

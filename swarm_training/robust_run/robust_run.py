@@ -18,6 +18,7 @@ from swarm_training.core.config import check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.core.robust_config import RobustConfig
 from swarm_training.core.robust_network import RobustNetwork
+from swarm_training.net.membership import RunMembership
 from swarm_training.robust.btard import Btard
 from swarm_training.robust.instructions import Remove
 from swarm_training.robust.roster import Rules
@@ -101,9 +102,8 @@ class RobustRun:
         self._member: RobustMember | None = None
         self._using = threading.Lock()
         self._is_closed = False
-        self._presence = network_loop.run(
-            RobustPresence.enter(name, self._model_digest(), list(initial_peers), self._config, identity, access, token)
-        )
+        member = RunMembership(identity, list(initial_peers), access, token)
+        self._presence = network_loop.run(RobustPresence.enter(name, self._model_digest(), member, self._config))
 
     @property
     def initial_peers(self) -> list[str]:

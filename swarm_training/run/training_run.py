@@ -20,6 +20,7 @@ from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.ledger import UserTotal
+from swarm_training.net.membership import RunMembership
 from swarm_training.progress import policy
 from swarm_training.run.meetings import GradientCompression
 from swarm_training.run.presence import PeerProcess
@@ -88,13 +89,10 @@ class TrainingRun:
             PeerProcess.enter(
                 name,
                 target_batch_size,
-                list(initial_peers),
+                RunMembership(identity or Identity.generate(), list(initial_peers), access, token),
                 config,
-                identity or Identity.generate(),
                 self._state,
                 GradientCompression(compressor, encoder),
-                access,
-                token,
             )
         )
         self._share = (DelayedShare if config.delay else GradientAccumulator)(self._presence.peer, self._state)

@@ -33,7 +33,6 @@ from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
@@ -217,7 +216,7 @@ class WholeRun:
         audits = AuditService(RUN, Witness(hosted, sums, peer, own, answers))
 
         def add_services(server: grpc.aio.Server) -> None:
-            add_TrainingServicer_to_server(TrainingService(peer, None), server)
+            TrainingService(peer, None).add_to(server)
             service.add_to(server)
             audits.add_to(server)
 

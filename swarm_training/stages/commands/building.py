@@ -10,11 +10,9 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import check_location, locate
-from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.process.scratch import scratch_directory
 from swarm_training.commands.building import build_blocks, build_tokenizer
 from swarm_training.compression.compressor import Plain
-from swarm_training.contract.backend import Joining
 from swarm_training.core.config import TrainingConfig, checkpoints_needed
 from swarm_training.optim.by_name import optimizer_by_name
 from swarm_training.run.state import TrainedState
@@ -23,7 +21,6 @@ from swarm_training.stages.engine.accumulator import Accumulator
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.peer.presence import RunMembership
 from swarm_training.stages.placement.memory import StageNeeds, room_of
 from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.room import StageLimits
@@ -55,11 +52,6 @@ def require_stages(file: RunFile) -> int:
     if file.averaging.aggregation != "mean" or file.averaging.error_feedback or file.averaging.power_sgd_rank:
         raise ValueError("a run in stages counts exactly: expected none but `codec` under [averaging]")
     return file.stages.num_micro_batches(file.run.target_batch_size)
-
-
-def member_of(who: Joining) -> RunMembership:
-    access = None if who.organiser is None else AccessControl(who.organiser)
-    return RunMembership(who.identity, who.initial_peers, access, who.token)
 
 
 def training_config(file: RunFile, **where: Any) -> TrainingConfig:

@@ -10,7 +10,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_training.checkpoints.whole_directory import require_writable
 from swarm_training.contract.backend import Joining
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.commands.building import member_of, require_stages, stage_source, training_config
+from swarm_training.stages.commands.building import require_stages, stage_source, training_config
 from swarm_training.stages.commands.collecting import collect, require_new
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import FILE_NAME
@@ -34,7 +34,7 @@ async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, tim
     require_writable(directory)
     config = training_config(file)
     source = await asyncio.to_thread(stage_source, file)
-    watching = await WatchPresence.enter(file.run.name, file.stages.count, member_of(who), config)
+    watching = await WatchPresence.enter(file.run.name, file.stages.count, who.membership(), config)
     try:
         await _until_all_are_known(watching.watch, timeout_s)
         step = await collect(file, source, watching.watch.all_records, watching.network, directory)

@@ -19,7 +19,7 @@ from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
 from swarm_training.checkpoints.whole_directory import refusals, require_writable
 from swarm_training.core.network import Network
-from swarm_training.run.presence import listening_host
+from swarm_training.net.membership import listening_host
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import stage_source
 from swarm_training.stages.commands.collecting import collect, is_taken

@@ -15,7 +15,7 @@ from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.commands.building import member_of, require_stages, training_config
+from swarm_training.stages.commands.building import require_stages, training_config
 from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.peer.run_stages import RunStages, StageMember
 
@@ -32,7 +32,7 @@ def look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
     """
     size = require_stages(file)
     config, count = training_config(file), file.stages.count
-    presence = network_loop.run(WatchPresence.enter(file.run.name, count, member_of(who), config))
+    presence = network_loop.run(WatchPresence.enter(file.run.name, count, who.membership(), config))
 
     async def until_known() -> None:
         with suppress(TimeoutError):

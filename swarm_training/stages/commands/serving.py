@@ -14,22 +14,19 @@ from typing import Any
 
 import grpc
 
-from swarm_protocol.dht.node import Listening
-from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_server.machine.heap import HeapTrimmer
 from swarm_training.contract.backend import Joining
 from swarm_training.core.config import TrainingConfig
 from swarm_training.net.channels import GrpcNetwork
+from swarm_training.net.membership import RunMembership
 from swarm_training.progress.board import DhtPeerRegistry
-from swarm_training.run.presence import listening_host
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.service import AuditService, Witness
 from swarm_training.stages.commands.building import (
     build,
     loss_scale,
-    member_of,
     require_stages,
     stage_source,
     trainer_config,
@@ -46,7 +43,7 @@ from swarm_training.stages.commands.spans import costs_of, spans_of_stages
 from swarm_training.stages.engine.settings import StageSource
 from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
-from swarm_training.stages.peer.presence import RunMembership, StageOfRun, StagePresence
+from swarm_training.stages.peer.presence import StageOfRun, StagePresence
 from swarm_training.stages.peer.shared import spans_of
 from swarm_training.stages.peer.stage_peer import LOOK_S, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
@@ -88,17 +85,13 @@ async def serve(
         SwarmError: see ``serve_trained``.
     """
     place = StageOfRun(file.run.name, index or 0, file.stages.count, require_stages(file))
-    config, member = training_config(file, **where), member_of(who)
+    config, member = training_config(file, **where), who.membership()
     source = await asyncio.to_thread(stage_source, file)
-    host = await asyncio.to_thread(listening_host, config.host, member.initial_peers)
-    listening = Listening(host, config.dht_port, config.announce_host)
-    board = await DhtPeerRegistry.join(
-        place.run, member.initial_peers, member.identity, listening, config.join_timeout_s
-    )
-    serving = _Serving(
-        file, source, member, config, board, place, device, pace or PlacementTimes(), say, afterwards, memory_bytes
-    )
+    board = await member.join(place.run, config, await member.find_host(config))
     try:
+        serving = _Serving(
+            file, source, member, config, board, place, device, pace or PlacementTimes(), say, afterwards, memory_bytes
+        )
         if index is not None and stays:
             await serving.hold(index, stays=True)
         else:
@@ -146,7 +139,7 @@ class _Serving:
 
     @asynccontextmanager
     async def _watch(self) -> AsyncIterator[RunWatch]:
-        network = GrpcNetwork(ClientCredentials(self.member.identity, self.member.token))
+        network = self.member.network()
         watch = RunWatch(self.place.runs, network, self.boards, self.config.silence_s, random.Random())
         watching = asyncio.ensure_future(watch.run())
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from swarm_training.contract.backend import Joining
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.commands.building import build_micro_batches, member_of, require_stages, trainer_config
+from swarm_training.stages.commands.building import build_micro_batches, require_stages, trainer_config
 from swarm_training.stages.trainer.presence import train
 from swarm_training.stages.trainer.trainer import StepReport
 
@@ -36,6 +36,6 @@ async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, 
             f"micro-batches{again} in {report.seconds:.1f} s"
         )
 
-    await train(file.run.name, file.stages.count, member_of(who), data, config, tell, steps)
+    await train(file.run.name, file.stages.count, who.membership(), data, config, tell, steps)
     if not has_told:
         say(f"nothing was left to do: the run has taken {steps} steps")

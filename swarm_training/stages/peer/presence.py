@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
 
-from swarm_protocol.access.access_control import AccessControl
-from swarm_protocol.dht.node import Listening
-from swarm_protocol.net.hosts import host_port
-from swarm_protocol.net.identity import Identity
-from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.routine import end_tasks
-from swarm_protocol.rpc.serving import start_server
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.crediting import LedgerCredentials
-from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
+from swarm_training.net.membership import RunMembership, serve
 from swarm_training.net.service import TrainingService
-from swarm_training.pb.training_pb2_grpc import add_TrainingServicer_to_server
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.presence import ledger_of, listening_host
+from swarm_training.run.presence import ledger_of
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer.counting import StepSums
@@ -43,7 +36,6 @@ from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
 
 AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
-_GRACE_S = 0.2
 _ORDERS_S = 5.0  # orders stay on the DHT for a minute
 
 
@@ -71,21 +63,6 @@ class StageOfRun:
     @property
     def runs(self) -> list[str]:
         return [stage_run(self.run, number) for number in range(self.num_stages)]
-
-
-@dataclass(frozen=True)
-class RunMembership:
-    """The identity of this process, and where it begins.
-
-    Attributes:
-        initial_peers: multiaddrs of members of the run; none: the run begins here.
-        access, token: the access control of a private run, and this process's token for it.
-    """
-
-    identity: Identity = field(default_factory=Identity.generate)
-    initial_peers: Sequence[str] = ()
-    access: AccessControl | None = None
-    token: bytes = field(default=b"", repr=False)
 
 
 @dataclass
@@ -133,21 +110,14 @@ class StagePresence:
         """
         if config.counting != "exact" or config.client_mode:
             raise ValueError("a stage peer counts exactly and can be called: expected counting 'exact', no client_mode")
-        run, size, access = where.runs[where.index], where.num_micro_batches, member.access
-        ledger = await asyncio.to_thread(ledger_of, config, run, size, access)
-        host = await asyncio.to_thread(listening_host, config.host, member.initial_peers)
-        listening = Listening(host, config.dht_port, config.announce_host)
+        run, size = where.runs[where.index], where.num_micro_batches
+        ledger = await asyncio.to_thread(ledger_of, config, run, size, member.access)
+        host = await member.find_host(config)
         async with AsyncExitStack() as resources:
             thread = ThreadPoolExecutor(1, thread_name_prefix="swarm stage")
             resources.callback(thread.shutdown, wait=False, cancel_futures=True)
-            if board is None:
-                board = await DhtPeerRegistry.join(
-                    run, member.initial_peers, member.identity, listening, config.join_timeout_s
-                )
-                resources.push_async_callback(board.close)
+            board, network = await member.connect(run, config, resources, host, board)
             board = board.beside(run, where.run)
-            network = GrpcNetwork(ClientCredentials(member.identity, member.token))
-            resources.push_async_callback(network.close)
             record = Progress(
                 run,
                 member.identity.peer_id,
@@ -163,7 +133,7 @@ class StagePresence:
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
                 GradientCompression(compressor or Plain(), encoder),
-                None if access is None else Orders(where.run, access),
+                member.orders(where.run),
                 ledger,
             )
             boards = {number: board.beside(name) for number, name in enumerate(where.runs) if number != where.index}
@@ -175,15 +145,12 @@ class StagePresence:
             tied = SharedGradients(other, shared, peer, watch, network, asyncio.to_thread) if shared else None
             own_stage = OwnStage(where.index, state, sums)
             stage_peer = StagePeer(own_stage, peer, watch, replicas, config.codec, compute, asyncio.to_thread, tied)
-            certificate = Certificate.generate()
 
             def add_all(to: grpc.aio.Server) -> None:
-                add_TrainingServicer_to_server(TrainingService(peer, access), to)  # type: ignore[no-untyped-call]
+                TrainingService(peer, member.access).add_to(to)
                 add_services(to, stage_peer, network)
 
-            server, bound = await start_server(add_all, certificate, host, config.port)
-            resources.push_async_callback(server.stop, _GRACE_S)
-            peer.listens_at(host_port(config.announce_host or host, bound), certificate.fingerprint)
+            peer.listens_at(*await serve(add_all, config, host, resources))
             tasks = [asyncio.create_task(watch.run())]
             resources.push_async_callback(end_tasks, tasks)
             await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
@@ -216,7 +183,7 @@ class WatchPresence:
     watch: RunWatch
     network: GrpcNetwork
     board: DhtPeerRegistry
-    _tasks: list[asyncio.Task[None]]
+    _resources: AsyncExitStack
 
     @classmethod
     async def enter(cls, run: str, num_stages: int, member: RunMembership, config: TrainingConfig) -> WatchPresence:
@@ -224,22 +191,19 @@ class WatchPresence:
         if not member.initial_peers:
             raise ValueError("there are no initial peers: expected multiaddrs of peers of the run")
         runs = [stage_run(run, number) for number in range(num_stages)]
-        board = await DhtPeerRegistry.join(
-            runs[0], member.initial_peers, member.identity, Listening(), config.join_timeout_s
-        )
-        network = GrpcNetwork(ClientCredentials(member.identity, member.token))
-        boards = {number: board.beside(name) for number, name in enumerate(runs)}
-        moderation = Moderation(None if member.access is None else Orders(run, member.access))
-        watch = RunWatch(runs, network, boards, config.silence_s, random.Random(), banned=moderation.banned)
-        tasks = [asyncio.create_task(watch.run())]
-        if member.access is not None:
-            tasks.append(asyncio.create_task(_follow(moderation, board.beside(runs[0], run))))
-        return cls(watch, network, board, tasks)
+        async with AsyncExitStack() as resources:
+            board, network = await member.connect(runs[0], config, resources)
+            boards = {number: board.beside(name) for number, name in enumerate(runs)}
+            moderation = Moderation(member.orders(run))
+            watch = RunWatch(runs, network, boards, config.silence_s, random.Random(), banned=moderation.banned)
+            tasks = [asyncio.create_task(watch.run())]
+            resources.push_async_callback(end_tasks, tasks)
+            if member.access is not None:
+                tasks.append(asyncio.create_task(_follow(moderation, board.beside(runs[0], run))))
+            return cls(watch, network, board, resources.pop_all())
 
     async def leave(self) -> None:
-        await end_tasks(self._tasks)
-        await self.network.close()
-        await self.board.close()
+        await self._resources.aclose()
 
 
 async def _follow(moderation: Moderation, board: DhtPeerRegistry) -> None:

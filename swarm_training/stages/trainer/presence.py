@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.config import TrainingConfig
-from swarm_training.stages.peer.presence import RunMembership, WatchPresence
+from swarm_training.net.membership import RunMembership
+from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig

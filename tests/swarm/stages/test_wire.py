@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarm_protocol.net.identity import Identity
+from swarm_training.net.membership import RunMembership
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.stages.commands.building import build_micro_batches, trainer_config
-from swarm_training.stages.peer.presence import RunMembership
 from swarm_training.stages.trainer.presence import train
 from swarm_training.stages.trainer.trainer import StepReport
 from tests.swarm.stages.crew import Crew, crew

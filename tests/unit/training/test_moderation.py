@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from swarm_protocol.errors import AccessDenied
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT
 from swarm_training.ledger.orders import Ban, ModeratorOrder, Orders
+from swarm_training.progress import board
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.policy import has_quorum
 from swarm_training.run import moderation
 from swarm_training.run.moderation import Moderation
@@ -92,6 +95,27 @@ def test_orders_that_do_not_fit_into_one_reply_come_with_later_ones(monkeypatch)
     for _ in range(200):  # the chance that one is never among the two is below 1e-59
         late.take(known.signed_unless(late.digest()))
     assert late.banned() == known.banned() and len(late.banned()) == 4
+
+
+def test_a_moderators_next_order_joins_the_last_though_the_clock_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: dict[str, SimpleNamespace] = {}
+    times = iter((100.0, 100.0, 70.0))
+
+    async def store_item(_node: object, _key: str, subkey: str, data: bytes, expires_at: float) -> bool:
+        is_newer = subkey not in stored or expires_at > stored[subkey].expiration_time
+        stored[subkey] = SimpleNamespace(value=data, expiration_time=expires_at)
+        return is_newer
+
+    async def scenario() -> None:
+        registry = DhtPeerRegistry(None, "toy", identity(0))
+        for order in (b"first", b"second", b"third"):
+            await registry.publish_order(order)
+        assert await registry.read_orders() == [b"first", b"second", b"third"]
+
+    monkeypatch.setattr(board, "store_item", store_item)
+    monkeypatch.setattr(board, "read_items", lambda *_: asyncio.sleep(0.0, stored))
+    monkeypatch.setattr(board, "get_dht_time", lambda: next(times))
+    asyncio.run(scenario())
 
 
 def test_a_ban_is_found_when_it_comes_and_gone_when_it_expires() -> None:

@@ -16,16 +16,18 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
-from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.averaging.group import Group, GroupMember
 from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.compression.codecs import codec_of
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
 from swarm_training.core.signing import sign
 from swarm_training.ledger.book import MAX_REPLY_BYTES
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.net.service import start_service
+from swarm_training.net.membership import serve
+from swarm_training.net.service import TrainingService
 from swarm_training.pb import training_pb2 as pb
 from tests.worlds.identities import identity
 from tests.worlds.runs import SimulatedPeer, World, simulate
@@ -63,12 +65,10 @@ class Echo:
 
 @asynccontextmanager
 async def service(handlers: Any, access: AccessControl | None = None) -> AsyncIterator[Progress]:
-    certificate = Certificate.generate()
-    server, port = await start_service(handlers, certificate, "127.0.0.1", 0, access)
-    try:
-        yield Progress("toy", identity(0).peer_id, address=f"127.0.0.1:{port}", tls_fingerprint=certificate.fingerprint)
-    finally:
-        await server.stop(None)
+    add_to = TrainingService(handlers, access).add_to
+    async with AsyncExitStack() as resources:
+        address, fingerprint = await serve(add_to, TrainingConfig(), "127.0.0.1", resources)
+        yield Progress("toy", identity(0).peer_id, address=address, tls_fingerprint=fingerprint)
 
 
 def with_network(

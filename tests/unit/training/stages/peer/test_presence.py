@@ -6,6 +6,8 @@ import asyncio
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,12 @@ from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core_backend import send_order
 from swarm_training.ledger.orders import Ban, ModeratorOrder
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.net.membership import RunMembership
 from swarm_training.progress import gossip
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import presence, watch
-from swarm_training.stages.peer.presence import RunMembership, StageOfRun, StagePresence, WatchPresence
+from swarm_training.stages.peer.presence import StageOfRun, StagePresence, WatchPresence
 from tests.unit.support import until
 from tests.worlds.identities import identity
 from tests.worlds.stages import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
@@ -124,6 +128,26 @@ def test_a_moderator_bans_by_the_name_of_the_run() -> None:
             assert watching.watch.view().stages[1][0].peer_id == identity(2).peer_id
             with pytest.raises(AccessDenied, match="sends noise"):
                 await asyncio.wait_for(banned.wait(), 60.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_entry_closes_what_was_opened_and_no_given_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def closing(name: str) -> Any:
+        return lambda *_: asyncio.sleep(0.0, closed.append(name))
+
+    async def scenario() -> None:
+        member, board = RunMembership(identity(0), ["somewhere"]), SimpleNamespace(close=closing("board"))
+        monkeypatch.setattr(RunMembership, "join", lambda *_: asyncio.sleep(0.0, board))
+        monkeypatch.setattr(GrpcNetwork, "close", closing("network"))
+        with pytest.raises(AttributeError, match="beside"):
+            await WatchPresence.enter("toy", STAGES, member, CONFIG)
+        assert closed == ["network", "board"]
+        async with AsyncExitStack() as resources:
+            await member.connect("toy", CONFIG, resources, board=board)  # type: ignore[arg-type]
+        assert closed == ["network", "board", "network"]
 
     asyncio.run(scenario())
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from swarm_protocol.errors import PeerUnavailable
-from swarm_training.stages.peer.presence import RunMembership, WatchPresence
+from swarm_training.net.membership import RunMembership
+from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.presence import train

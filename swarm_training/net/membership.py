@@ -1,0 +1,116 @@
+"""The way of a process into a run: its DHT node, its calls to other peers, and the service that they call."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+
+import grpc
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.dht.addresses import tcp_target
+from swarm_protocol.dht.node import Listening
+from swarm_protocol.net.hosts import host_port
+from swarm_protocol.net.identity import Identity
+from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_protocol.rpc.serving import start_server
+from swarm_training.core.config import TrainingConfig
+from swarm_training.core.robust_config import RobustConfig
+from swarm_training.ledger.orders import Orders
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.progress.board import DhtPeerRegistry
+
+_LOOPBACK = "127.0.0.1"
+_ANY_PORT = 9
+_GRACE_S = 0.2
+PeerConfig = TrainingConfig | RobustConfig
+
+
+@dataclass(frozen=True)
+class RunMembership:
+    """The identity of this process, and where it begins.
+
+    Attributes:
+        initial_peers: multiaddrs of members of the run; none: the run begins here.
+        access, token: the access control of a private run, and this process's token for it.
+    """
+
+    identity: Identity = field(default_factory=Identity.generate)
+    initial_peers: Sequence[str] = ()
+    access: AccessControl | None = None
+    token: bytes = field(default=b"", repr=False)
+
+    async def find_host(self, config: PeerConfig) -> str:
+        """Return the host to listen on, see ``listening_host``."""
+        return await asyncio.to_thread(listening_host, config.host, self.initial_peers)
+
+    async def join(self, run: str, config: PeerConfig, host: str | None = None) -> DhtPeerRegistry:
+        """Join the run's DHT, as ``DhtPeerRegistry.join``. Without ``host``, the node only queries."""
+        listening = Listening(host, config.dht_port, config.announce_host)
+        return await DhtPeerRegistry.join(run, self.initial_peers, self.identity, listening, config.join_timeout_s)
+
+    def network(self) -> GrpcNetwork:
+        return GrpcNetwork(ClientCredentials(self.identity, self.token))
+
+    async def connect(
+        self,
+        run: str,
+        config: PeerConfig,
+        resources: AsyncExitStack,
+        host: str | None = None,
+        board: DhtPeerRegistry | None = None,
+    ) -> tuple[DhtPeerRegistry, GrpcNetwork]:
+        """Join as ``join`` does, or use a given ``board``, which stays open. Return the board and the network.
+
+        Both close with ``resources``: the network first.
+        """
+        if board is None:
+            board = await self.join(run, config, host)
+            resources.push_async_callback(board.close)
+        network = self.network()
+        resources.push_async_callback(network.close)
+        return board, network
+
+    def orders(self, run: str) -> Orders | None:
+        """Return a registry of the moderators' orders; None in a run without an organiser."""
+        return None if self.access is None else Orders(run, self.access)
+
+
+async def serve(
+    add_services: Callable[[grpc.aio.Server], None], config: PeerConfig, host: str, resources: AsyncExitStack
+) -> tuple[str, bytes]:
+    """Start a server that stops with ``resources``. Return its address for other peers, and its TLS fingerprint.
+
+    Raises:
+        ValueError: listening on the address fails.
+    """
+    certificate = Certificate.generate()
+    server, bound = await start_server(add_services, certificate, host, config.port)
+    resources.push_async_callback(server.stop, _GRACE_S)
+    return host_port(config.announce_host or host, bound), certificate.fingerprint
+
+
+def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
+    """Return ``host``, else this machine's address on the route to an initial peer, else loopback if there are none.
+
+    Raises:
+        ValueError: an initial peer is not a multiaddr, or no route leads to any of the initial peers.
+    """
+    if host is not None:
+        return host
+    targets = [target for target in map(tcp_target, initial_peers) if target is not None]
+    for peer_host, _ in targets:
+        family = socket.AF_INET6 if ":" in peer_host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((peer_host, _ANY_PORT))  # UDP: this selects a route and sends nothing
+                return str(ip_address(probe.getsockname()[0]))
+        except OSError:
+            continue
+    if targets:
+        raise ValueError(f"no way leads to {initial_peers[0]}: expected an address that can be reached")
+    return _LOOPBACK
