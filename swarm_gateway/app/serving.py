@@ -36,6 +36,7 @@ class ServeSettings:
     keys: tuple[str, ...] = ()
     limits: GatewayLimits = DEFAULT_LIMITS
     history: str | None = None  # a file, or "none"; None: a file in the user's data directory
+    responses: Path | None = None  # a file for what /v1/responses stores; None: in memory
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -52,7 +53,7 @@ class ServeSettings:
             raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
         keys = () if args.api_keys is None else read_keys(args.api_keys)
         limits = GatewayLimits(args.max_active, args.max_queued, args.requests_per_minute)
-        return cls(args.host, args.port, keys, limits, args.history)
+        return cls(args.host, args.port, keys, limits, args.history, args.responses)
 
 
 def add_serve_flags(command: argparse.ArgumentParser) -> None:
@@ -68,13 +69,19 @@ def add_serve_flags(command: argparse.ArgumentParser) -> None:
         metavar="FILE|none",
         help="where to keep what happens in the swarm; if not given, in the user's data directory",
     )
+    add(
+        "--responses",
+        type=Path,
+        metavar="FILE",
+        help="where to keep responses that later requests go on from; if not given, in memory",
+    )
 
 
 def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:
     """Serve until a signal.
 
     Raises:
-        ValueError: the gateway cannot listen at the address.
+        ValueError: the gateway cannot listen at the address, or a file cannot be used.
         CheckpointError, UnsupportedModel, NoSwarm: see ``check_model``.
     """
     from swarm_client.batching.loop import GenerationLoop
@@ -85,21 +92,24 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     from swarm_gateway.history.recorder import HistoryRecorder
     from swarm_gateway.monitor.monitor import Monitor
     from swarm_gateway.monitor_api.endpoints import Monitored
+    from swarm_gateway.responses_api.store import ResponseStore
     from swarm_gateway.web.models import SwarmModels, check_model
 
     model, files = check_model(model, revision, config)
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
+        responses = ResponseStore(settings.responses)
         recorder = HistoryRecorder(Monitor(config), open_history(settings.history, config.swarm))
         models = SwarmModels(config, model, revision, GenerationLoop, files=files, monitor=recorder)
         is_private = client_access(config).control is not None
         monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
-        app = create_app(models, settings.limits, settings.keys, monitored=monitored)
+        app = create_app(models, settings.limits, settings.keys, monitored=monitored, responses=responses)
         background.run(recorder.start())
         try:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the normal ways to end
                 run(app, listener, _greeting(settings, listener, models.own))
         finally:
             models.close()
+            responses.close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from swarm_gateway.generation.generating import Delta, QueuedGenerations
 from swarm_gateway.generation.parts import object_of
 from swarm_gateway.generation.tools import ToolCall
-from swarm_gateway.web.http import Dialect, as_json
+from swarm_gateway.web.http import Dialect, as_date, as_json
 
 
 def _line(content: Any) -> bytes:
@@ -78,11 +77,6 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
-
-
-def as_date(seconds: float) -> str:
-    """Return seconds since 1970 as RFC 3339 says."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def tag(name: str, created: int) -> dict[str, Any]:

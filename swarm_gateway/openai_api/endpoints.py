@@ -15,7 +15,7 @@ from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
-from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, event, read_body
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_date, as_json, event, read_body
 from swarm_gateway.web.models import not_found
 
 _DONE = b"data: [DONE]\n\n"
@@ -46,12 +46,15 @@ def openai_router(gateway: Gateway) -> APIRouter:
         return ChunkedResponse(embeddings(gateway, parse(EmbeddingRequest, body), len(body), key), is_stream=False)
 
     def described(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": gateway.created, "owned_by": "swarm"}
+        """Return a model's entry, with the fields of OpenAI's and of Anthropic's API, which have one path for this."""
+        own = {"id": name, "object": "model", "created": gateway.created, "owned_by": "swarm"}
+        return own | {"type": "model", "display_name": name, "created_at": as_date(gateway.created)}
 
     @router.get("/models", dependencies=[Depends(gateway.admit)])
     async def list_models() -> Response:
         data = [described(name) for name in await gateway.models.names()]
-        return JSONResponse({"object": "list", "data": data})
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
 
     @router.get("/models/{name:path}", dependencies=[Depends(gateway.admit)])
     async def show_model(name: str) -> Response:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -14,6 +16,8 @@ from typing import Any
 from swarm_gateway.limits.admission import ApiError
 
 MOST_BYTES = 64 * 2**20  # of all conversations that are stored
+_APPLICATION_ID = 0x53775273  # says in the file's header whose it is
+_PREVIOUS = "previous_response_id"
 _MOST_PREVIOUS = 1000  # responses that one may follow, one after the other
 _TABLE = """CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE, key TEXT, previous TEXT, created REAL, items TEXT, response TEXT
@@ -27,20 +31,29 @@ class ResponseStore:
     """
 
     def __init__(self, path: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
-        """Open the file, or keep everything in memory without one. Raise ValueError if the file cannot be used."""
+        """Open the file, or keep everything in memory without one. Raise ValueError if the file cannot be used.
+
+        Only the user can read a new file.
+        """
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         try:
+            if path is not None:
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
-            self._database.execute(_TABLE)
-        except sqlite3.Error as error:
+            if self._one("PRAGMA application_id")[0] != _APPLICATION_ID:
+                if self._one("SELECT COUNT(*) FROM sqlite_master")[0]:
+                    raise ValueError(f"{path} is something else: expected a new file, or one that `serve` has written")
+                self._run(f"PRAGMA application_id = {_APPLICATION_ID}")
+                self._run(_TABLE)
+        except (OSError, sqlite3.Error) as error:
             raise ValueError(f"{path} cannot be used for responses: {error}") from None
         (self._num_bytes,) = self._one("SELECT COALESCE(SUM(LENGTH(items) + LENGTH(response)), 0) FROM responses")
 
     def add(self, key: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
         """Store a response, and the items of its request."""
         texts = json.dumps(items), json.dumps(response)
-        row = (response["id"], key, response["previous_response_id"], time.time(), *texts)
+        row = (response["id"], _owner(key), response["previous_response_id"], time.time(), *texts)
         with self._lock:
             self._run("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?, ?)", *row)
             self._num_bytes += sum(map(len, texts))
@@ -83,7 +96,7 @@ class ResponseStore:
     def _row(self, key: str, response_id: str, param: str = "response_id") -> tuple[str | None, str, str]:
         with self._lock:
             where = "FROM responses WHERE id = ? AND key = ?"
-            row = self._one(f"SELECT previous, items, response {where}", response_id, key)
+            row = self._one(f"SELECT previous, items, response {where}", response_id, _owner(key))
         if row is None:
             raise ApiError(404, "there is no such response: it was not stored, or is too old", param=param)
         return row[0], row[1], row[2]
@@ -97,4 +110,6 @@ class ResponseStore:
             return cursor.fetchone()
 
 
-_PREVIOUS = "previous_response_id"
+def _owner(key: str) -> str:
+    """Return the name of a key in the file, which does not contain the key."""
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -183,3 +183,9 @@ def test_a_client_that_leaves_ends_its_generation(gateway: Gateway) -> None:
     with httpx.stream("POST", f"{gateway.url}/v1/messages", json=ASK | {"stream": True}, timeout=WAIT_S) as answer:
         assert next(answer.iter_text()).startswith("event: message_start\n")
     assert gateway.wait_for_generations(1)[0].cancelled.wait(WAIT_S)
+
+
+def test_the_models(gateway: Gateway) -> None:
+    (model,) = client(gateway).models.list()
+    assert (model.id, model.display_name, model.type) == (DEFAULT_MODEL, DEFAULT_MODEL, "model")
+    assert client(gateway).models.retrieve(DEFAULT_MODEL).created_at == model.created_at

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -202,19 +203,31 @@ def response(number: int, previous: str | None = None) -> dict[str, Any]:
 def test_the_store_keeps_what_fits_and_survives_in_a_file(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path / "responses", most_bytes=800)
     for number in range(10):
-        store.add("key", response(number, f"r{number - 1}" if number > 8 else None), [{"n": number}])
+        store.add("the secret", response(number, f"r{number - 1}" if number > 8 else None), [{"n": number}])
     store.close()
     store = ResponseStore(tmp_path / "responses", most_bytes=800)
-    assert [item.get("n") for item in store.conversation("key", "r9")] == [8, None, 9, None]
-    store.add("key", response(10), [])
+    assert [item.get("n") for item in store.conversation("the secret", "r9")] == [8, None, 9, None]
+    store.add("the secret", response(10), [])
     for gone in ("r0", "r5", "other"):
         with pytest.raises(ApiError):
-            store.get("key", gone)
+            store.get("the secret", gone)
     with pytest.raises(ApiError):
         store.get("other", "r10")
-    store.delete("key", "r10")
-    assert store.get("key", "r9")["id"] == "r9"
+    store.delete("the secret", "r10")
+    assert store.get("the secret", "r9")["id"] == "r9"
     store.close()
-    (tmp_path / "no-database").write_text("something else" * 100)
+    assert (tmp_path / "responses").stat().st_mode & 0o777 == 0o600
+    assert b"the secret" not in (tmp_path / "responses").read_bytes()  # keys are not in the file
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("something else" * 100)
     with pytest.raises(ValueError, match="cannot be used for responses"):
-        ResponseStore(tmp_path / "no-database")
+        ResponseStore(tmp_path / "text")
+    with sqlite3.connect(tmp_path / "database") as database:
+        database.execute("CREATE TABLE other (name TEXT)")
+    database.close()
+    before = (tmp_path / "database").read_bytes()
+    with pytest.raises(ValueError, match="is something else"):
+        ResponseStore(tmp_path / "database")
+    assert (tmp_path / "database").read_bytes() == before
