@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from swarm_gateway.generation.parts import STRICT, Values, supported
+from swarm_gateway.generation.parts import Fields, Values
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
@@ -38,14 +38,8 @@ _MESSAGES: dict[str, Values] = _COUNT | {
 }
 
 
-class _Part(BaseModel):
-    model_config = STRICT
+class _Part(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _PART
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported(cls, fields: Any) -> Any:
-        return supported(fields, cls.model_fields, cls.UNSUPPORTED) if isinstance(fields, dict) else fields
 
 
 class TextBlock(_Part):
@@ -91,7 +85,7 @@ class ToolResultBlock(_Part):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextBlocks = []
+    content: TextBlocks = Field(default=[])
     is_error: bool = False
 
 
@@ -221,8 +215,8 @@ class Conversation(_Part):
 
     model: str
     messages: list[Message] = Field(min_length=1)
-    system: TextBlocks = []
-    tools: Annotated[list[Tool], BeforeValidator(_custom_tools)] = []
+    system: TextBlocks = Field(default=[])
+    tools: Annotated[list[Tool], BeforeValidator(_custom_tools)] = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

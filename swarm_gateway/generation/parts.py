@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
@@ -42,6 +42,18 @@ def supported(fields: Mapping[str, Any], known: Mapping[str, Any], others: Mappi
     return found
 
 
+class Fields(BaseModel):
+    """Fields of a request. Those in ``UNSUPPORTED`` are accepted if their value changes nothing; others are refused."""
+
+    model_config = STRICT
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_supported(cls, fields: Any) -> Any:
+        return supported(fields, cls.model_fields, cls.UNSUPPORTED) if isinstance(fields, dict) else fields
+
+
 def _joined(content: Any) -> Any:
     """Return the text of content that comes in parts. Raise ApiError if a part is no text."""
     if not isinstance(content, list):
@@ -71,19 +83,14 @@ class MessageToolCall(BaseModel):
     index: int | None = None  # in a stream's chunks, which clients send back
 
 
-class ChatMessage(BaseModel):
-    model_config = STRICT
+class ChatMessage(Fields):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_joined)] = None
     tool_calls: list[MessageToolCall] = []
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None  # from servers of reasoning models; clients send it back
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported(cls, fields: Any) -> Any:
-        return supported(fields, cls.model_fields, _MESSAGE) if isinstance(fields, dict) else fields
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> ChatMessage:

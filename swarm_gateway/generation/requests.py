@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from swarm_gateway.generation.parts import (
     STRICT,
     AllowedTools,
     ChatMessage,
+    Fields,
     Function,
     NamedTool,
     ResponseFormat,
     Tool,
     Values,
-    supported,
 )
 from swarm_gateway.limits.admission import ApiError
 
@@ -64,16 +64,14 @@ Stop = Annotated[
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class _Generating(BaseModel):
+class _Generating(Fields):
     """The fields of both generating endpoints. Where a field is None, the model's generation config has the value."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Values]]
     TAKES_FEWER: ClassVar[bool] = False  # answers may be shorter than ``most_tokens`` if the model lacks positions
-    model_config = ConfigDict(extra="forbid", strict=True)
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Stop = []
+    stop: Stop = Field(default=[])
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(default=None, ge=-_SEEDS, lt=_SEEDS)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -84,15 +82,10 @@ class _Generating(BaseModel):
     repeat_penalty: float | None = Field(default=None, gt=0, le=100)  # the name in llama.cpp and Ollama
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] = {}
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] = Field(default={})
     max_tokens: int | None = Field(default=None, ge=1)
     ignore_eos: bool = False
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default=[], max_length=128)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported(cls, fields: Any) -> Any:
-        return supported(fields, cls.model_fields, cls.UNSUPPORTED)
 
     @model_validator(mode="after")
     def _penalties_that_agree(self) -> _Generating:
@@ -137,7 +130,7 @@ class ChatRequest(_Generating):
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @model_validator(mode="after")
     def _fields_that_agree(self) -> ChatRequest:
@@ -241,16 +234,11 @@ class CompletionRequest(_Generating):
         return self.logprobs
 
 
-class EmbeddingRequest(BaseModel):
-    model_config = STRICT
+class EmbeddingRequest(Fields):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _EMBEDDING
     model: str
     input: Annotated[list[Any], BeforeValidator(_listed), Field(max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported(cls, fields: Any) -> Any:
-        return supported(fields, cls.model_fields, _EMBEDDING)
 
 
 R = TypeVar("R", bound=BaseModel)

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from swarm_gateway.generation.parts import STRICT, Tool, Values, supported
+from swarm_gateway.generation.parts import Fields, Tool, Values
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, Stop, validated
 from swarm_gateway.generation.sampling import ANSWER_TOKENS
 
@@ -44,24 +44,14 @@ _GENERATE: dict[str, Values] = _COMMON | {
 _EMBED: dict[str, Values] = _KEPT | {"dimensions": (), "truncate": None}
 
 
-class _Part(BaseModel):
-    model_config = STRICT
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported(cls, fields: Any) -> Any:
-        return supported(fields, cls.model_fields, cls.UNSUPPORTED) if isinstance(fields, dict) else fields
-
-
-class Options(_Part):
+class Options(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _OPTIONS
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Stop = []
+    stop: Stop = Field(default=[])
     num_predict: int | None = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
@@ -85,12 +75,12 @@ class MessageToolCall(BaseModel):
     function: FunctionCall
 
 
-class Message(_Part):
+class Message(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"images": ([],)}
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[MessageToolCall] = []
+    tool_calls: list[MessageToolCall] = Field(default=[])
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -99,7 +89,7 @@ def _json_format(value: Any) -> Any:
     return None if value == "" else value
 
 
-class _Generating(_Part):
+class _Generating(Fields):
     model: str
     stream: bool = True
     format: Annotated[Literal["json"] | dict[str, Any] | None, BeforeValidator(_json_format)] = None
@@ -122,8 +112,8 @@ class ChatCall(_Generating):
     """A request to ``/api/chat``. Without messages, it only loads the model."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COMMON
-    messages: list[Message] = []
-    tools: list[Tool] = []
+    messages: list[Message] = Field(default=[])
+    tools: list[Tool] = Field(default=[])
 
     def as_openai(self) -> ChatRequest | None:
         """Return the chat request that says the same, None without messages. Raise ApiError if there is none."""
@@ -152,19 +142,19 @@ class GenerateCall(_Generating):
         return validated(_Chat, fields | {"messages": [*turns, {"role": "user", "content": self.prompt}]})
 
 
-class EmbedCall(_Part):
+class EmbedCall(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _EMBED
     model: str
     input: str | list[str]
 
 
-class OldEmbedCall(_Part):
+class OldEmbedCall(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _KEPT
     model: str
     prompt: str
 
 
-class ShowCall(_Part):
+class ShowCall(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"verbose": None}
     model: str = ""
     name: str = ""  # older clients give the name here

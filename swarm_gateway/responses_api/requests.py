@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
-from swarm_gateway.generation.parts import STRICT, Values, supported
+from swarm_gateway.generation.parts import Fields, Values
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
@@ -42,16 +42,6 @@ _REQUEST: dict[str, Values] = {
 }
 
 
-class _Part(BaseModel):
-    model_config = STRICT
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported(cls, fields: Any) -> Any:
-        return supported(fields, cls.model_fields, cls.UNSUPPORTED) if isinstance(fields, dict) else fields
-
-
 def _joined(content: Any) -> Any:
     """Return the text of content that comes in parts. Raise ApiError if a part is no text."""
     if not isinstance(content, list):
@@ -66,14 +56,14 @@ def _joined(content: Any) -> Any:
 Text = Annotated[str, BeforeValidator(_joined)]
 
 
-class MessageItem(_Part):
+class MessageItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _ITEM
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
 
 
-class CallItem(_Part):
+class CallItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
     type: Literal["function_call"]
     call_id: str
@@ -81,14 +71,14 @@ class CallItem(_Part):
     arguments: str
 
 
-class ResultItem(_Part):
+class ResultItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
     type: Literal["function_call_output"]
     call_id: str
     output: Text
 
 
-class ReasoningItem(_Part):
+class ReasoningItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _REASONING
     type: Literal["reasoning"]
     content: Text = ""
@@ -117,7 +107,7 @@ def items_of(stored: Sequence[Mapping[str, Any]]) -> list[Item]:
     return _items.validate_python(stored)
 
 
-class FunctionTool(_Part):
+class FunctionTool(Fields):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -137,7 +127,7 @@ def _functions(tools: Any) -> Any:
     return tools
 
 
-class NamedFunction(_Part):
+class NamedFunction(Fields):
     type: Literal["function"]
     name: str
 
@@ -145,7 +135,7 @@ class NamedFunction(_Part):
         return {"type": "function", "function": {"name": self.name}}
 
 
-class AllowedFunctions(_Part):
+class AllowedFunctions(Fields):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedFunction] = Field(min_length=1)
@@ -155,7 +145,7 @@ class AllowedFunctions(_Part):
         return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
-class TextFormat(_Part):
+class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -174,20 +164,20 @@ class TextFormat(_Part):
         return self
 
 
-class TextConfig(_Part):
+class TextConfig(Fields):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class Reasoning(_Part):
+class Reasoning(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"summary": None, "generate_summary": None}
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class ResponsesRequest(_Part):
+class ResponsesRequest(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _REQUEST
     model: str
-    input: Annotated[list[Item], BeforeValidator(_listed), Field(max_length=_MOST_ITEMS)] = []
+    input: Annotated[list[Item], BeforeValidator(_listed), Field(max_length=_MOST_ITEMS)] = Field(default=[])
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -195,12 +185,12 @@ class ResponsesRequest(_Part):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[FunctionTool], BeforeValidator(_functions)] = []
+    tools: Annotated[list[FunctionTool], BeforeValidator(_functions)] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = Field(default={})
 
     def as_chat(self, before: Sequence[Item]) -> ChatRequest:
         """Return the chat request that says the same after the items ``before``. Raise ApiError if there is none."""

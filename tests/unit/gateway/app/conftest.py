@@ -25,6 +25,7 @@ from swarm_gateway.app.serving import listen
 from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits
 from swarm_gateway.web.models import ServedModel, not_found
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from tests.unit.gateway.app.tool_families import tokenizer_of
 
 WAIT_S = 30.0  # at most, for what comes at once
 CERTIFICATES = ssl.create_default_context()  # to read them takes longer than most of the tests
@@ -164,6 +165,11 @@ class Gateway:
         """What every generation says from now on."""
         self.batcher.says, self.batcher.ends = encode(self.tokenizer, text), ends
 
+    @property
+    def prompt(self) -> str:
+        """What the model has read last."""
+        return str(self.tokenizer.decode(self.batcher.generations[-1].request.prompt))
+
     def client(self, key: str = "none", **options: Any) -> Any:
         http = openai.DefaultHttpxClient(verify=CERTIFICATES)
         return openai.OpenAI(
@@ -226,3 +232,10 @@ def serve(tokenizer: PreTrainedTokenizerBase, ending: list[Running], request: py
 @pytest.fixture
 def gateway(serve: Serve) -> Gateway:
     return serve()
+
+
+@pytest.fixture
+def caller(serve: Serve, tokenizer: Any) -> Gateway:
+    """A gateway whose model has a chat template that knows tools."""
+    own = tokenizer_of("qwen", tokenizer)
+    return serve(tokenizer=own, vocab_size=len(own))

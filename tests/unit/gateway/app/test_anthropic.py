@@ -14,7 +14,7 @@ from swarm_gateway.limits.admission import GatewayLimits
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoSwarm
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve, encode
-from tests.unit.gateway.app.test_tools import ADD, CALLS, LOOK, tokenizer_of
+from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK
 
 TOOLS = [
     {"name": "add", "description": "Adds.", "input_schema": ADD},
@@ -25,17 +25,6 @@ ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "max_tokens": 100, "messages": [{
 
 def client(gateway: Gateway, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=gateway.url, api_key=key, max_retries=0, timeout=WAIT_S)
-
-
-def prompt_of(gateway: Gateway) -> str:
-    return str(gateway.tokenizer.decode(gateway.batcher.generations[-1].request.prompt))
-
-
-@pytest.fixture
-def caller(serve: Serve, tokenizer: Any) -> Gateway:
-    """A gateway whose model has a chat template that knows tools."""
-    own = tokenizer_of("qwen", tokenizer)
-    return serve(tokenizer=own, vocab_size=len(own))
 
 
 def test_an_answer_whole_and_in_events(gateway: Gateway) -> None:
@@ -102,7 +91,7 @@ def test_calls_of_tools(caller: Gateway, stream: bool) -> None:
     text, *calls = found.content
     assert text.text.strip() == "I look." and found.stop_reason == "tool_use"
     assert [(call.name, call.input) for call in calls] == [("add", {"a": 1, "b": "é"}), ("look", {})]
-    assert f"add {json.dumps(ADD, ensure_ascii=False)}look" in prompt_of(caller)
+    assert f"add {json.dumps(ADD, ensure_ascii=False)}look" in caller.prompt
     caller.says(CALLS["qwen"])
     assert [block.type for block in client(caller).messages.create(**ask).content] == ["tool_use", "tool_use"]
 
@@ -125,7 +114,7 @@ def test_what_the_model_reads(caller: Gateway) -> None:
         }
     )
     said = 'system: Be brief.\nuser: Add\nassistant: I add.add({"a": 1, "b": "é"})\ntool: seven\nuser: And now?\n'
-    assert prompt_of(caller).startswith(said)
+    assert caller.prompt.startswith(said)
     config = caller.batcher.generations[-1].request.config
     assert config.max_new_tokens == 100
 

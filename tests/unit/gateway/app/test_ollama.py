@@ -13,24 +13,13 @@ import pytest
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoSwarm
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve
-from tests.unit.gateway.app.test_tools import CALLS, TOOLS, tokenizer_of
+from tests.unit.gateway.app.tool_families import CALLS, TOOLS
 
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}]}
 
 
 def client(gateway: Gateway, **options: Any) -> ollama.Client:
     return ollama.Client(gateway.url, timeout=WAIT_S, **options)
-
-
-def prompt_of(gateway: Gateway) -> str:
-    return str(gateway.tokenizer.decode(gateway.batcher.generations[-1].request.prompt))
-
-
-@pytest.fixture
-def caller(serve: Serve, tokenizer: Any) -> Gateway:
-    """A gateway whose model has a chat template that knows tools."""
-    own = tokenizer_of("qwen", tokenizer)
-    return serve(tokenizer=own, vocab_size=len(own))
 
 
 def test_a_conversation_whole_and_in_lines(gateway: Gateway) -> None:
@@ -63,10 +52,10 @@ def test_the_asynchronous_client(gateway: Gateway) -> None:
 def test_a_prompt_with_and_without_the_template(caller: Gateway) -> None:
     caller.says("a list")
     assert client(caller).generate(DEFAULT_MODEL, "Sort", system="Be brief.").response == "a list"
-    assert prompt_of(caller).startswith("system: Be brief.\nuser: Sort\n")
+    assert caller.prompt.startswith("system: Be brief.\nuser: Sort\n")
     parts = client(caller).generate(DEFAULT_MODEL, "Return", raw=True, stream=True)
-    assert "".join(part.response for part in parts) == "a list" and prompt_of(caller).endswith("Return")
-    assert "user:" not in prompt_of(caller)
+    assert "".join(part.response for part in parts) == "a list" and caller.prompt.endswith("Return")
+    assert "user:" not in caller.prompt
     loaded = client(caller).generate(DEFAULT_MODEL)
     assert loaded.done and loaded.done_reason == "load" and loaded.response == ""
 
@@ -92,7 +81,7 @@ def test_calls_of_tools(caller: Gateway, stream: bool) -> None:
     messages = [part.message for part in answer] if stream else [answer.message]
     calls = [call.function for message in messages for call in message.tool_calls or []]
     assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 1, "b": "é"}), ("look", {})]
-    assert 'user: Sort\nadd {"type": "object"' in prompt_of(caller)  # the client orders and trims the schema
+    assert 'user: Sort\nadd {"type": "object"' in caller.prompt  # the client orders and trims the schema
 
 
 def test_results_belong_to_their_calls(caller: Gateway) -> None:
@@ -108,7 +97,7 @@ def test_results_belong_to_their_calls(caller: Gateway) -> None:
         ],
     )
     said = 'user: Add\nassistant: add({"a": 1})look({})\ntool: here\ntool: seven\n'
-    assert prompt_of(caller).startswith(said)
+    assert caller.prompt.startswith(said)
 
 
 def test_models(gateway: Gateway, caller: Gateway) -> None:

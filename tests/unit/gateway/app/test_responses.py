@@ -17,24 +17,13 @@ from swarm_gateway.responses_api.store import ResponseStore
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoSwarm
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve
-from tests.unit.gateway.app.test_tools import ADD, CALLS, LOOK, tokenizer_of
+from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK
 
 TOOLS = [
     {"type": "function", "name": "add", "description": "Adds.", "parameters": ADD, "strict": True},
     {"type": "function", "name": "look", "parameters": LOOK},
 ]
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "input": "Sort"}
-
-
-def prompt_of(gateway: Gateway) -> str:
-    return str(gateway.tokenizer.decode(gateway.batcher.generations[-1].request.prompt))
-
-
-@pytest.fixture
-def caller(serve: Serve, tokenizer: Any) -> Gateway:
-    """A gateway whose model has a chat template that knows tools."""
-    own = tokenizer_of("qwen", tokenizer)
-    return serve(tokenizer=own, vocab_size=len(own))
 
 
 def test_a_response_whole_and_in_events(gateway: Gateway) -> None:
@@ -107,7 +96,7 @@ def test_calls_of_functions(caller: Gateway, stream: bool) -> None:
     message, *calls = response.output
     assert message.content[0].text.strip() == "I look."
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1, "b": "é"}), ("look", {})]
-    assert f"add {json.dumps(ADD, ensure_ascii=False)}look" in prompt_of(caller)
+    assert f"add {json.dumps(ADD, ensure_ascii=False)}look" in caller.prompt
     caller.says(CALLS["qwen"])
     one = client.responses.create(**ASK, tools=TOOLS, parallel_tool_calls=False)
     assert [item.type for item in one.output] == ["function_call"]
@@ -131,7 +120,7 @@ def test_what_the_model_reads(caller: Gateway) -> None:
         store=False,
     )
     said = 'system: Be brief.\nuser: Add\nassistant: add({"a": 1})look({})\ntool: seven\ntool: here\nuser: And now?\n'
-    assert prompt_of(caller).startswith(said)
+    assert caller.prompt.startswith(said)
 
 
 def test_a_response_goes_on_from_another(serve: Serve) -> None:
@@ -144,7 +133,7 @@ def test_a_response_goes_on_from_another(serve: Serve) -> None:
     assert second.previous_response_id == first.id
     gateway.says("three")
     client.responses.create(model=DEFAULT_MODEL, input="Yet more", previous_response_id=second.id, store=False)
-    said = [part in prompt_of(gateway) for part in ("Sort", "one", "More", "two", "Yet more", "Be brief.")]
+    said = [part in gateway.prompt for part in ("Sort", "one", "More", "two", "Yet more", "Be brief.")]
     assert said == [True] * 5 + [False]  # instructions are those of the request alone
     assert client.responses.retrieve(first.id).output_text == "one"
     assert [item.content for item in client.responses.input_items.list(second.id)] == ["More"]
