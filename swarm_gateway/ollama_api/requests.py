@@ -99,7 +99,7 @@ class _Generating(Fields):
     def _fields(self) -> dict[str, Any]:
         found = {"model": self.model, "stream": self.stream} | self.options.as_openai()
         if self.format is not None:
-            schema = {"type": "json_schema", "json_schema": {"schema": self.format}}
+            schema = {"type": "json_schema", "json_schema": {"schema": _closed(self.format)}}
             found["response_format"] = {"type": "json_object"} if self.format == "json" else schema
         if isinstance(self.think, str):
             found["reasoning_effort"] = self.think
@@ -172,6 +172,16 @@ class _Chat(ChatRequest):
 
 class _Completion(CompletionRequest):
     TAKES_FEWER: ClassVar[bool] = True
+
+
+def _closed(schema: Any) -> Any:
+    """Return the JSON schema with objects that have no other properties unless it says so, as with Ollama."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {"additionalProperties": False} if "properties" in schema else {}
+    return closed | {name: _closed(part) for name, part in schema.items()}
 
 
 def _turns(messages: list[Message]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoSwarm
-from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve
+from tests.unit.gateway.app.conftest import WAIT_S, Gateway, RandomBatcher, Serve
 from tests.unit.gateway.app.tool_families import CALLS, TOOLS
 
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}]}
@@ -72,6 +73,14 @@ def test_options(gateway: Gateway) -> None:
     client(gateway).chat(**ASK, options={"num_predict": -1})
     request = gateway.batcher.generations[-1].request
     assert request.config.max_new_tokens == 1024 - len(request.prompt)
+
+
+def test_an_answer_that_follows_a_schema_has_no_other_properties(serve: Serve, tokenizer: Any) -> None:
+    gateway = serve(batcher=RandomBatcher(len(tokenizer)))
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    for seed in range(5):
+        answer = client(gateway).chat(**ASK, format=schema, options={"seed": seed, "num_predict": 500})
+        assert answer.done_reason == "length" or list(json.loads(answer.message.content)) == ["age"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
