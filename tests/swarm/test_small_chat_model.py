@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import ollama
 import openai
 import pytest
 import torch
@@ -175,6 +177,7 @@ def test_a_question_a_call_and_a_schema_over_http(servers, tmp_path):
 
     try:
         assert ask(QUESTION).message.content == ANSWER
+        assert list(answers_by_other_apis(serving.url, servers.model.name)) == [ANSWER] * 3
         schema = {"name": "person", "schema": strings("name", "city")}
         filled = ask(
             "Anna is 31 years old and lives in Rome. Extract the name and the city as JSON.",
@@ -187,6 +190,17 @@ def test_a_question_a_call_and_a_schema_over_http(servers, tmp_path):
         assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
     finally:
         serving.end()
+
+
+def answers_by_other_apis(url: str, model: str) -> Iterator[str]:
+    """The answers to ``QUESTION`` that clients of the Responses API, Anthropic's API and Ollama's API get."""
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S)
+    yield client.responses.create(model=model, input=QUESTION, temperature=0).output_text
+    page, turns = url.removesuffix("/v1"), [{"role": "user", "content": QUESTION}]
+    messages = anthropic.Anthropic(base_url=page, api_key="none", max_retries=0, timeout=DEADLINE_S).messages
+    with messages.stream(model=model, messages=turns, max_tokens=60, extra_body={"temperature": 0}) as stream:
+        yield stream.get_final_text()
+    yield ollama.Client(page, timeout=DEADLINE_S).chat(model, turns, options={"temperature": 0}).message.content or ""
 
 
 @pytest.mark.long
