@@ -9,7 +9,8 @@ import sys
 
 from swarm_cli.commands.flags import add_swarm_flags, swarm_config
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
-from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_client.generation.opening import check_model_name
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.process import signals
 from swarm_protocol.process.scratch import remove_scratch
 
@@ -25,7 +26,9 @@ def add_doctor(commands: Commands) -> None:
     )
     parser.set_defaults(command=doctor_command)
     add_swarm_flags(parser)
-    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="to be loaded here")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="to be loaded here, or swarm://NAME"
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     parser.add_argument("--host", metavar="ADDRESS", help="that a server is to listen on; by default any")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="the same; 0: one that is free")
@@ -33,7 +36,7 @@ def add_doctor(commands: Commands) -> None:
 
 
 def doctor_command(args: argparse.Namespace) -> Command:
-    check_location(locate(args.model), args.revision)
+    check_model_name(args.model, args.revision)
     if not 0 <= args.port < 2**16:
         raise ValueError(f"--port is {args.port}: expected 0 to 65535")
     config = swarm_config(args)
@@ -49,7 +52,7 @@ def doctor_command(args: argparse.Namespace) -> Command:
             from swarm_cli.doctor.members import swarm_checks
             from swarm_cli.doctor.model_files import model_checks
 
-            return [*model_checks(args.model, args.revision), *swarm_checks(config)]
+            return [*model_checks(args.model, args.revision, config), *swarm_checks(config)]
 
         found: list[Finding] = []
         for part in (software_checks, lambda: machine_checks(args.host, args.port), checks):

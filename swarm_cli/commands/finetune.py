@@ -9,7 +9,7 @@ import sys
 from swarm_cli.commands.flags import SWARM, add_swarm_flags, check_access
 from swarm_cli.commands.types import Command, Commands
 from swarm_cli.finetune.settings import FLAGS, FinetuneSettings, check_file
-from swarm_models.checkpoints.default_model import check_location, locate
+from swarm_client.generation.opening import check_model_name
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import typed
 
@@ -30,7 +30,7 @@ def add_finetune(commands: Commands) -> None:
 def finetune_command(args: argparse.Namespace) -> Command:
     settings = FinetuneSettings(**FLAGS.values(args), **SWARM.values(args))
     check_access(settings.client_config())
-    check_location(locate(settings.model), settings.revision)
+    check_model_name(settings.model, settings.revision)
     for path in (settings.data, settings.validation):
         if path is not None:
             check_file(path)

@@ -10,7 +10,7 @@ from swarm_client.core.config import COMPRESSIONS, ClientConfig
 from swarm_client.core.draft_names import check_draft_name
 from swarm_client.generation.opening import ModelChoice, check_model_name
 from swarm_client.generation.text_options import TextOptions
-from swarm_models.checkpoints.default_model import add_gguf_flag, add_model_flag, named_model
+from swarm_models.checkpoints.default_model import add_gguf_flag, add_model_flag, check_source, named_model
 from swarm_protocol.access.member_flags import ENVIRONMENT, MEMBERSHIP, SWARM_KEY
 from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.process.invocation import add_common_flags
@@ -41,6 +41,11 @@ _SERVERS = ConfigFlags(
     ),
     Flag("allowed_servers", "use these servers only; the end of a peer id will do", name="allow", metavar="PEER"),
     Flag("blocked_servers", "do not use these servers", name="block", metavar="PEER"),
+    Flag(
+        "weights",
+        "SHA-256 of the list of files to take from members, with --model swarm://NAME; if not given, what most offer",
+        metavar="SHA256",
+    ),
     Flag("compression", "of hidden states on the wire", metavar="|".join(COMPRESSIONS)),
     Flag("standby", "keep copies of keys and values on other servers"),
 )
@@ -84,6 +89,7 @@ def model_choice(args: argparse.Namespace) -> ModelChoice:
 def remote_config(args: argparse.Namespace) -> ClientConfig:
     """Return the client's config from the flags for the model and its servers; the flags are checked now."""
     check_model_name(named_model(args), args.revision)
+    check_source(args.weights, named_model(args))
     check_draft_name(args.draft)
     return swarm_config(args, **_SERVERS.values(args))
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from swarm_cli.doctor.check import DoctorCheck, Finding, failed, ok, warning
-from swarm_models.checkpoints.default_model import locate
+from swarm_client.core.config import ClientConfig
+from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_protocol.errors import SwarmError
 
 _HUB_S = 60.0  # importing transformers, and asking the hub
 _OFFLINE = "HF_HUB_OFFLINE"
 
 
-def model_checks(model: str, revision: str | None) -> list[DoctorCheck]:
-    return [DoctorCheck("hub", _hub), DoctorCheck("model", lambda: _model(model, revision), _HUB_S)]
+def model_checks(model: str, revision: str | None, config: ClientConfig) -> list[DoctorCheck]:
+    """Return the checks. ``config`` says how to join the swarm if its members have the model's files."""
+    return [DoctorCheck("hub", _hub), DoctorCheck("model", lambda: _model(model, revision, config), _HUB_S)]
 
 
 def _hub() -> Iterator[Finding]:
@@ -28,17 +31,22 @@ def _hub() -> Iterator[Finding]:
         yield ok("hub", "models are downloaded when they are not here")
 
 
-def _model(model: str, revision: str | None) -> Iterator[Finding]:
-    from swarm_client.generation.generation import load_tokenizer
-    from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+def _model(model: str, revision: str | None, config: ClientConfig) -> Iterator[Finding]:
+    from swarm_client.generation.opening import tokenizer_at
+    from swarm_client.weights.opening import ModelOpening
 
     try:
-        checkpoint = ModelCheckpoint.open(locate(model), revision)
-        family = checkpoint.family
-        tokenizer = load_tokenizer(model, revision)
+        with closing(ModelOpening(config)) as opening:
+            checkpoint = opening.open(model, revision)
+            family = checkpoint.family
+            tokenizer = tokenizer_at(checkpoint.location, checkpoint.revision)
     except SwarmError as error:
-        is_here = Path(locate(model)).is_dir()
-        to_do = "check the directory" if is_here else "check its name and the network; HF_TOKEN is for gated models"
+        if model.startswith(FROM_SWARM):
+            to_do = "check the name, and --initial-peers: members of that swarm send the files"
+        elif Path(locate(model)).is_dir():
+            to_do = "check the directory"
+        else:
+            to_do = "check its name and the network; HF_TOKEN is for gated models"
         yield failed("model", str(error), to_do)
         return
     template = "a chat template" if tokenizer.chat_template else "no chat template"

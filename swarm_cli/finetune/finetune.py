@@ -6,15 +6,17 @@ import importlib.util
 import math
 import shutil
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from swarm_cli.finetune.settings import FinetuneSettings, check_file
+from swarm_models.checkpoints.default_model import FROM_SWARM
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
     from swarm_client.model.hf_model import RemoteModelMixin
 
@@ -41,7 +43,6 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
 
     from swarm_cli.finetune.trainer import last_checkpoint
     from swarm_cli.finetune.training_data import file_digest
-    from swarm_client.generation.generation import load_tokenizer
     from swarm_client.model.left_out import notes_on_training
 
     digests = {}
@@ -51,8 +52,8 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
             digests[name] = file_digest(path)
     if settings.resume:
         settings.require_same_data((settings.output / RUN).read_text(), digests)
-    tokenizer = load_tokenizer(settings.model, settings.revision)
-    training, validation = load_data(settings, tokenizer)
+    tokenizer, model_config = open_model(settings)
+    training, validation = load_data(settings, tokenizer, model_config)
     with connect(settings) as model:
         set_seed(settings.seed)
         add_parameters(model, settings)
@@ -95,11 +96,27 @@ def check_output(settings: FinetuneSettings) -> None:
         raise ValueError(f"{output} cannot be made: {error.strerror}") from None
 
 
-def load_data(settings: FinetuneSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
+def open_model(settings: FinetuneSettings) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
+    """Return the tokenizer and the config of the model, which members of the swarm may have to send.
+
+    Raises:
+        CheckpointError: they cannot be read. NoSwarm: no member of the swarm answers.
+    """
+    from swarm_client.generation.opening import tokenizer_at
+    from swarm_client.weights.opening import ModelOpening
+
+    with closing(ModelOpening(settings.client_config())) as opening:
+        checkpoint = opening.open(settings.model, settings.revision)
+        return tokenizer_at(checkpoint.location, checkpoint.revision), checkpoint.config
+
+
+def load_data(
+    settings: FinetuneSettings, tokenizer: PreTrainedTokenizerBase, model_config: PretrainedConfig
+) -> tuple[Dataset, Dataset | None]:
     """Return the examples to train on, and those to validate; the latter may be None."""
     from swarm_cli.finetune.training_data import Tokenizing, load_examples
 
-    tokenizing = Tokenizing(tokenizer, sequence_length(settings))
+    tokenizing = Tokenizing(tokenizer, sequence_length(settings, model_config))
     data = load_examples(settings.data, tokenizing, settings.output / TOKENS)
     if settings.validation is not None:
         return data, load_examples(settings.validation, tokenizing, settings.output / TOKENS)
@@ -112,13 +129,11 @@ def load_data(settings: FinetuneSettings, tokenizer: PreTrainedTokenizerBase) ->
     return parts["train"], parts["test"]
 
 
-def sequence_length(settings: FinetuneSettings) -> int:
+def sequence_length(settings: FinetuneSettings, model_config: PretrainedConfig) -> int:
     """Return the tokens per example. Raise ValueError if the model cannot take as many tokens as were asked for."""
-    from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-    from swarm_models.checkpoints.default_model import locate
     from swarm_models.checkpoints.family import max_positions
 
-    limit = max_positions(ModelCheckpoint.open(locate(settings.model), settings.revision).config)
+    limit = max_positions(model_config)
     num_virtual = 0 if settings.method == "lora" else settings.num_prompt_tokens
     room = math.inf if limit is None else limit - num_virtual
     if room < 2 or (settings.sequence_length or 0) > room:
@@ -147,7 +162,7 @@ def add_parameters(model: RemoteModelMixin, settings: FinetuneSettings) -> None:
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=settings.model,
+        base_model_name_or_path=model.blocks.swarm.model if settings.model.startswith(FROM_SWARM) else settings.model,
     )
     model.add_adapter(config)
 

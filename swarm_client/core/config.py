@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 
 from swarm_client.core.events import OnEvent
+from swarm_models.checkpoints.default_model import check_weights
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.codecs.sizes import LADDER
 from swarm_protocol.dht.addresses import check_peer
@@ -59,6 +60,7 @@ class ClientConfig:
     view_max_age_s: float = 10.0
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; empty: all that are not blocked
     blocked_servers: tuple[str, ...] = ()
+    weights: str = ""  # SHA-256 of the manifest of the files to take for swarm://NAME; empty: the most common manifest
     adapter: str = ""  # the adapter that servers must have loaded at their start; empty: none
     # The share of servers' work that others repeat to check it; new servers have more. None: 0.025, on this machine 0.
     check_share: float | None = None
@@ -70,6 +72,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         self._clean_peers()
         self._check_numerics()
+        check_weights(self.weights)
         for name in ("wait_timeout_s", "step_timeout_s", "recovery_timeout_s"):
             seconds = getattr(self, name)
             if not isinstance(seconds, int | float) or not seconds >= 0:

@@ -10,7 +10,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.swarm.caller import ClientIdentity
 from swarm_client.swarm.swarm import Swarm
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.checkpoints.default_model import FROM_SWARM, locate
+from swarm_models.checkpoints.default_model import FROM_SWARM, check_source, locate
 from swarm_models.checkpoints.family import has_experts
 from swarm_models.checkpoints.files import HubUnreachable
 from swarm_models.sharing.obtaining import SharingSwarm, open_from_swarm
@@ -36,9 +36,11 @@ class ModelOpening:
         """Open the model: from the swarm if its name begins with ``swarm://``, or if the hub cannot be reached.
 
         Raises:
-            CheckpointError: the model cannot be read. NoSwarm: no member of the swarm answers.
+            CheckpointError: the model cannot be read. NoSwarm: no member of the swarm answers. ValueError: the
+                configuration says which files to take from members, and the model need not come from them.
         """
         name, failure = str(name_or_path), None
+        check_source(self._config.weights, name)
         if not name.startswith(FROM_SWARM):
             location = locate(name)
             try:
@@ -71,7 +73,7 @@ class ModelOpening:
     async def _from_swarm(self, name: str, revision: str | None, failure: CheckpointError | None) -> ModelCheckpoint:
         self._dht = await self._caller.join(self._config)
         swarm = SharingSwarm(self._dht.models, self._dht.view, self._stub, background.run)
-        return await open_from_swarm(swarm, name, revision, failure=failure)
+        return await open_from_swarm(swarm, name, revision, self._config.weights, failure=failure)
 
     async def _stub(self, server: ServerRecord) -> BlocksStub:
         key = server.peer_id, server.tls_fingerprint

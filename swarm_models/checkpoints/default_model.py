@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +91,21 @@ def check_location(name_or_path: str, revision: str | None = None) -> None:
         )
     elif name_or_path.startswith(("/", "./", "../", "~")) or (name_or_path.count("/") > 1) != is_gguf:
         raise ValueError(f"{name_or_path} does not exist")
+
+
+def check_weights(weights: str) -> None:
+    """Raise ValueError if ``weights`` is neither empty nor the SHA-256 of a manifest, in hex."""
+    if weights and not re.fullmatch(r"[0-9a-f]{64}", weights):
+        raise ValueError(f"weights {weights!r} is no SHA-256 of a manifest: expected 64 digits from 0 to f")
+
+
+def check_source(weights: str, model: str) -> None:
+    """Raise ValueError if a manifest is given for a model whose files need not come from members."""
+    if weights and not model.startswith(FROM_SWARM):
+        raise ValueError(
+            f"weights are those of other members, and {model} may come from this machine or the hub: expected "
+            f"model {FROM_SWARM}{model}"
+        )
 
 
 def with_gguf_file(name_or_path: str, gguf_file: str | None) -> str:

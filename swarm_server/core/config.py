@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_source, check_weights
 from swarm_models.quants import METHODS
 from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.net.hosts import split_address
@@ -168,13 +168,8 @@ class ServerConfig:
                     f"share_weights {self.share_weights!r} is unknown: expected auto, always, never, or bytes per "
                     "second, such as 10MB"
                 )
-        if self.weights and not re.fullmatch(r"[0-9a-f]{64}", self.weights):
-            raise ValueError(f"weights {self.weights!r} is no SHA-256 of a manifest: expected 64 digits from 0 to f")
-        if self.weights and not self.model.startswith(FROM_SWARM):
-            raise ValueError(
-                f"weights are those of other members, and {self.model} may come from this machine or the hub: expected "
-                f"model {FROM_SWARM}{self.model}"
-            )
+        check_weights(self.weights)
+        check_source(self.weights, self.model)
 
     def _check_devices(self) -> None:
         if not self.devices:

@@ -71,8 +71,8 @@ class PeerProcess:
                 peer.listens_at(*await serve(service.add_to, config, host, resources))
             if member.initial_peers:
                 await peer.find_others()
-            peer.start()
             addresses = list(member.initial_peers) if config.client_mode else await board.addresses()
+            peer.start()  # last: nothing that fails may leave its tasks behind
             return cls(peer, addresses, resources.pop_all())
 
     async def leave(self) -> None:

@@ -14,6 +14,7 @@ from swarm_cli.doctor.machine import listening, writable
 from swarm_cli.doctor.members import clock, reached, registered, seen
 from swarm_cli.doctor.model_files import model_checks
 from swarm_cli.doctor.software import compiled_kernel, packages, processor
+from swarm_client.core.config import ClientConfig
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
 from swarm_models.kernels.library import ENV_ISA, kernel
@@ -169,12 +170,14 @@ def test_registered_servers():
 
 def test_models(tmp_path):
     def model(name: str):
-        (found,) = findings_of([check for check in model_checks(name, None) if check.subject == "model"])
+        checks = model_checks(name, None, ClientConfig(swarm="nobody-serves-this"))
+        (found,) = findings_of([check for check in checks if check.subject == "model"])
         return found
 
     assert "can be loaded: llama, 20 blocks" in model("tiny-python-docs").found
     assert model(str(tmp_path)).grade == Grade.FAILED and model(str(tmp_path)).to_do == "check the directory"
     assert "name and the network" in model("nobody/has-this").to_do
+    assert "members of that swarm" in model("swarm://nobody/has-this").to_do
 
 
 def test_servers_that_are_reached_through_relays_are_named_with_them():

@@ -19,6 +19,7 @@ from swarm_client.core.config import ClientConfig, Timeouts
         ({"timeouts": 3}, "timeouts is 3: expected Timeouts(connect_s=…, …)"),
         ({"on_event": 3}, "on_event is 3: expected a function of one event"),
         ({"compression": "zip"}, "compression 'zip' is unknown: expected auto, raw, bf16, int8, int4"),
+        ({"weights": "abc"}, "weights 'abc' is no SHA-256 of a manifest: expected 64 digits from 0 to f"),
         ({"initial_peers": "/ip4/1"}, "initial_peers is a string: expected a list of multiaddrs"),
         (
             {"initial_peers": ("localhost:1",)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_cli.command_line import parse_args
 from swarm_cli.commands.flags import model_choice
+from swarm_cli.doctor.check import findings_of
+from swarm_cli.doctor.model_files import model_checks
+from swarm_cli.finetune.finetune import open_model
+from swarm_cli.finetune.settings import FinetuneSettings
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import load_client
@@ -119,6 +124,25 @@ def test_a_model_that_cannot_be_split_leaves_the_swarm(net: Net, monkeypatch: py
         with pytest.raises(UnsupportedModel):
             files.swarm(checkpoint)
     assert net.left == ["first", "dht"]
+
+
+def test_only_the_files_that_the_user_knows_are_taken(net: Net) -> None:
+    known = net.members[0].record.weights.hex()
+    with opening(replace(WITH_PEERS, weights=known)) as files:
+        assert files.open("swarm://tiny", None).files.store.manifest.digest.hex() == known
+        with pytest.raises(ValueError, match="may come from this machine or the hub: expected model swarm://tiny"):
+            files.open("tiny", None)
+    sentence = rf"no member offers the weights {'0' * 64}: expected one of"
+    with opening(replace(WITH_PEERS, weights="0" * 64)) as files, pytest.raises(CheckpointError, match=sentence):
+        files.open("swarm://tiny", None)
+
+
+def test_finetune_and_doctor_have_the_model_from_members(net: Net, tmp_path: Path) -> None:
+    settings = FinetuneSettings(model="swarm://tiny", data=tmp_path, output=tmp_path, initial_peers=(PEER,))
+    tokenizer, config = open_model(settings)
+    assert tokenizer("Sort a list").input_ids and config.model_type == "llama"
+    found = [finding for check in model_checks("swarm://tiny", None, WITH_PEERS) for finding in findings_of([check])]
+    assert "swarm://tiny can be loaded: llama, 20 blocks" in found[-1].found
 
 
 def test_what_is_on_this_machine_needs_no_swarm(net: Net) -> None:
