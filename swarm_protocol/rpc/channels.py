@@ -10,7 +10,7 @@ import grpc
 
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
-from swarm_protocol.rpc.shared import result_of
+from swarm_protocol.rpc.shared import num_cancellations, result_of
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.status import CUT_OFF, FirstStatus, from_status
 
@@ -62,14 +62,20 @@ def _closed(peer_id: str) -> PeerUnavailable:
 
 @asynccontextmanager
 async def translated(peer_id: str = "", first: FirstStatus | None = None) -> AsyncIterator[None]:
-    """Raise gRPC's errors as SwarmErrors of this peer; ``first``: the first status of a call that is written to."""
+    """Raise gRPC's errors as SwarmErrors of this peer; ``first``: the first status of a call that is written to.
+
+    If the task is cancelled while the call fails, CancelledError is raised: who cancels a task waits for its end.
+    """
+    num_before = num_cancellations()
     try:
         yield
-    except grpc.aio.AioRpcError as error:
-        raise await _error_of(error.code(), error.details() or "", peer_id, first) from None
-    except (asyncio.InvalidStateError, grpc.aio.InternalError):  # the stream has ended
-        raise await _error_of(*CUT_OFF, peer_id, first) from None
-    except grpc.aio.BaseError as error:
+    except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+        if num_cancellations() > num_before:
+            raise asyncio.CancelledError from None
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise await _error_of(error.code(), error.details() or "", peer_id, first) from None
+        if isinstance(error, asyncio.InvalidStateError | grpc.aio.InternalError):  # the stream has ended
+            raise await _error_of(*CUT_OFF, peer_id, first) from None
         raise PeerUnavailable(str(error), peer_id) from None
 
 

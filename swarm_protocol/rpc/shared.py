@@ -56,5 +56,10 @@ async def result_of(task: asyncio.Future[T], peer_id: str = "") -> T:
 
 def is_cancelled() -> bool:
     """Return whether the current task itself is being cancelled, rather than the task that it awaits."""
+    return num_cancellations() > 0
+
+
+def num_cancellations() -> int:
+    """Return how many requests to cancel the current task have not been taken back (see ``Task.cancelling``)."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    return 0 if task is None else task.cancelling()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.rpc import channels
-from swarm_protocol.rpc.channels import PinnedChannels
+from swarm_protocol.rpc.channels import PinnedChannels, translated
 from tests.worlds.identities import identity
 from tests.worlds.virtual_time import run_virtually
 
@@ -110,5 +111,42 @@ def test_who_waits_for_one_when_all_are_closed_hears_of_it(opened: Opened) -> No
         assert caught.value.peer_id == "peer"
         await asyncio.wait(asking)
         assert asking[1].cancelled() and not opened
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("error", [asyncio.InvalidStateError("done"), grpc.aio.UsageError("used")])
+def test_who_is_cancelled_while_a_call_fails_ends(error: Exception, is_cancelled: bool) -> None:
+    async def call() -> None:
+        try:
+            await asyncio.sleep(1.0)
+        except asyncio.CancelledError:  # gRPC says how the call ended instead
+            raise error from None
+        raise error
+
+    async def ask() -> None:
+        async with translated("peer"):
+            await call()
+
+    async def scenario() -> None:
+        asking = asyncio.ensure_future(ask())
+        await asyncio.sleep(0.5)
+        if is_cancelled:
+            asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() if is_cancelled else isinstance(asking.exception(), PeerUnavailable)
+
+    run_virtually(scenario())
+
+
+def test_a_time_limit_is_kept_while_a_call_fails() -> None:
+    async def scenario() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5), translated("peer"):
+                try:
+                    await asyncio.sleep(1.0)
+                except asyncio.CancelledError:
+                    raise asyncio.InvalidStateError from None
 
     run_virtually(scenario())
