@@ -105,12 +105,12 @@ Block = Annotated[
 ]
 
 
-class Message(_Part):
+class AnthropicMessage(_Part):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_blocks), Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _blocks_of_its_role(self) -> Message:
+    def _blocks_of_its_role(self) -> AnthropicMessage:
         own = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}.get(self.role)
         for block in self.content:
             if isinstance(block, ToolResultBlock) if own is None else not isinstance(block, own):
@@ -154,7 +154,7 @@ class Message(_Part):
         return turn
 
 
-class Tool(_Part):
+class AnthropicTool(_Part):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _TOOL
     type: Literal["custom"] = "custom"
     name: str
@@ -210,19 +210,19 @@ class Thinking(BaseModel):
     type: str
 
 
-class Conversation(_Part):
+class MessagesPrompt(_Part):
     """The fields that say what the model reads."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: list[AnthropicMessage] = Field(min_length=1)
     system: TextBlocks = Field(default=[])
-    tools: Annotated[list[Tool], BeforeValidator(_custom_tools)] = Field(default=[])
+    tools: Annotated[list[AnthropicTool], BeforeValidator(_custom_tools)] = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     @model_validator(mode="after")
-    def _ends_with_a_question(self) -> Conversation:
+    def _ends_with_a_question(self) -> MessagesPrompt:
         if self.messages[-1].role == "assistant":
             message = "the last message is the assistant's: expected the user's, as answers cannot be continued"
             raise ApiError(400, message, param="messages")
@@ -253,11 +253,11 @@ class Conversation(_Part):
         return validated(_Chat, self._fields())
 
 
-class CountRequest(Conversation):
+class CountRequest(MessagesPrompt):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COUNT
 
 
-class MessagesRequest(Conversation):
+class MessagesRequest(MessagesPrompt):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _MESSAGES
     max_tokens: int = Field(ge=1)
     stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=_MOST_STOPS)

@@ -69,18 +69,18 @@ class FunctionCall(BaseModel):
     arguments: dict[str, Any] = {}
 
 
-class MessageToolCall(BaseModel):
+class OllamaToolCall(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     id: str | None = None
     function: FunctionCall
 
 
-class Message(Fields):
+class OllamaMessage(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"images": ([],)}
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[MessageToolCall] = Field(default=[])
+    tool_calls: list[OllamaToolCall] = Field(default=[])
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -112,7 +112,7 @@ class ChatCall(_Generating):
     """A request to ``/api/chat``. Without messages, it only loads the model."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COMMON
-    messages: list[Message] = Field(default=[])
+    messages: list[OllamaMessage] = Field(default=[])
     tools: list[Tool] = Field(default=[])
 
     def as_openai(self) -> ChatRequest | None:
@@ -184,7 +184,7 @@ def _closed(schema: Any) -> Any:
     return closed | {name: _closed(part) for name, part in schema.items()}
 
 
-def _turns(messages: list[Message]) -> list[dict[str, Any]]:
+def _turns(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Return the messages of a chat request. Ollama's calls have no ids: their results are found by name or order."""
     turns: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result

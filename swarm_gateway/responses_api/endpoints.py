@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from swarm_gateway.generation.beginning import begin
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.requests import parse
-from swarm_gateway.responses_api.formats import RESPONSES, ResponseFormat
+from swarm_gateway.responses_api.formats import RESPONSES, ResponseWriter
 from swarm_gateway.responses_api.requests import Item, ResponsesRequest, items_of
 from swarm_gateway.responses_api.store import ResponseStore
 from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, read_body
@@ -57,7 +57,7 @@ async def _generated(
     if asked.previous_response_id is not None:
         before = items_of(await asyncio.to_thread(store.conversation, key, asked.previous_response_id))
     work = await begin(gateway, asked.as_chat(before), num_bytes, key, began_s)
-    form = ResponseFormat(asked, work.model.name, work.num_prompt)
+    form = ResponseWriter(asked, work.model.name, work.num_prompt)
     found: list[Delta] = []
     async with aclosing(work.items()) as items:
         async for item in items:
@@ -77,10 +77,10 @@ async def _generated(
         yield as_json(whole)
 
 
-def _begun(form: ResponseFormat, item: Delta, num_generated: int) -> list[dict[str, object]]:
+def _begun(form: ResponseWriter, item: Delta, num_generated: int) -> list[dict[str, object]]:
     return [*form.begin(), *form.events(item, num_generated)]
 
 
-async def _store(store: ResponseStore, asked: ResponsesRequest, key: str, form: ResponseFormat) -> None:
+async def _store(store: ResponseStore, asked: ResponsesRequest, key: str, form: ResponseWriter) -> None:
     if asked.store and form.final is not None:
         await asyncio.to_thread(store.add, key, form.final, asked.stored_input())

@@ -23,8 +23,8 @@ def _event(content: Any) -> bytes:
 RESPONSES = Dialect(EVENT_STREAM, _event, OPENAI.error)
 
 
-class ResponseFormat:
-    """The format of one response. A response is a message, calls of functions, or both."""
+class ResponseWriter:
+    """The writer of one response. A response is a message, calls of functions, or both."""
 
     def __init__(self, asked: ResponsesRequest, model: str, num_prompt: int) -> None:
         """Begin a response to a prompt of ``num_prompt`` tokens."""
