@@ -14,7 +14,7 @@ import grpc
 
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import AccessDenied, BadReply, PeerError, PeerUnavailable, SwarmError
-from swarm_protocol.rpc.shared import is_cancelled
+from swarm_protocol.rpc.shared import is_cancelled, num_cancellations
 from swarm_protocol.span import Span
 from swarm_protocol.wire.status import FirstStatus, from_status
 
@@ -46,10 +46,12 @@ async def translated(
     server: ServerRecord, span: Span | None = None, call: grpc.aio.Call | None = None
 ) -> AsyncIterator[None]:
     """Translate gRPC's errors into this library's. ``call``: a written call, which is cancelled on any error."""
-    first = None if call is None else FirstStatus(call)
+    first, num_before = None if call is None else FirstStatus(call), num_cancellations()
     try:
         yield
     except _ENDED as error:
+        if num_cancellations() > num_before:
+            raise asyncio.CancelledError from None  # see ``swarm_protocol.rpc.channels.translated``
         raise await _translation(error, server, span, call, first) from None
     except asyncio.CancelledError:
         if call is not None:

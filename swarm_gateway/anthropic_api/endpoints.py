@@ -10,11 +10,10 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from swarm_gateway.anthropic_api.formats import ANTHROPIC, MessageFormat
 from swarm_gateway.anthropic_api.requests import CountRequest, MessagesRequest
-from swarm_gateway.generation.beginning import begin
+from swarm_gateway.generation.beginning import begin, read_request
 from swarm_gateway.generation.generating import Delta
-from swarm_gateway.generation.requests import parse
 from swarm_gateway.generation.sampling import prompts_of
-from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, read_body
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
 
 ANTHROPIC_PREFIX = "/v1/messages"
 
@@ -25,18 +24,14 @@ def anthropic_router(gateway: Gateway) -> APIRouter:
     @router.post("")
     async def answer(request: Request, key: str = Depends(gateway.admit)) -> Response:
         began_s = time.perf_counter()
-        gateway.rate.count(key)
-        body = await read_body(request)
-        asked = parse(MessagesRequest, body)
-        chunks = _generated(gateway, asked, len(body), key, began_s)
+        asked, num_bytes = await read_request(gateway, MessagesRequest, request, key)
+        chunks = _generated(gateway, asked, num_bytes, key, began_s)
         return ChunkedResponse(chunks, is_stream=asked.stream, dialect=ANTHROPIC)
 
     @router.post("/count_tokens")
     async def count(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        gateway.rate.count(key)
-        body = await read_body(request)
-        asked = parse(CountRequest, body)
-        return ChunkedResponse(_counted(gateway, asked, len(body), key), is_stream=False, dialect=ANTHROPIC)
+        asked, num_bytes = await read_request(gateway, CountRequest, request, key)
+        return ChunkedResponse(_counted(gateway, asked, num_bytes, key), is_stream=False, dialect=ANTHROPIC)
 
     return router
 
@@ -51,14 +46,8 @@ async def _generated(
             found = [item async for item in items if isinstance(item, Delta)]
             yield as_json(form.whole(found, work.num_generated))
             return
-        has_begun = False
         async for item in items:
-            if not isinstance(item, Delta):
-                continue
-            events = list(form.events(item, work.num_generated))
-            if not has_begun:
-                has_begun, events = True, [form.begin(), *events]
-            if events:
+            if isinstance(item, Delta) and (events := list(form.events(item, work.num_generated))):
                 yield b"".join(map(ANTHROPIC.chunk, events))
 
 

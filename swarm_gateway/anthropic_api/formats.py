@@ -13,20 +13,17 @@ from swarm_gateway.generation.tools import ToolCall
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.http import EVENT_STREAM, Dialect, as_json
 
-_ERRORS = {  # by HTTP status; any other is an api_error
-    400: "invalid_request_error",
+_ERRORS = {  # by HTTP status
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     413: "request_too_large",
-    415: "invalid_request_error",
     429: "rate_limit_error",
 }
 
 
 def _error(error: ApiError) -> dict[str, Any]:
-    kind = _ERRORS.get(error.status, "api_error")
+    kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
@@ -44,6 +41,7 @@ class MessageFormat:
         """Begin an answer to a prompt of ``num_prompt`` tokens."""
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._num_prompt = num_prompt
+        self._has_begun = False
         self._num_blocks = 0  # that have begun
         self._is_text = False  # a block of text is open
         self._space = ""  # white space that is not sent before other text comes
@@ -56,13 +54,12 @@ class MessageFormat:
         content += [_tool_use(call, object_of(call.arguments)) for call in calls]
         return self._message(content, _end(deltas[-1]), num_generated)
 
-    def begin(self) -> dict[str, Any]:
-        """Return the first event of a stream."""
-        nothing = {"stop_reason": None, "stop_sequence": None}
-        return {"type": "message_start", "message": self._message([], nothing, 0)}
-
     def events(self, delta: Delta, num_generated: int) -> Iterator[dict[str, Any]]:
-        """Yield the events of one piece; with its finish, also those that end the stream."""
+        """Yield the events of one piece. The first piece also has the stream's beginning, and the last one its end."""
+        if not self._has_begun:
+            self._has_begun = True
+            nothing = {"stop_reason": None, "stop_sequence": None}
+            yield {"type": "message_start", "message": self._message([], nothing, 0)}
         if delta.finish is not None and not delta.calls and self._num_blocks == 0:
             delta, self._space = replace(delta, text=self._space + delta.text), ""
             yield from self._open_text()  # an answer has at least one block

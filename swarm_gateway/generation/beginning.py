@@ -1,14 +1,27 @@
-"""The beginning of a request's generations, which is the same for the APIs of all dialects."""
+"""The reading of requests and the beginning of their generations, which are the same for all APIs."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
 
 from swarm_gateway.generation.conversation import call_reader
 from swarm_gateway.generation.generating import QueuedGenerations
-from swarm_gateway.generation.requests import ChatRequest, CompletionRequest
+from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, parse
 from swarm_gateway.generation.sampling import echoes_of, requests_of
-from swarm_gateway.web.http import Gateway
+from swarm_gateway.web.http import Gateway, read_body
+
+R = TypeVar("R", bound=BaseModel)
+
+
+async def read_request(gateway: Gateway, kind: type[R], request: Request, key: str) -> tuple[R, int]:
+    """Count the request for its key. Return its fields and the size of its body in bytes. Raise ApiError if refused."""
+    gateway.rate.count(key)
+    body = await read_body(request)
+    return parse(kind, body), len(body)
 
 
 async def begin(

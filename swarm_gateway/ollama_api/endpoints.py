@@ -10,14 +10,14 @@ from contextlib import aclosing
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from swarm_gateway.generation.beginning import begin
+from swarm_gateway.generation.beginning import begin, read_request
 from swarm_gateway.generation.generating import Delta
-from swarm_gateway.generation.requests import EmbeddingRequest, parse, validated
+from swarm_gateway.generation.requests import EmbeddingRequest, validated
 from swarm_gateway.generation.tools import region_of
 from swarm_gateway.generation.vectors import vectors_of
 from swarm_gateway.ollama_api.formats import OLLAMA, AnswerFormat, tag
 from swarm_gateway.ollama_api.requests import ChatCall, EmbedCall, GenerateCall, OldEmbedCall, ShowCall
-from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, read_body
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
 
 OLLAMA_PREFIX = "/api/"
 _VERSION = "0.13.0"  # of the API that is spoken here; clients refuse versions that are too old for them
@@ -28,10 +28,9 @@ def ollama_router(gateway: Gateway) -> APIRouter:
 
     async def answer(kind: type[ChatCall] | type[GenerateCall], request: Request, key: str) -> Response:
         began_s = time.perf_counter()
-        gateway.rate.count(key)
-        body = await read_body(request)
-        asked: ChatCall | GenerateCall = parse(kind, body)
-        chunks = _generated(gateway, asked, len(body), key, began_s)
+        asked: ChatCall | GenerateCall
+        asked, num_bytes = await read_request(gateway, kind, request, key)
+        chunks = _generated(gateway, asked, num_bytes, key, began_s)
         return ChunkedResponse(chunks, is_stream=asked.stream, dialect=OLLAMA)
 
     @router.post("/chat")
@@ -45,22 +44,19 @@ def ollama_router(gateway: Gateway) -> APIRouter:
     @router.post("/embed")
     async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
         began_s = time.perf_counter()
-        gateway.rate.count(key)
-        body = await read_body(request)
-        chunks = _embedded(gateway, parse(EmbedCall, body), len(body), key, began_s)
+        asked, num_bytes = await read_request(gateway, EmbedCall, request, key)
+        chunks = _embedded(gateway, asked, num_bytes, key, began_s)
         return ChunkedResponse(chunks, is_stream=False, dialect=OLLAMA)
 
     @router.post("/embeddings")
     async def embed_one(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        gateway.rate.count(key)
-        body = await read_body(request)
-        chunks = _embedded_one(gateway, parse(OldEmbedCall, body), len(body), key)
+        asked, num_bytes = await read_request(gateway, OldEmbedCall, request, key)
+        chunks = _embedded_one(gateway, asked, num_bytes, key)
         return ChunkedResponse(chunks, is_stream=False, dialect=OLLAMA)
 
     @router.post("/show")
     async def show(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        gateway.rate.count(key)
-        asked = parse(ShowCall, await read_body(request))
+        asked, _ = await read_request(gateway, ShowCall, request, key)
         return ChunkedResponse(_shown(gateway, asked.model or asked.name), is_stream=False, dialect=OLLAMA)
 
     @router.get("/tags", dependencies=[Depends(gateway.admit)])
@@ -90,11 +86,11 @@ async def _generated(
         async for item in items:
             if not isinstance(item, Delta):
                 continue
-            if not found:
-                form.begin()
-            found.append(item)
+            form.begin()
             if asked.stream:
                 yield OLLAMA.chunk(form.chunk(item, work))
+            else:
+                found.append(item)
     if not asked.stream:
         yield as_json(form.whole(found, work))
 

@@ -26,7 +26,7 @@ class AnswerFormat:
     def __init__(self, model: str, began_s: float, *, is_chat: bool) -> None:
         """Begin an answer to a request that came at ``began_s``, by ``time.perf_counter``."""
         self._model, self._began_s, self._is_chat = model, began_s, is_chat
-        self._first_s = began_s  # when the first piece came
+        self._first_s: float | None = None  # when the first piece came
 
     def whole(self, deltas: Sequence[Delta], work: QueuedGenerations) -> dict[str, Any]:
         text = "".join(delta.text for delta in deltas)
@@ -38,8 +38,9 @@ class AnswerFormat:
         return self._said(delta.text, delta.calls) | rest
 
     def begin(self) -> None:
-        """Note that the first piece has come."""
-        self._first_s = time.perf_counter()
+        """Note that a piece has come: the time of the first one counts."""
+        if self._first_s is None:
+            self._first_s = time.perf_counter()
 
     def loaded(self) -> dict[str, Any]:
         """Return the answer to a request that only loads the model."""
@@ -57,15 +58,16 @@ class AnswerFormat:
     def _end(self, delta: Delta, work: QueuedGenerations) -> dict[str, Any]:
         """Return the end of an answer. Durations are in nanoseconds; the prompt's includes the wait for a turn."""
         now_s = time.perf_counter()
+        first_s = now_s if self._first_s is None else self._first_s
         return {
             "done": True,
             "done_reason": "length" if delta.finish == "length" else "stop",
             "total_duration": _nanoseconds(now_s - self._began_s),
             "load_duration": 0,
             "prompt_eval_count": work.num_prompt,
-            "prompt_eval_duration": _nanoseconds(self._first_s - self._began_s),
+            "prompt_eval_duration": _nanoseconds(first_s - self._began_s),
             "eval_count": work.num_generated,
-            "eval_duration": _nanoseconds(now_s - self._first_s),
+            "eval_duration": _nanoseconds(now_s - first_s),
         }
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from swarm_gateway.generation.beginning import begin
+from swarm_gateway.generation.beginning import begin, read_request
 from swarm_gateway.generation.generating import Delta
-from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse
+from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
-from swarm_gateway.web.http import ChunkedResponse, Gateway, as_date, as_json, event, read_body
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_date, as_json, event
 from swarm_gateway.web.models import not_found
 
 _DONE = b"data: [DONE]\n\n"
@@ -26,10 +26,9 @@ def openai_router(gateway: Gateway) -> APIRouter:
 
     async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request, key: str) -> Response:
         began_s = time.perf_counter()
-        gateway.rate.count(key)
-        body = await read_body(request)
-        asked: ChatRequest | CompletionRequest = parse(kind, body)
-        return ChunkedResponse(_generated(gateway, asked, len(body), key, began_s), is_stream=asked.stream)
+        asked: ChatRequest | CompletionRequest
+        asked, num_bytes = await read_request(gateway, kind, request, key)
+        return ChunkedResponse(_generated(gateway, asked, num_bytes, key, began_s), is_stream=asked.stream)
 
     @router.post("/chat/completions")
     async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
@@ -41,9 +40,8 @@ def openai_router(gateway: Gateway) -> APIRouter:
 
     @router.post("/embeddings")
     async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        gateway.rate.count(key)
-        body = await read_body(request)
-        return ChunkedResponse(embeddings(gateway, parse(EmbeddingRequest, body), len(body), key), is_stream=False)
+        asked, num_bytes = await read_request(gateway, EmbeddingRequest, request, key)
+        return ChunkedResponse(embeddings(gateway, asked, num_bytes, key), is_stream=False)
 
     def described(name: str) -> dict[str, Any]:
         """Return a model's entry, with the fields of OpenAI's and of Anthropic's API, which have one path for this."""

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sqlite3
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from swarm_gateway.generation.beginning import begin
+from swarm_gateway.generation.beginning import begin, read_request
 from swarm_gateway.generation.generating import Delta
-from swarm_gateway.generation.requests import parse
 from swarm_gateway.responses_api.formats import RESPONSES, ResponseWriter
 from swarm_gateway.responses_api.requests import Item, ResponsesRequest, items_of
 from swarm_gateway.responses_api.store import ResponseStore
-from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, read_body
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
+
+_logger = logging.getLogger(__name__)
 
 
 def responses_router(gateway: Gateway, store: ResponseStore) -> APIRouter:
@@ -25,10 +29,8 @@ def responses_router(gateway: Gateway, store: ResponseStore) -> APIRouter:
     @router.post("")
     async def respond(request: Request, key: str = Depends(gateway.admit)) -> Response:
         began_s = time.perf_counter()
-        gateway.rate.count(key)
-        body = await read_body(request)
-        asked = parse(ResponsesRequest, body)
-        chunks = _generated(gateway, store, asked, len(body), key, began_s)
+        asked, num_bytes = await read_request(gateway, ResponsesRequest, request, key)
+        chunks = _generated(gateway, store, asked, num_bytes, key, began_s)
         return ChunkedResponse(chunks, is_stream=asked.stream, dialect=RESPONSES)
 
     @router.get("/{response_id}")
@@ -58,29 +60,22 @@ async def _generated(
         before = items_of(await asyncio.to_thread(store.conversation, key, asked.previous_response_id))
     work = await begin(gateway, asked.as_chat(before), num_bytes, key, began_s)
     form = ResponseWriter(asked, work.model.name, work.num_prompt)
-    found: list[Delta] = []
     async with aclosing(work.items()) as items:
         async for item in items:
             if not isinstance(item, Delta):
                 continue
-            if asked.stream:
-                events = (
-                    list(form.events(item, work.num_generated)) if found else _begun(form, item, work.num_generated)
-                )
-                if item.finish is not None:
-                    await _store(store, asked, key, form)
+            events = list(form.events(item, work.num_generated))
+            if form.final is not None and asked.store:
+                await _store(store, key, form.final, asked)
+            if asked.stream and events:
                 yield b"".join(map(RESPONSES.chunk, events))
-            found.append(item)
     if not asked.stream:
-        whole = form.whole(found, work.num_generated)
-        await _store(store, asked, key, form)
-        yield as_json(whole)
+        yield as_json(form.final)
 
 
-def _begun(form: ResponseWriter, item: Delta, num_generated: int) -> list[dict[str, object]]:
-    return [*form.begin(), *form.events(item, num_generated)]
-
-
-async def _store(store: ResponseStore, asked: ResponsesRequest, key: str, form: ResponseWriter) -> None:
-    if asked.store and form.final is not None:
-        await asyncio.to_thread(store.add, key, form.final, asked.stored_input())
+async def _store(store: ResponseStore, key: str, response: dict[str, Any], asked: ResponsesRequest) -> None:
+    """Store the response. If that fails, say so in the log: the client still gets the response."""
+    try:
+        await asyncio.to_thread(store.add, key, response, asked.stored_input())
+    except sqlite3.Error as error:  # such as a full disk
+        _logger.warning("a response could not be stored, so that no other can go on from it: %s", error)

@@ -44,21 +44,11 @@ class ResponseWriter:
         self._space = ""  # white space that is not sent before other text comes
         self.final: dict[str, Any] | None = None  # the response, once it is complete
 
-    def whole(self, deltas: Sequence[Delta], num_generated: int) -> dict[str, Any]:
-        """Return the response that these pieces make."""
-        for delta in deltas:
-            for _ in self.events(delta, num_generated):
-                pass
-        assert self.final is not None  # the last piece has the finish
-        return self.final
-
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """Yield the first events of a stream."""
-        for kind in ("response.created", "response.in_progress"):
-            yield self._numbered(kind, response=self._response("in_progress"))
-
     def events(self, delta: Delta, num_generated: int) -> Iterator[dict[str, Any]]:
-        """Yield the events of one piece; with its finish, also those that end the stream."""
+        """Yield the events of one piece. The first piece also has the stream's beginning, and the last one its end."""
+        if not self._num_events:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._numbered(kind, response=self._response("in_progress"))
         is_last = delta.finish is not None
         is_empty = is_last and not (delta.calls or self._done or self._message)
         yield from self._add_text(delta.text, even_space=is_empty)
@@ -66,9 +56,8 @@ class ResponseWriter:
             yield from self._close_message("completed")
             yield from self._call(call)
         if is_last:
-            is_cut = delta.finish == "length"
-            yield from self._close_message("incomplete" if is_cut else "completed")
-            status = "incomplete" if is_cut else "completed"
+            status = "incomplete" if delta.finish == "length" else "completed"
+            yield from self._close_message(status)
             self.final = self._response(status, num_generated)
             yield self._numbered(f"response.{status}", response=self.final)
 

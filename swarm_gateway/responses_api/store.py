@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +19,10 @@ _APPLICATION_ID = 0x53775273  # says in the file's header whose it is
 _PREVIOUS = "previous_response_id"
 _MOST_PREVIOUS = 1000  # responses that one may follow, one after the other
 _TABLE = """CREATE TABLE IF NOT EXISTS responses (
-    number INTEGER PRIMARY KEY, id TEXT UNIQUE, key TEXT, previous TEXT, created REAL, items TEXT, response TEXT
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE, key TEXT, previous TEXT, size INTEGER, items TEXT, response TEXT
+)"""
+_LEAVE_OUT = """DELETE FROM responses WHERE number IN (
+    SELECT number FROM (SELECT number, SUM(size) OVER (ORDER BY number DESC) AS total FROM responses) WHERE total > ?
 )"""
 
 
@@ -45,22 +47,17 @@ class ResponseStore:
                 if self._one("SELECT COUNT(*) FROM sqlite_master")[0]:
                     raise ValueError(f"{path} is something else: expected a new file, or one that `serve` has written")
                 self._run(f"PRAGMA application_id = {_APPLICATION_ID}")
-                self._run(_TABLE)
+            self._run(_TABLE)
         except (OSError, sqlite3.Error) as error:
             raise ValueError(f"{path} cannot be used for responses: {error}") from None
-        (self._num_bytes,) = self._one("SELECT COALESCE(SUM(LENGTH(items) + LENGTH(response)), 0) FROM responses")
 
     def add(self, key: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
         """Store a response, and the items of its request."""
         texts = json.dumps(items), json.dumps(response)
-        row = (response["id"], _owner(key), response["previous_response_id"], time.time(), *texts)
+        row = (response["id"], _owner(key), response["previous_response_id"], sum(map(len, texts)), *texts)
         with self._lock:
             self._run("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?, ?)", *row)
-            self._num_bytes += sum(map(len, texts))
-            while self._num_bytes > self._most_bytes:
-                oldest = self._one("SELECT id, LENGTH(items) + LENGTH(response) FROM responses ORDER BY number LIMIT 1")
-                self._run("DELETE FROM responses WHERE id = ?", oldest[0])
-                self._num_bytes -= oldest[1]
+            self._run(_LEAVE_OUT, self._most_bytes)
 
     def get(self, key: str, response_id: str) -> dict[str, Any]:
         """Return a response. Raise ApiError if there is none of this key."""
@@ -85,10 +82,9 @@ class ResponseStore:
 
     def delete(self, key: str, response_id: str) -> None:
         """Forget a response. Raise ApiError if there is none of this key."""
-        _, items, response = self._row(key, response_id)
+        self._row(key, response_id)
         with self._lock:
             self._run("DELETE FROM responses WHERE id = ?", response_id)
-            self._num_bytes -= len(items) + len(response)
 
     def close(self) -> None:
         self._database.close()

@@ -32,7 +32,7 @@ PeerConfig = TrainingConfig | RobustConfig
 
 @dataclass(frozen=True)
 class RunMembership:
-    """The identity of this process, and where it begins.
+    """The identity with which a process enters a run, and the members through which it does.
 
     Attributes:
         initial_peers: multiaddrs of members of the run; none: the run begins here.

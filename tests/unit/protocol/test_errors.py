@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -167,6 +168,29 @@ def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone
                     await call.write(pb.PushRequest(more=bytes(MIB)))
 
     with_one_that_ends(grpc.StatusCode.OK, scenario)
+
+
+@pytest.mark.parametrize("translate", [translated, lambda: calls_translated(server_record())])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_who_is_cancelled_while_a_call_fails_ends(translate: Callable[[], Any], is_cancelled: bool) -> None:
+    async def call() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(1.0)
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    async def ask() -> None:
+        async with translate():
+            await call()
+
+    async def scenario() -> None:
+        asking = asyncio.ensure_future(ask())
+        await asyncio.sleep(0.5)
+        if is_cancelled:
+            asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled() if is_cancelled else isinstance(asking.exception(), PeerUnavailable)
+
+    run_virtually(scenario())
 
 
 class Forgetful:

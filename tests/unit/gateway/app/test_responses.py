@@ -185,6 +185,23 @@ def test_an_error_in_a_stream(gateway: Gateway) -> None:
     assert name == "event: error" and json.loads(data.removeprefix("data: "))["message"] == "the swarm is gone"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_cannot_be_stored_still_comes(
+    gateway: Gateway, stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(ResponseStore, "add", refuse)
+    gateway.says("a list")
+    if stream:
+        with gateway.client().responses.stream(**ASK) as events:
+            found = events.get_final_response()
+    else:
+        found = gateway.client().responses.create(**ASK)
+    assert found.output_text == "a list" and "database or disk is full" in caplog.text
+
+
 def response(number: int, previous: str | None = None) -> dict[str, Any]:
     return {"id": f"r{number}", "previous_response_id": previous, "output": [{"text": "x" * 100}]}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 
 from swarm_protocol.errors import PeerUnavailable
@@ -111,31 +110,6 @@ def test_who_waits_for_one_when_all_are_closed_hears_of_it(opened: Opened) -> No
         assert caught.value.peer_id == "peer"
         await asyncio.wait(asking)
         assert asking[1].cancelled() and not opened
-
-    run_virtually(scenario())
-
-
-@pytest.mark.parametrize("is_cancelled", [False, True])
-@pytest.mark.parametrize("error", [asyncio.InvalidStateError("done"), grpc.aio.UsageError("used")])
-def test_who_is_cancelled_while_a_call_fails_ends(error: Exception, is_cancelled: bool) -> None:
-    async def call() -> None:
-        try:
-            await asyncio.sleep(1.0)
-        except asyncio.CancelledError:  # gRPC says how the call ended instead
-            raise error from None
-        raise error
-
-    async def ask() -> None:
-        async with translated("peer"):
-            await call()
-
-    async def scenario() -> None:
-        asking = asyncio.ensure_future(ask())
-        await asyncio.sleep(0.5)
-        if is_cancelled:
-            asking.cancel()
-        await asyncio.wait([asking])
-        assert asking.cancelled() if is_cancelled else isinstance(asking.exception(), PeerUnavailable)
 
     run_virtually(scenario())
 
