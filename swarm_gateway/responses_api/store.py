@@ -49,7 +49,8 @@ class ResponseStore:
                 self._run(f"PRAGMA application_id = {_APPLICATION_ID}")
             self._run(_TABLE)
         except (OSError, sqlite3.Error) as error:
-            raise ValueError(f"{path} cannot be used for responses: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"{path} cannot be used for responses: {reason}") from None
 
     def add(self, key: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
         """Store a response, and the items of its request."""

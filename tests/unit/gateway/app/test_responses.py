@@ -227,6 +227,8 @@ def test_the_store_keeps_what_fits_and_survives_in_a_file(tmp_path: Path) -> Non
 
 
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be used for responses: No such file or directory$"):
+        ResponseStore(tmp_path / "nowhere" / "responses")
     (tmp_path / "text").write_text("something else" * 100)
     with pytest.raises(ValueError, match="cannot be used for responses"):
         ResponseStore(tmp_path / "text")
