@@ -61,6 +61,16 @@ async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = Fa
     return any(answers)
 
 
+async def rejoin_if_alone(node: DHTNode) -> None:
+    """Bootstrap the node through its initial peers again if it knows no other node.
+
+    hivemind forgets a peer whose reply comes too late once. Without this, a node that knew only that peer would find
+    nothing any more.
+    """
+    if not node.protocol.routing_table.uid_to_peer_id:
+        await bootstrap(node, node.initial_peers)
+
+
 async def start_joined(
     identity: Identity,
     listening: Listening,
@@ -82,6 +92,7 @@ async def start_joined(
     if initial_peers:
         await require_answer(initial_peers)
     node = await dht_node.start(identity, listening)
+    node.initial_peers = tuple(initial_peers)
     try:
         if initial_peers and is_reachable is not None:
             dht_node.set_serving(node, await is_reachable(node.p2p))

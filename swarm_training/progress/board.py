@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht.bootstrap import start_joined
+from swarm_protocol.dht.bootstrap import rejoin_if_alone, start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.stored_records import limit_records, read_items, store_item, subkey_of
 from swarm_protocol.errors import PeerUnavailable
@@ -98,6 +98,7 @@ class DhtPeerRegistry:
             raise PeerUnavailable("no member of the run has stored the order: try again")
 
     async def _values(self, key: str, kind: type[M]) -> AsyncIterator[M]:
+        await rejoin_if_alone(self._node)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 items = await read_items(self._node, key)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht.bootstrap import start_joined
+from swarm_protocol.dht.bootstrap import rejoin_if_alone, start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.stored_records import items_of, limit_records, owner_of, subkey_of
@@ -118,6 +118,7 @@ class DhtExpertRegistry:
 
     async def _read(self, keys: list[str]) -> dict[str, list[tuple[object, object]]]:
         """Return the unchecked records under each key, with their subkeys."""
+        await rejoin_if_alone(self._dht.node)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 if self.revocations is not None:
