@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
+from swarm_gateway.answers.answer_reader import ToolCall
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.parts import object_of
-from swarm_gateway.generation.tools import ToolCall
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.http import EVENT_STREAM, Dialect, as_json
 
@@ -35,7 +34,7 @@ ANTHROPIC = Dialect(EVENT_STREAM, _event, _error)
 
 
 class MessageFormat:
-    """The format of one answer. Text that is white space alone has no block of its own beside calls of tools."""
+    """The format of one answer. Text that is white space alone has no block of its own beside other blocks."""
 
     def __init__(self, model: str, num_prompt: int) -> None:
         """Begin an answer to a prompt of ``num_prompt`` tokens."""
@@ -43,16 +42,17 @@ class MessageFormat:
         self._num_prompt = num_prompt
         self._has_begun = False
         self._num_blocks = 0  # that have begun
-        self._is_text = False  # a block of text is open
+        self._open = ""  # the open block: "text", "thinking", or none
         self._space = ""  # white space that is not sent before other text comes
 
     def whole(self, deltas: Sequence[Delta], num_generated: int) -> dict[str, Any]:
         """Return the answer that these pieces make."""
-        text = "".join(delta.text for delta in deltas)
-        calls = [call for delta in deltas for call in delta.calls]
-        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() or not calls else []
-        content += [_tool_use(call, object_of(call.arguments)) for call in calls]
-        return self._message(content, _end(deltas[-1]), num_generated)
+        text, reasoning = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
+        calls = [_tool_use(call, object_of(call.arguments)) for delta in deltas for call in delta.calls]
+        content: list[dict[str, Any]] = [_block("thinking") | {"thinking": reasoning}] if reasoning else []
+        if text.strip() or not (content or calls):
+            content.append(_block("text") | {"text": text})
+        return self._message([*content, *calls], _end(deltas[-1]), num_generated)
 
     def events(self, delta: Delta, num_generated: int) -> Iterator[dict[str, Any]]:
         """Yield the events of one piece. The first piece also has the stream's beginning, and the last one its end."""
@@ -60,15 +60,16 @@ class MessageFormat:
             self._has_begun = True
             nothing = {"stop_reason": None, "stop_sequence": None}
             yield {"type": "message_start", "message": self._message([], nothing, 0)}
-        if delta.finish is not None and not delta.calls and self._num_blocks == 0:
-            delta, self._space = replace(delta, text=self._space + delta.text), ""
-            yield from self._open_text()  # an answer has at least one block
-        yield from self._text(delta.text)
+        if delta.reasoning:
+            yield from self._open_block("thinking")
+            yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        is_empty = delta.finish is not None and not delta.calls and self._num_blocks == 0
+        yield from self._text(delta.text, even_space=is_empty)  # an answer has at least one block
         for call in delta.calls:
-            yield from self._close_text()
+            yield from self._close_block()
             yield from self._call(call)
         if delta.finish is not None:
-            yield from self._close_text()
+            yield from self._close_block()
             usage = {"output_tokens": num_generated}
             yield {"type": "message_delta", "delta": _end(delta), "usage": usage}
             yield {"type": "message_stop"}
@@ -77,25 +78,26 @@ class MessageFormat:
         usage = {"input_tokens": self._num_prompt, "output_tokens": num_generated}
         return self._head | {"content": content} | end | {"usage": usage}
 
-    def _text(self, text: str) -> Iterator[dict[str, Any]]:
+    def _text(self, text: str, *, even_space: bool) -> Iterator[dict[str, Any]]:
         text = self._space + text
-        if not self._is_text and not text.strip():
+        if self._open != "text" and not text.strip() and not even_space:
             self._space = text
             return
-        self._space = ""
-        if not self._is_text:
-            yield from self._open_text()
+        yield from self._open_block("text")
         if text:
             yield self._delta({"type": "text_delta", "text": text})
 
-    def _open_text(self) -> Iterator[dict[str, Any]]:
-        self._is_text = True
-        yield self._start({"type": "text", "text": ""})
+    def _open_block(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Open a block of this kind, unless it is the open one."""
+        if self._open != kind:
+            yield from self._close_block()
+            yield self._start(_block(kind))
+        self._open, self._space = kind, ""
 
-    def _close_text(self) -> Iterator[dict[str, Any]]:
-        if self._is_text:
+    def _close_block(self) -> Iterator[dict[str, Any]]:
+        if self._open:
             yield self._stop()
-        self._is_text, self._space = False, ""
+        self._open = self._space = ""
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         yield self._start(_tool_use(call, {}))
@@ -112,6 +114,11 @@ class MessageFormat:
 
     def _stop(self) -> dict[str, Any]:
         return {"type": "content_block_stop", "index": self._num_blocks - 1}
+
+
+def _block(kind: str) -> dict[str, Any]:
+    """Return an empty block. Reasoning has no signature, because nobody checks one."""
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def _tool_use(call: ToolCall, arguments: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The generations that answer requests, whatever API they came by: fields, prompts, grammars, calls of tools."""
+"""The generations that answer requests, whatever API they came by: fields, prompts, and the pieces of answers."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from fastapi import Request
 from pydantic import BaseModel
 
-from swarm_gateway.generation.conversation import call_reader
+from swarm_gateway.generation.conversation import answer_reader
 from swarm_gateway.generation.generating import QueuedGenerations
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, parse
 from swarm_gateway.generation.sampling import echoes_of, requests_of
@@ -41,11 +41,11 @@ async def begin(
     requests, echoes = await gateway.preparations.run(
         key, num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
     )
-    new_call_reader = partial(call_reader, asked, model) if isinstance(asked, ChatRequest) else lambda: None
-    new_call_reader()  # an unknown format is refused before a place is taken
+    new_reader = partial(answer_reader, asked, model, requests[0].prompt)
+    new_reader()  # an unknown format is refused before a place is taken
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
     places = gateway.queue.join(key, len(requests))
     gateway.metrics.prompt_tokens.inc(num_prompt)
     return QueuedGenerations(
-        model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, new_call_reader, echoes
+        model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, new_reader, echoes
     )

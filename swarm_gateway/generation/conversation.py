@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swarm_client.generation.templates import render
+from swarm_gateway.answers.answer_reader import AnswerReader
+from swarm_gateway.answers.reasoning import reasoning_of
+from swarm_gateway.answers.tools import call_format_of, call_regions, calls_grammar
 from swarm_gateway.generation.parts import NamedTool
-from swarm_gateway.generation.requests import ChatRequest
-from swarm_gateway.generation.tools import CallReader, calls_grammar, format_of, region_of
+from swarm_gateway.generation.requests import ChatRequest, CompletionRequest
 from swarm_gateway.grammars.compiler import Grammar
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.models import ServedModel
@@ -26,7 +30,7 @@ def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) ->
     """Return the conversation's text. Raise ApiError if the chat template refuses messages, or omits tools or calls."""
     _check_variables(asked.chat_template_kwargs)
     turns = [message.as_turn() for message in asked.messages]
-    offered = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in asked.offered_tools]
+    offered = _offered(asked)
     text = partial(_rendered, tokenizer, asked.template_options)
     if not tokenizer.chat_template and any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
         raise _unknown_to_template("messages")
@@ -38,6 +42,11 @@ def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) ->
         if other is not None and whole == text([*turns[:number], other, *turns[number + 1 :]], offered):
             raise _unknown_to_template("messages")
     return whole
+
+
+def _offered(asked: ChatRequest) -> list[dict[str, Any]]:
+    """Return the tools that the prompt lists, in OpenAI's shape."""
+    return [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in asked.offered_tools]
 
 
 def _check_variables(given: Mapping[str, Any]) -> None:
@@ -56,7 +65,23 @@ def _rendered(
     try:
         return render(tokenizer, turns, tools or None, options)
     except ValueError as error:
-        raise ApiError(400, str(error), param="messages") from None
+        refused = ApiError(400, str(error), param="messages")
+    if not any("tool_calls" in turn for turn in turns):
+        raise refused
+    try:  # some templates, such as DeepSeek's, expect the arguments of calls as text
+        return render(tokenizer, list(map(_with_text_arguments, turns)), tools or None, options)
+    except ValueError:
+        raise refused from None
+
+
+def _with_text_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "tool_calls" not in turn:
+        return turn
+    calls = copy.deepcopy(turn["tool_calls"])
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        call["function"]["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {**turn, "tool_calls": calls}
 
 
 def _other_turn(turn: dict[str, Any]) -> dict[str, Any] | None:
@@ -71,36 +96,64 @@ def _unknown_to_template(param: str) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-def call_reader(asked: ChatRequest, model: ServedModel) -> CallReader | None:
-    """Return a reader for one answer; None if it can have no calls. Raise ApiError if the calls' format is unknown."""
-    if not asked.offered_tools:
+def answer_reader(
+    asked: ChatRequest | CompletionRequest, model: ServedModel, prompt: Sequence[int]
+) -> AnswerReader | None:
+    """Return a reader for one answer to ``prompt``, which are token ids; None if the answer is all text.
+
+    Raise ApiError if the calls' format is unknown.
+    """
+    if isinstance(asked, CompletionRequest):
         return None
-    region = region_of(model.tokenizer)
-    if region is None:
-        raise _unknown_calls("tools")
-    return CallReader(region, {tool.name for tool in asked.offered_tools}, several=asked.parallel_tool_calls)
+    reasoning = reasoning_of(model.tokenizer, prompt)
+    regions = {} if reasoning is None else dict(reasoning.format.regions)
+    if asked.offered_tools:
+        calls = call_regions(model.tokenizer)
+        if not calls:
+            raise _unknown_calls("tools")
+        regions |= calls
+    if not regions:
+        return None
+    prefix = "" if reasoning is None else reasoning.prefix
+    return AnswerReader(regions, _offered(asked), several=asked.parallel_tool_calls, prefix=prefix)
 
 
-def grammar_of(asked: ChatRequest, model: ServedModel) -> Grammar | None:
-    """Return the grammar that the answer must follow; None if there is none. Raise ApiError if it cannot be made."""
-    answers = {} if asked.answer_schema is None or asked.must_call else {"answer": asked.answer_schema}
-    if asked.must_call or (answers and asked.callable_tools):
-        return _grammar_with_calls(asked, model, answers)
-    return model.grammars.compile("start: answer", answers, "response_format") if answers else None
+def grammar_of(asked: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> Grammar | None:
+    """Return the grammar that the answer to ``prompt`` must follow; None if there is none.
+
+    Reasoning comes before the grammar. Raise ApiError if the grammar cannot be made.
+    """
+    schemas: dict[str, Any] = {}
+    rules, choices = [], []
+    reasoning = reasoning_of(model.tokenizer, prompt)
+    compiler = model.grammars
+    if asked.answer_schema is not None and not asked.must_call:
+        schemas["answer"] = asked.answer_schema
+        before = () if reasoning is None else reasoning.format.before_answer
+        choices.append(" ".join([*map(compiler.literal, before), "answer"]))
+    if asked.must_call or (choices and asked.callable_tools):
+        calls, arguments = _rules_of_calls(asked, model)
+        rules.append(calls)
+        schemas |= arguments
+        choices.append("calls")
+    if not choices:
+        return None
+    start = " | ".join(choices)
+    if reasoning is not None:
+        rules.append(reasoning.format.rule("thought", compiler, has_begun=reasoning.has_begun))
+        start = f"thought{'' if reasoning.has_begun else '?'} ({start})"
+    param = "tools" if "calls" in choices else "response_format"
+    return compiler.compile("\n".join([f"start: {start}", *rules]), schemas, param)
 
 
-def _grammar_with_calls(asked: ChatRequest, model: ServedModel, answers: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of calls, or of these answers and calls. Raise ApiError if the calls' format is unknown."""
-    written = format_of(str(model.tokenizer.chat_template or ""))
+def _rules_of_calls(asked: ChatRequest, model: ServedModel) -> tuple[str, dict[str, Mapping[str, Any]]]:
+    """Return the rule ``calls`` and those it needs. Raise ApiError if the calls' format is unknown."""
+    written = call_format_of(str(model.tokenizer.chat_template or ""))
     if written is None:
         raise _unknown_calls("tool_choice" if asked.must_call else "response_format with tools")
-    tools = asked.callable_tools
-    arguments = {tool.name: f"arguments{number}" for number, tool in enumerate(tools)}
-    schemas = {arguments[tool.name]: tool.parameters or _ANY_OBJECT for tool in tools}
+    tools = {tool.name: tool.parameters or _ANY_OBJECT for tool in asked.callable_tools}
     several = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
-    rules = calls_grammar(written, arguments, several=several, compiler=model.grammars)
-    start = "start: answer | calls" if answers else "start: calls"
-    return model.grammars.compile(f"{start}\n{rules}", {**answers, **schemas}, "tools")
+    return calls_grammar(written, tools, several=several, compiler=model.grammars)
 
 
 def _unknown_calls(param: str) -> ApiError:

@@ -12,7 +12,7 @@ from swarm_client.batching.request import FinishReason, Request, Servers, Token
 from swarm_client.batching.streaming import Scored, stream
 from swarm_client.core.events import Event
 from swarm_client.generation.text_stream import StopStrings, TextStream
-from swarm_gateway.generation.tools import CallReader, ToolCall
+from swarm_gateway.answers.answer_reader import AnswerReader, Piece, ToolCall
 from swarm_gateway.limits.admission import QueuePlace
 from swarm_gateway.web.metrics import Metrics, TokenTimes
 from swarm_gateway.web.models import ServedModel, end_ids
@@ -31,14 +31,21 @@ class SaidToken:
 
 @dataclass(frozen=True)
 class Delta:
-    """A new piece of one choice; ``finish`` is None while more pieces follow, ``stop`` a stop string that ended it."""
+    """A new piece of one choice: first its reasoning, then its text, then its calls.
+
+    Attributes:
+        tokens: the tokens if logprobs were asked for.
+        finish: why the choice ended; None while more pieces follow.
+        stop: the stop string that ended the choice.
+    """
 
     choice: int
     text: str
-    tokens: tuple[SaidToken, ...] = ()  # if logprobs were asked for
+    tokens: tuple[SaidToken, ...] = ()
     finish: Finish | None = None
     calls: tuple[ToolCall, ...] = ()
     stop: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,11 @@ class _Writer:
     """A writer that turns the tokens of one choice into deltas."""
 
     def __init__(
-        self, choice: int, model: ServedModel, request: Request, stop: Sequence[str], calls: CallReader | None
+        self, choice: int, model: ServedModel, request: Request, stop: Sequence[str], reader: AnswerReader | None
     ) -> None:
-        self._choice, self._calls, self._tokenizer = choice, calls, model.tokenizer
-        # Special tokens may mark the beginning or the end of a call.
-        self._text = TextStream(model.tokenizer, request.prompt, with_special=calls is not None)
+        self._choice, self._reader, self._tokenizer = choice, reader, model.tokenizer
+        # Special tokens may mark the beginning or the end of reasoning and calls.
+        self._text = TextStream(model.tokenizer, request.prompt, with_special=reader is not None)
         self._stops = StopStrings(stop)
         self._ends = frozenset(end_ids(request.config))
         self._with_tokens = request.num_logprobs is not None
@@ -68,6 +75,10 @@ class _Writer:
         self._num_decoded = self._num_sent = 0  # characters
         self._held: list[SaidToken] = []
         self._has_called = False
+
+    @property
+    def is_in_reasoning(self) -> bool:
+        return self._reader is not None and self._reader.is_in_reasoning
 
     def begin(self, echo: str, prompt: Sequence[Token]) -> Delta:
         """Return the echoed prompt, which begins the answer; ``prompt`` has its tokens if logprobs were asked for."""
@@ -100,28 +111,28 @@ class _Writer:
 
     def _delta(self, text: str, reason: FinishReason | None) -> Delta | None:
         """Return a delta with the tokens that begin in the text; at an end without stop string, with all held ones."""
-        text, found, reason = self._taken_calls(text, reason)
-        if not text and not found and reason is None:
+        piece, reason = self._read(text, reason)
+        if piece == Piece() and reason is None:
             return None
-        self._has_called |= bool(found)
+        self._has_called |= bool(piece.calls)
         finish: Finish | None = "tool_calls" if reason == "stop" and self._has_called else reason
-        self._num_sent += len(text)
+        self._num_sent += len(piece.reasoning) + len(piece.text)
         is_whole = finish is not None and not self._stops.found
         said = [token for token in self._held if is_whole or token.offset < self._num_sent]
         self._held = self._held[len(said) :]
-        return Delta(self._choice, text, tuple(said), finish, tuple(found), self._stops.found)
+        calls, stop = tuple(piece.calls), self._stops.found
+        return Delta(self._choice, piece.text, tuple(said), finish, calls, stop, piece.reasoning)
 
-    def _taken_calls(self, text: str, reason: FinishReason | None) -> tuple[str, list[ToolCall], FinishReason | None]:
-        """Return the text without its calls, the calls, and the reason; the first call ends an answer with one call."""
-        if self._calls is None:
-            return text, [], reason
-        text, found = self._calls.put(text)
+    def _read(self, text: str, reason: FinishReason | None) -> tuple[Piece, FinishReason | None]:
+        """Return what the text means, and the reason; the first call ends an answer that may have only one."""
+        if self._reader is None:
+            return Piece(text), reason
+        piece = self._reader.put(text)
         if reason is not None:
-            rest, more = self._calls.end(is_cut=reason == "length")
-            text, found = text + rest, found + more
-        if found and not self._calls.several:
-            found, reason = found[:1], "stop"
-        return text, found, reason
+            piece += self._reader.end(is_cut=reason == "length")
+        if piece.calls and not self._reader.several:
+            piece.calls, reason = piece.calls[:1], "stop"
+        return piece, reason
 
 
 @dataclass
@@ -131,9 +142,9 @@ class QueuedGenerations:
     Attributes:
         began_s: when the request came, by ``time.perf_counter``.
         num_prompt: the number of tokens of the prompts.
-        new_call_reader: a function that makes the call reader of each generation.
+        new_reader: a function that makes the reader of each answer.
         echoes: the text that each answer begins with; empty if answers begin with the generated text.
-        num_generated: the number of tokens so far, over all generations.
+        num_generated, num_reasoning: the numbers of tokens so far, and of those in the reasoning, over all generations.
     """
 
     model: ServedModel
@@ -143,9 +154,10 @@ class QueuedGenerations:
     metrics: Metrics
     began_s: float
     num_prompt: int
-    new_call_reader: Callable[[], CallReader | None] = lambda: None
+    new_reader: Callable[[], AnswerReader | None] = lambda: None
     echoes: Sequence[str] = ()
     num_generated: int = 0
+    num_reasoning: int = 0
 
     async def items(self) -> AsyncGenerator[Item, None]:
         """Yield the items of all choices as they come. Closing the iterator ends all generations.
@@ -181,7 +193,7 @@ class QueuedGenerations:
 
     async def _generate(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
         request = replace(self.requests[choice], user=self.places[choice].user)
-        writer = _Writer(choice, self.model, request, self.stop, self.new_call_reader())
+        writer = _Writer(choice, self.model, request, self.stop, self.new_reader())
         times = TokenTimes(self.metrics, self.began_s)
         echo = self.echoes[choice] if self.echoes else None
         async with aclosing(stream(self.model.batcher, request)) as items:
@@ -195,6 +207,7 @@ class QueuedGenerations:
                     self.num_generated += 1
                     times.token()
                     delta = writer.put(item)
+                    self.num_reasoning += writer.is_in_reasoning
                 elif isinstance(item, str):
                     delta = writer.end(item)
                 else:

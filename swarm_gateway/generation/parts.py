@@ -90,7 +90,7 @@ class ChatMessage(Fields):
     tool_calls: list[MessageToolCall] = []
     tool_call_id: str | None = None
     name: str | None = None
-    reasoning_content: str | None = None  # from servers of reasoning models; clients send it back
+    reasoning_content: str | None = None  # clients send it back with an answer
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> ChatMessage:
@@ -115,6 +115,8 @@ class ChatMessage(Fields):
                 }
                 for call in self.tool_calls
             ]
+            if not self.content and self.reasoning_content is not None:
+                turn["thinking"] = self.reasoning_content  # the name in gpt-oss's template, which takes no content too
         optional = {
             "tool_call_id": self.tool_call_id,
             "name": self.name,

@@ -45,9 +45,10 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
     bias = {int(token): value for token, value in asked.logit_bias.items()}
     _require_known("logit_bias", bias, model)
     _require_known("stop_token_ids", asked.stop_token_ids, model)
-    grammar = grammar_of(asked, model) if isinstance(asked, ChatRequest) else None
+    prompts = prompts_of(asked, model)
+    grammar = grammar_of(asked, model, prompts[0]) if isinstance(asked, ChatRequest) else None
     requests: list[Request] = []
-    for prompt in prompts_of(asked, model):
+    for prompt in prompts:
         config = generation_config(asked, model.generation_config)
         config.max_new_tokens = _num_tokens(asked, model, len(prompt))
         processors = _processors(asked, bias, len(prompt))

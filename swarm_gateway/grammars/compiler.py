@@ -77,9 +77,10 @@ class GrammarCompiler:
         if not self.end_ids:
             raise ApiError(400, f"{param} is not supported with this model: it has no token that ends", param=param)
         values = "\n".join(f"{name}: {_json_rule(schema)}" for name, schema in schemas.items())
-        if len(values) > _MOST_CHARS:
-            raise ApiError(400, f"{param} has {len(values)} characters: expected at most {_MOST_CHARS}", param=param)
-        reason = _why_none(f"start: {' '.join(schemas)}\n{values}")
+        num_chars = len(values) + len(rules)
+        if num_chars > _MOST_CHARS:
+            raise ApiError(400, f"{param} has {num_chars} characters: expected at most {_MOST_CHARS}", param=param)
+        reason = _why_none(f"start: {' '.join(schemas)}\n{values}") if schemas else ""
         if reason:
             raise _refused(param, reason)
         from llguidance import LLMatcher, LLParserLimits
@@ -107,6 +108,13 @@ class GrammarCompiler:
                     message = f"{param} is not supported with this model, whose tokenizer is {name}: {error}"
                     raise ApiError(400, message, param=param, code="unsupported_parameter") from None
             return self._made
+
+
+def text_until(name: str, end: str) -> str:
+    """Return the rule ``name``: any text, and then ``end``, which is a result of ``GrammarCompiler.literal``."""
+    if end.startswith("<["):  # a token, which is never part of the text
+        return f"{name}: /(.|\\n)*/ {end}"
+    return f"{name}[suffix={end}]: /(.|\\n)*/"
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:

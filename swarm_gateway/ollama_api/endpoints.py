@@ -10,10 +10,10 @@ from contextlib import aclosing
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from swarm_gateway.answers.capabilities import capabilities_of
 from swarm_gateway.generation.beginning import begin, read_request
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.requests import EmbeddingRequest, validated
-from swarm_gateway.generation.tools import region_of
 from swarm_gateway.generation.vectors import vectors_of
 from swarm_gateway.ollama_api.formats import OLLAMA, AnswerFormat, tag
 from swarm_gateway.ollama_api.requests import ChatCall, EmbedCall, GenerateCall, OldEmbedCall, ShowCall
@@ -118,9 +118,6 @@ def _of_length_1(vector: list[float]) -> list[float]:
 
 async def _shown(gateway: Gateway, name: str) -> AsyncGenerator[bytes, None]:
     model = await gateway.models.get(name)
-    capabilities = ["completion", "embedding"]
-    if region_of(model.tokenizer) is not None:
-        capabilities.append("tools")
     info = {"general.architecture": "swarm", "general.basename": model.name, "swarm.vocab_size": model.vocab_size}
     if model.max_positions is not None:
         info["swarm.context_length"] = model.max_positions
@@ -132,7 +129,7 @@ async def _shown(gateway: Gateway, name: str) -> AsyncGenerator[bytes, None]:
             "template": str(model.tokenizer.chat_template or ""),
             "details": entry["details"],
             "model_info": info,
-            "capabilities": capabilities,
+            "capabilities": capabilities_of(model.tokenizer),
             "modified_at": entry["modified_at"],
         }
     )

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from swarm_gateway.answers.answer_reader import ToolCall
 from swarm_gateway.generation.generating import Delta, QueuedGenerations
 from swarm_gateway.generation.parts import object_of
-from swarm_gateway.generation.tools import ToolCall
 from swarm_gateway.web.http import Dialect, as_date, as_json
 
 
@@ -29,13 +29,13 @@ class AnswerFormat:
         self._first_s: float | None = None  # when the first piece came
 
     def whole(self, deltas: Sequence[Delta], work: QueuedGenerations) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
+        text, reasoning = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
         calls = tuple(call for delta in deltas for call in delta.calls)
-        return self._said(text, calls) | self._end(deltas[-1], work)
+        return self._said(text, calls, reasoning) | self._end(deltas[-1], work)
 
     def chunk(self, delta: Delta, work: QueuedGenerations) -> dict[str, Any]:
         rest = {"done": False} if delta.finish is None else self._end(delta, work)
-        return self._said(delta.text, delta.calls) | rest
+        return self._said(delta.text, delta.calls, delta.reasoning) | rest
 
     def begin(self) -> None:
         """Note that a piece has come: the time of the first one counts."""
@@ -46,11 +46,12 @@ class AnswerFormat:
         """Return the answer to a request that only loads the model."""
         return self._said("", ()) | {"done": True, "done_reason": "load"}
 
-    def _said(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    def _said(self, text: str, calls: Sequence[ToolCall], reasoning: str = "") -> dict[str, Any]:
         head = {"model": self._model, "created_at": as_date(time.time())}
+        thinking = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
-            return head | {"response": text}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+            return head | {"response": text} | thinking
+        message: dict[str, Any] = {"role": "assistant", "content": text} | thinking
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
         return head | {"message": message}

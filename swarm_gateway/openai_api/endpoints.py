@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from swarm_gateway.generation.beginning import begin, read_request
-from swarm_gateway.generation.generating import Delta
+from swarm_gateway.generation.generating import Delta, QueuedGenerations
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
@@ -43,14 +43,23 @@ def openai_router(gateway: Gateway) -> APIRouter:
         asked, num_bytes = await read_request(gateway, EmbeddingRequest, request, key)
         return ChunkedResponse(embeddings(gateway, asked, num_bytes, key), is_stream=False)
 
-    def described(name: str) -> dict[str, Any]:
-        """Return a model's entry, with the fields of OpenAI's and of Anthropic's API, which have one path for this."""
+    async def described(name: str, *, wait: bool) -> dict[str, Any]:
+        """Return a model's entry, with the fields of OpenAI's and of Anthropic's API, which have one path for this.
+
+        Without ``wait``, an entry lacks what takes long to find out.
+        """
         own = {"id": name, "object": "model", "created": gateway.created, "owned_by": "swarm"}
-        return own | {"type": "model", "display_name": name, "created_at": as_date(gateway.created)}
+        own |= {"type": "model", "display_name": name, "created_at": as_date(gateway.created)}
+        traits = await gateway.models.traits(name, wait=wait)
+        if traits is not None:
+            own |= {"chat_template": traits.has_template, "capabilities": list(traits.capabilities)}
+            if traits.max_positions is not None:
+                own |= {"context_length": traits.max_positions, "max_model_len": traits.max_positions}
+        return own
 
     @router.get("/models", dependencies=[Depends(gateway.admit)])
     async def list_models() -> Response:
-        data = [described(name) for name in await gateway.models.names()]
+        data = [await described(name, wait=False) for name in await gateway.models.names()]
         ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
         return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
 
@@ -58,7 +67,7 @@ def openai_router(gateway: Gateway) -> APIRouter:
     async def show_model(name: str) -> Response:
         if name not in await gateway.models.names():
             raise not_found(name)
-        return JSONResponse(described(name) | {"chat_template": await gateway.models.has_template(name)})
+        return JSONResponse({"chat_template": None} | await described(name, wait=True))
 
     return router
 
@@ -67,17 +76,20 @@ async def _generated(
     gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
 ) -> AsyncGenerator[bytes, None]:
     work = await begin(gateway, asked, num_bytes, key, began_s)
-    num_prompt = work.num_prompt
     texts = None if asked.num_logprobs is None else TokenTexts(work.model.tokenizer)
     form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(work.model.name, texts)
     async with aclosing(work.items()) as items:
         if not asked.stream:
             found = [item async for item in items if isinstance(item, Delta)]
-            yield as_json(form.whole(found, len(work.requests), usage(num_prompt, work.num_generated)))
+            yield as_json(form.whole(found, len(work.requests), _usage(work)))
             return
         async for item in items:
-            so_far = {"usage": usage(num_prompt, work.num_generated)} if asked.wants_usage_always else {}
+            so_far = {"usage": _usage(work)} if asked.wants_usage_always else {}
             yield event(form.chunk(item) | so_far)
     if asked.wants_usage:
-        yield event(form.last_chunk(usage(num_prompt, work.num_generated)))
+        yield event(form.last_chunk(_usage(work)))
     yield _DONE
+
+
+def _usage(work: QueuedGenerations) -> dict[str, Any]:
+    return usage(work.num_prompt, work.num_generated, work.num_reasoning)

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from swarm_gateway.answers.answer_reader import ToolCall
 from swarm_gateway.generation.generating import Delta, Happened, Item, SaidToken
-from swarm_gateway.generation.tools import ToolCall
 from swarm_gateway.web.servers import described
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
@@ -36,9 +36,10 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
-def usage(num_prompt: int, num_generated: int) -> dict[str, int]:
+def usage(num_prompt: int, num_generated: int, num_reasoning: int = 0) -> dict[str, Any]:
     total = num_prompt + num_generated
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
+    found = {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
+    return found | ({"completion_tokens_details": {"reasoning_tokens": num_reasoning}} if num_reasoning else {})
 
 
 class _Format:
@@ -53,14 +54,14 @@ class _Format:
         self._id, self._created, self._model = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time()), model
         self.texts = texts
 
-    def whole(self, deltas: Sequence[Delta], num_choices: int, numbers: Mapping[str, int]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta], num_choices: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         choices = []
         for choice in range(num_choices):
             own = [delta for delta in deltas if delta.choice == choice]
             tokens = tuple(token for delta in own for token in delta.tokens)
             calls = tuple(call for delta in own for call in delta.calls)
-            text = "".join(delta.text for delta in own)
-            choices.append(self._whole(Delta(choice, text, tokens, own[-1].finish, calls)))
+            text, reasoning = "".join(delta.text for delta in own), "".join(delta.reasoning for delta in own)
+            choices.append(self._whole(Delta(choice, text, tokens, own[-1].finish, calls, reasoning=reasoning)))
         return self._head(self.whole_kind) | {"choices": choices, "usage": numbers}
 
     def chunk(self, item: Item) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class _Format:
             return head | {"choices": [], "swarm": {"index": item.choice} | described(item.what)}
         return head | {"choices": [self._part(item)]}
 
-    def last_chunk(self, numbers: Mapping[str, int]) -> dict[str, Any]:
+    def last_chunk(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         return self._head(self.chunk_kind) | {"choices": [], "usage": numbers}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -92,6 +93,8 @@ class ChatFormat(_Format):
 
     def _whole(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.reasoning:
+            message["reasoning_content"] = delta.reasoning
         if delta.calls:
             message["content"] = delta.text if delta.text.strip() else None
             message["tool_calls"] = [_call(call) for call in delta.calls]
@@ -102,6 +105,8 @@ class ChatFormat(_Format):
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             said = {"role": "assistant", "content": delta.text}
+        if delta.reasoning:
+            said["reasoning_content"] = delta.reasoning
         if delta.calls:
             first = self._num_calls[delta.choice]
             said["tool_calls"] = [_call(call) | {"index": index} for index, call in enumerate(delta.calls, first)]

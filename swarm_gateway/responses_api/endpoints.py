@@ -64,7 +64,7 @@ async def _generated(
         async for item in items:
             if not isinstance(item, Delta):
                 continue
-            events = list(form.events(item, work.num_generated))
+            events = list(form.events(item, work.num_generated, work.num_reasoning))
             if form.final is not None and asked.store:
                 await _store(store, key, form.final, asked)
             if asked.stream and events:

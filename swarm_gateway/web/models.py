@@ -23,13 +23,16 @@ from swarm_client.generation.fewest_tokens import FewestTokens
 from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import DistributedModel
 from swarm_client.weights.opening import ModelOpening
+from swarm_gateway.answers.capabilities import capabilities_of
 from swarm_gateway.grammars.compiler import GrammarCompiler
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.monitor.model_monitor import ModelStatus
 from swarm_gateway.monitor.monitor import Monitor, SwarmSnapshot
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
+from swarm_models.checkpoints.family import max_positions
 from swarm_models.checkpoints.files import is_plain
-from swarm_protocol.errors import CheckpointError, SwarmError
+from swarm_protocol.errors import CheckpointError, SwarmError, UnsupportedModel
 from swarm_protocol.wire.printable import printable
 
 if TYPE_CHECKING:
@@ -94,11 +97,29 @@ class SeesSwarm(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a model's files say of it, before it is loaded.
+
+    Attributes:
+        has_template: it has a chat template.
+        capabilities: see ``capabilities_of``.
+        max_positions: see ``ServedModel``.
+    """
+
+    has_template: bool
+    capabilities: tuple[str, ...]
+    max_positions: int | None
+
+
 class Models(Protocol):
     async def names(self) -> list[str]: ...
 
-    async def has_template(self, name: str) -> bool | None:
-        """Return whether a model, one of ``names``, has a chat template; None if this is unknown at present."""
+    async def traits(self, name: str, *, wait: bool = True) -> Traits | None:
+        """Return the traits of a model, one of ``names``; None if they are unknown at present.
+
+        Without ``wait``, return what is known already, or can be read at once.
+        """
 
     async def get(self, name: str) -> ServedModel:
         """Return the loaded model.
@@ -160,6 +181,12 @@ class _Source:
         """Return the tokenizer. Raise CheckpointError if it cannot be read."""
         return tokenizer_at(self.files or self.location, self.revision)
 
+    def traits(self) -> Traits:
+        """Return what the files say. Raise CheckpointError or UnsupportedModel, see ``ModelCheckpoint.open``."""
+        tokenizer = self.tokenizer()
+        config = ModelCheckpoint.open(locate(self.files or self.location), self.revision).config
+        return Traits(bool(tokenizer.chat_template), tuple(capabilities_of(tokenizer)), max_positions(config))
+
 
 class SwarmModels:
     """The chosen model, and all others of its swarm. Each is loaded once, however many requests ask at the same time.
@@ -187,7 +214,7 @@ class SwarmModels:
         self._own_source = _Source(model, revision, files=files)
         self._sources = {self.own: self._own_source}
         self._loading: dict[str, asyncio.Future[ServedModel]] = {}
-        self._has_template: dict[_Source, bool] = {}
+        self._traits: dict[_Source, Traits] = {}
         # Separate threads, because the event loop's default threads must not wait for the swarm.
         self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_LOADED, "models")
         self._opened = contextlib.ExitStack()  # what ``close`` closes
@@ -199,16 +226,15 @@ class SwarmModels:
         await self._see_swarm()
         return list(self._sources)
 
-    async def has_template(self, name: str) -> bool | None:
+    async def traits(self, name: str, *, wait: bool = True) -> Traits | None:
         source = replace(self._sources[name], adapter="")
-        if source not in self._has_template:
+        if source not in self._traits and (wait or source == self._own_source):
             try:
-                tokenizer = await asyncio.get_running_loop().run_in_executor(self._threads, source.tokenizer)
-            except CheckpointError as error:
-                _logger.info("the tokenizer of %s cannot be loaded: %s", printable(name), error)
-                return None
-            self._has_template[source] = bool(tokenizer.chat_template)
-        return self._has_template[source]
+                read = asyncio.get_running_loop().run_in_executor(self._threads, source.traits)
+                self._traits[source] = await read
+            except (CheckpointError, UnsupportedModel) as error:
+                _logger.info("the files of %s cannot be read: %s", printable(name), error)
+        return self._traits.get(source)
 
     async def get(self, name: str) -> ServedModel:
         name = self.own if name == self._own_source.location else name

@@ -106,10 +106,11 @@ class ChatPage:
         )
         return self
 
-    def answers(self, *texts: str, swarm: Iterable[dict[str, Any]] = ()) -> ChatPage:
+    def answers(self, *texts: str, swarm: Iterable[dict[str, Any]] = (), reasoning: str = "") -> ChatPage:
         """To every message, in chunks."""
         chunks = [{"choices": [], "swarm": {"index": 0, **each}} for each in swarm]
-        chunks += [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]} for text in texts]
+        deltas = [{"reasoning_content": reasoning}] * bool(reasoning) + [{"content": text} for text in texts]
+        chunks += [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
         chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
         self.page.unroute("**/v1/chat/completions")

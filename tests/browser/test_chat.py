@@ -173,6 +173,16 @@ def test_what_is_asked_is_what_was_set(chat: ChatPage) -> None:
     }
 
 
+def test_reasoning_is_closed_once_the_answer_comes_and_opens_at_a_click(chat: ChatPage) -> None:
+    chat.answers("fine", reasoning="I add <b>1</b>.").mode("Chat").send("One").wait_written()
+    reasoning = chat.page.locator(".reasoning")
+    assert chat.page.locator(".markdown").inner_text() == "fine" and reasoning.get_attribute("open") is None
+    reasoning.get_by_text("Reasoning").click()
+    assert chat.page.locator(".reasoning-text").text_content() == "I add <b>1</b>." and reasoning.is_visible()
+    chat.answers("fine").send("Two").wait_written()
+    assert [each.is_visible() for each in chat.page.locator(".reasoning").all()] == [True, False]
+
+
 def test_conversations_are_kept_renamed_exported_and_deleted(chat: ChatPage, tmp_path: Path) -> None:
     page = chat.page
     chat.answers("fine").mode("Chat").send("First question").wait_written()

@@ -75,6 +75,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["openai_api", "responses_api", "anthropic_api", "ollama_api", "monitor_api"],
         ["generation"],
         ["web"],
+        ["answers"],
         ["grammars"],
         ["history"],
         ["monitor", "limits", "pages"],

@@ -8,13 +8,13 @@ const COMPLETION_TOKENS = 160; // the API's own default is 16
 /**
  * Fill `node` with the answer to the messages before it; call `changed` after each change.
  *
- * The node gets `status`, `text`, `model`, `finish`, `error` ({message, status, retryAfterS}), `servers` (as in the
+ * The node gets `status`, `text`, `reasoning`, `model`, `finish`, `error` ({message, status, retryAfterS}), `servers` (as in the
  * API), `happenings` ({atS, ...event}), `startedMs`, `firstS` (seconds to the first token), `writingS` (seconds from
  * the first token to the last), and `tokens`. Never throws.
  */
 export async function answer(conversation, node, signal, changed) {
   Object.assign(node, {
-    status: "writing", text: "", model: conversation.model, finish: null, error: null,
+    status: "writing", text: "", reasoning: "", model: conversation.model, finish: null, error: null,
     servers: [], happenings: [], startedMs: Date.now(), firstS: null, writingS: 0, tokens: 0,
   });
   changed();
@@ -58,9 +58,11 @@ function take(node, chunk, nowS) {
   const choice = chunk.choices[0];
   if (!choice) return;
   const text = choice.text ?? choice.delta.content ?? "";
-  if (text) {
+  const reasoning = choice.delta?.reasoning_content ?? "";
+  if (text || reasoning) {
     node.firstS ??= nowS;
     node.text += text;
+    node.reasoning += reasoning;
     node.tokens += 1; // an estimate until the API sends the number at the end
     node.writingS = nowS - node.firstS;
   }

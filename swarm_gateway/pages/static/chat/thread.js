@@ -103,7 +103,27 @@ class UserMessage {
   }
 }
 
+/** What the model thinks before it answers: open while it thinks, and closed once it answers. */
+class Reasoning {
+  #text = el("div", { class: "reasoning-text" });
+  #label = el("summary", {}, "Reasoning");
+  element = el("details", { class: "reasoning", hidden: true }, this.#label, this.#text);
+  #isThinking = null;
+
+  show(node) {
+    const text = node.reasoning ?? "";
+    this.element.hidden = !text;
+    if (this.#text.textContent !== text) this.#text.textContent = text;
+    const isThinking = node.status === "writing" && !node.text;
+    if (isThinking === this.#isThinking) return; // the reader may have opened or closed it since
+    this.#isThinking = isThinking;
+    this.element.open = isThinking;
+    this.#label.textContent = isThinking ? "Thinking…" : "Reasoning";
+  }
+}
+
 class Answer {
+  #reasoning = new Reasoning();
   #body = el("div", { class: "markdown" });
   #shown = null; // the text that the body shows
   #end = new Ending();
@@ -125,10 +145,11 @@ class Answer {
       copyButton("Copy answer", () => this.#node.text),
       this.#retryButton,
     );
-    this.element = el("article", { class: "message answer", "aria-label": "Answer" }, this.#body, this.#end.element, this.#servers.element, this.actions);
+    this.element = el("article", { class: "message answer", "aria-label": "Answer" }, this.#reasoning.element, this.#body, this.#end.element, this.#servers.element, this.actions);
   }
 
   show(node, conversation) {
+    this.#reasoning.show(node);
     if (this.#shown !== node.text) {
       this.#shown = node.text;
       showMarkdown(this.#body, node.text);

@@ -20,10 +20,11 @@ from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, P
 from swarm_client.batching.request import Request, Servers, Token, TokenListener
 from swarm_client.batching.sampler import Choice, choose
 from swarm_client.core.events import Event
+from swarm_gateway.answers.capabilities import capabilities_of
 from swarm_gateway.app.app import create_app
 from swarm_gateway.app.serving import listen
 from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits
-from swarm_gateway.web.models import ServedModel, not_found
+from swarm_gateway.web.models import ServedModel, Traits, not_found
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from tests.unit.gateway.app.tool_families import tokenizer_of
 
@@ -141,8 +142,9 @@ class OneModel:
     async def names(self) -> list[str]:
         return [self.model.name]
 
-    async def has_template(self, name: str) -> bool:
-        return bool(self.model.tokenizer.chat_template)
+    async def traits(self, name: str, *, wait: bool = True) -> Traits:
+        capabilities = tuple(capabilities_of(self.model.tokenizer))
+        return Traits(bool(self.model.tokenizer.chat_template), capabilities, self.model.max_positions)
 
     async def get(self, name: str) -> ServedModel:
         if name != self.model.name:
@@ -215,7 +217,8 @@ def serve(tokenizer: PreTrainedTokenizerBase, ending: list[Running], request: py
         batcher = ScriptedBatcher()
         config = GenerationConfig(eos_token_id=1)
         model = ServedModel(DEFAULT_MODEL, tokenizer, batcher, 1024, config, len(tokenizer), embed)
-        app = create_app(OneModel(replace(model, **fields)), limits, keys)
+        model = replace(model, **fields)
+        app = create_app(OneModel(model), limits, keys)
         listener = listen("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, args=([listener],), name=request.node.nodeid)

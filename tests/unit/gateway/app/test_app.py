@@ -367,7 +367,9 @@ def test_who_leaves_while_the_body_is_read_leaves_no_traceback(
 def test_models(gateway: Gateway) -> None:
     client = gateway.client()
     assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]
-    assert client.models.retrieve(DEFAULT_MODEL).id == DEFAULT_MODEL
+    for model in (client.models.retrieve(DEFAULT_MODEL), client.models.list().data[0]):
+        assert (model.id, model.context_length, model.max_model_len) == (DEFAULT_MODEL, 1024, 1024)
+        assert model.capabilities == ["completion", "embedding"]
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("meta-llama/other")
     with pytest.raises(openai.NotFoundError) as missing:

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
-from swarm_gateway.web.models import SwarmModels
-from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_gateway.web.models import SwarmModels, Traits
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import NoRoute, NoSwarm
 from tests.unit.support import run, server_record
 
@@ -123,13 +123,16 @@ def test_the_chosen_model_is_offered_without_a_swarm(loads: Loads) -> None:
     assert missing.value.status == 404
 
 
-def test_whether_a_model_has_a_chat_template_is_known_before_it_is_loaded(loads: Loads) -> None:
+def test_the_traits_of_a_model_are_known_before_it_is_loaded(loads: Loads) -> None:
     models = swarm_models(loads, SwarmSnapshot((status("org/none", ("0:8", ("legal",))),)))
 
     async def ask() -> None:
         await models.names()
-        assert await models.has_template(DEFAULT_MODEL) is False
-        assert await models.has_template("org/none:legal") is None  # it has no tokenizer here
+        positions = AutoConfig.from_pretrained(locate(DEFAULT_MODEL)).max_position_embeddings
+        known = Traits(has_template=False, capabilities=("completion", "embedding"), max_positions=positions)
+        assert await models.traits(DEFAULT_MODEL, wait=False) == known
+        assert await models.traits("org/none:legal", wait=False) is None
+        assert await models.traits("org/none:legal") is None  # it has no tokenizer here
 
     run(ask())
     assert loads.asked == []

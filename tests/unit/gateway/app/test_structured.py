@@ -134,6 +134,12 @@ def test_a_tokenizer_whose_tokens_cannot_be_known_is_refused_by_name(serve: Serv
         def __call__(self, *args: Any, **options: Any) -> Any:
             return tokenizer(*args, **options)
 
+        def get_vocab(self) -> dict[str, int]:
+            return dict(tokenizer.get_vocab())
+
+        def decode(self, *args: Any, **options: Any) -> str:
+            return str(tokenizer.decode(*args, **options))
+
     gateway = serve(tokenizer=SlowTokenizer())
     with pytest.raises(openai.BadRequestError, match=r"response_format is not supported.*SlowTokenizer"):
         gateway.client().chat.completions.create(**ASK, response_format=named(PERSON))

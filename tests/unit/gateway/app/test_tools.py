@@ -11,10 +11,11 @@ import jsonschema
 import openai
 import pytest
 
-from swarm_gateway.generation.tools import FORMATS, CallReader, format_of
+from swarm_gateway.answers.answer_reader import AnswerReader, Piece
+from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve, encode
-from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK, TEMPLATES, TOOLS, tokenizer_of
+from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK, SINGLE, TEMPLATES, TOOLS, tokenizer_of
 
 CLOSED = {"additionalProperties": False}
 NOT_THERE = {"type": "function", "function": {"name": "f"}}
@@ -50,7 +51,7 @@ def test_calls_in_an_answer(serve: Serve, tokenizer: Any, family: str, stream: b
     before = "" if family == "llama" else "I look."
     gateway.says(before + CALLS[family])
     text, calls, finish = answers(gateway.client().chat.completions.create(**ASK, stream=stream), stream)
-    expected = [("add", {"a": 1, "b": "é"}), ("look", {})][: 1 if family == "llama" else 2]
+    expected = [("add", {"a": 1, "b": "é"}), ("look", {})][: 1 if family in SINGLE else 2]
     assert [(name, json.loads(arguments)) for name, arguments in calls] == expected
     assert (text, finish) == (before, "tool_calls")
     one = gateway.client().chat.completions.create(**ASK, stream=stream, parallel_tool_calls=False)
@@ -71,7 +72,7 @@ def test_an_answer_without_calls_is_text(serve: Serve, tokenizer: Any, family: s
 def test_a_call_that_is_cut_is_neither_a_call_nor_text(serve: Serve, tokenizer: Any, family: str) -> None:
     own = tokenizer_of(family, tokenizer, special=True)
     gateway = serve(tokenizer=own, vocab_size=len(own))
-    before, call = "" if family == "llama" else "I look.", CALLS[family].partition("}")[0]
+    before, call = "" if family == "llama" else "I look.", CALLS[family].partition("é")[0]
     gateway.says(before + call)
     ask = ASK | {"max_tokens": len(gateway.batcher.says)}
     for stream in (False, True):
@@ -84,20 +85,20 @@ def test_a_call_that_is_cut_is_neither_a_call_nor_text(serve: Serve, tokenizer: 
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_nothing_is_lost_however_the_text_comes(name: str) -> None:
+def test_nothing_is_lost_however_the_text_comes(tokenizer: Any, name: str) -> None:
     whole = CALLS[name]
-    region = format_of(TEMPLATES[name]).region
-    broken = whole.replace('{"a": 1,', '{"a": ,')
+    regions = call_regions(tokenizer_of(name, tokenizer))
+    broken = whole.replace('{"a": 1,', '{"a": ,') if '{"a"' in whole else whole.replace("add", "other")
     for seed in range(20):
         random = Random(seed)
-        for text, num_calls in ((whole, 1 if name == "llama" else 2), (broken, 0)):
-            reader, said, calls, place = CallReader(region, {"add", "look"}), "", [], 0
+        for text, num_calls in ((whole, 1 if name in SINGLE else 2), (broken, 0)):
+            reader, found, place = AnswerReader(regions, TOOLS), Piece(), 0
             while place < len(text):
                 part = text[place : place + random.randint(1, 9)]
-                more, found = reader.put(part)
-                said, calls, place = said + more, calls + found, place + len(part)
-            more, found = reader.end()
-            assert len(calls + found) == num_calls and said + more == ("" if num_calls else broken)
+                found += reader.put(part)
+                place += len(part)
+            found += reader.end()
+            assert (len(found.calls), found.text) == (num_calls, "" if num_calls else broken)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +154,8 @@ def test_allowed_tools_are_all_that_there_are(serve: Serve, tokenizer: Any, mode
 
 
 def test_formats_are_told_apart() -> None:
-    assert [FORMATS.index(format_of(template)) for template in TEMPLATES.values()] == [0, 1, 2, 3]
-    assert format_of("{{ messages }} <tool_call> <function=") is None
+    assert [FORMATS.index(call_format_of(each)) for each in TEMPLATES.values()] == list(range(len(FORMATS)))
+    assert call_format_of("{{ messages }} <tool_call> <function=") is None
 
 
 def test_what_tools_say_is_in_the_prompt(serve: Serve, tokenizer: Any) -> None:
@@ -169,6 +170,60 @@ def test_what_tools_say_is_in_the_prompt(serve: Serve, tokenizer: Any) -> None:
     told = 'user: Sort\nassistant: add({"a": 1})\ntool: two\nassistant:'
     prompt = list(gateway.batcher.generations[0].request.prompt)
     assert prompt == encode(gateway.tokenizer, told)
+
+
+def test_a_template_that_expects_arguments_as_text(serve: Serve, tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    gateway = serve(tokenizer=own)
+    call = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "Sort"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc123def", "content": "two"},
+    ]
+    gateway.client().chat.completions.create(model=DEFAULT_MODEL, messages=messages)
+    assert gateway.prompt == 'user: Sortassistant: add{"a": 1}tool: two'
+
+
+def test_a_call_of_kimi_has_the_id_that_its_template_writes(serve: Serve, tokenizer: Any) -> None:
+    gateway = serve(tokenizer=tokenizer_of("kimi", tokenizer))
+    gateway.says(CALLS["kimi"])
+    calls = gateway.client().chat.completions.create(**ASK).choices[0].message.tool_calls
+    assert [call.id for call in calls] == ["functions.add:0", "functions.look:1"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({"properties": {"a": {"type": "boolean"}, "b": {"type": ["string", "null"]}}}, {"a": True, "b": "1"}),
+        ({"properties": {"a": {"anyOf": [{"type": "array"}, {"type": "null"}]}}}, {"a": [1, "x"]}),
+        ({"properties": {"a": {"$ref": "#/$defs/p"}}, "$defs": {"p": {"type": "object"}}}, {"a": {"b": 1}}),
+        ({}, {"a": "x y"}),
+    ],
+)
+@pytest.mark.parametrize("family", ["glm", "minimax", "qwen coder"])
+def test_arguments_in_tags_have_the_types_of_their_schema(
+    tokenizer: Any, family: str, parameters: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    tags = {
+        "glm": ("<tool_call>f\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"),
+        "minimax": ('<invoke name="f">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>"),
+        "qwen coder": (
+            "<tool_call>\n<function=f>\n",
+            "<parameter={}>\n{}\n</parameter>\n",
+            "</function>\n</tool_call>",
+        ),
+    }[family]
+    written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
+    answer = tags[0] + "".join(tags[1].format(*item) for item in written.items()) + tags[2]
+    function = {"name": "f", "parameters": {"type": "object", **parameters}}
+    reader = AnswerReader(call_regions(tokenizer_of(family, tokenizer)), [{"type": "function", "function": function}])
+    (call,) = (reader.put(answer) + reader.end()).calls
+    assert json.loads(call.arguments) == arguments
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""The reader of an answer, which separates its reasoning and its calls of tools from its text as they arrive."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+from swarm_gateway.answers.tools import properties_of
+
+_ANCHOR = "\0"  # it stands before the answer in the text that the parser reads
+_PLAIN = {"content": "text", "content_args": {"strip": False}}
+# Regions. What is in any other region is left out.
+_TEXT, _ANSWER, _REASONING, _CALLS = "content", "answer", "reasoning", "tool_calls"
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool: ``arguments`` are JSON text, and ``id`` has letters and digits, as some templates require."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
+
+
+@dataclass
+class Piece:
+    """A piece of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def __add__(self, other: Piece) -> Piece:
+        return Piece(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
+
+
+def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tool as the parser needs it to know the types of arguments: it follows no references."""
+    function = tool["function"]
+    return {"name": function["name"], "parameters": {"properties": properties_of(function.get("parameters") or {})}}
+
+
+class AnswerReader:
+    """A reader of one answer. A call of an unknown tool stays text, as does a call that is invalid.
+
+    White space around the reasoning belongs to neither the reasoning nor the text.
+    """
+
+    def __init__(
+        self,
+        regions: Mapping[str, Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        several: bool = True,
+        prefix: str = "",
+    ) -> None:
+        """Set up a parser.
+
+        Args:
+            regions: fields of a ``response_template`` of ``transformers``: ``reasoning``, ``tool_calls``, ``answer``,
+                which is text like all that is in no region, and others, which are left out.
+            tools: the tools in OpenAI's shape.
+            several: whether an answer may have more than one call.
+            prefix: what the prompt has of the answer, such as the beginning of its reasoning.
+        """
+        self.several = several
+        repeated = {name: {**_PLAIN, **region, "repeats": True, "optional": True} for name, region in regions.items()}
+        template = {"start_anchor": _ANCHOR, "fields": {**repeated, _TEXT: _PLAIN}}
+        self._parser: ResponseParser | None = ResponseParser(
+            template, _ANCHOR + prefix, tools=list(map(_with_types, tools))
+        )
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._calls_are_json = regions.get(_CALLS, {}).get("content") != "xml-inline"
+        self._region = _TEXT  # the open one
+        self._unread = ""  # text that was returned neither as text nor in a call
+        self._has_thought = False
+        self._space = ""  # white space that is not returned before more reasoning comes
+        self._skips_space = False  # there was reasoning, and no text since
+
+    @property
+    def is_in_reasoning(self) -> bool:
+        return self._region == _REASONING
+
+    def put(self, text: str) -> Piece:
+        """Read more text; return what has become certain."""
+        found = Piece()
+        for position, character in enumerate(text):  # one by one, so that a call ends at its last character
+            if self._parser is None:
+                return found + Piece(text[position:])
+            self._unread += character
+            found += self._read(self._parser, character)
+        return found
+
+    def end(self, *, is_cut: bool = False) -> Piece:
+        """Return what was held. Leave out an unfinished call if the answer ``is_cut``."""
+        if self._parser is None:
+            return Piece()
+        found = self._read(self._parser, None)
+        if is_cut and self._is_part_of_call(found.text):
+            found.text = ""
+        return found
+
+    def _is_part_of_call(self, text: str) -> bool:
+        """Return whether ``text`` is the beginning of a call, rather than JSON that the user asked for."""
+        has_begun = self._parser is None and bool(self._unread)
+        return has_begun and (not text.lstrip().startswith("{") or any(f'"{name}"' in text for name in self._names))
+
+    def _read(self, parser: ResponseParser, text: str | None) -> Piece:
+        """Parse ``text``, which is None at the end; return what is new."""
+        found = Piece()
+        try:
+            for event in parser.finalize()[1] if text is None else parser.feed(text):
+                if event["type"] == "region_open":
+                    self._open(event["field"])
+                elif event["type"] == "region_chunk":
+                    self._add(event["field"], event["text"], found)
+                else:
+                    self._close(event["field"], event["value"], found, is_marked=text is not None)
+        except (ValueError, KeyError):  # this is no call, and everything that follows is text
+            self._parser, found.text = None, found.text + self._unread
+        return found
+
+    def _open(self, region: str) -> None:
+        self._region = region
+        if region not in (_TEXT, _CALLS):  # the text of a call is kept until it is known to be one
+            self._unread = ""
+
+    def _add(self, region: str, text: str, found: Piece) -> None:
+        """Add text from a region to ``found``."""
+        if region == _CALLS:
+            return
+        self._unread = self._unread[len(text) :]
+        if region == _REASONING:
+            text = self._space + text if self._has_thought else text.lstrip()
+            said = text.rstrip()
+            self._has_thought |= bool(said)
+            self._space = text[len(said) :]
+            found.reasoning += said
+        elif region in (_TEXT, _ANSWER):
+            text = text.lstrip() if self._skips_space else text
+            self._skips_space &= not text
+            found.text += text
+
+    def _close(self, region: str, value: Any, found: Piece, *, is_marked: bool) -> None:
+        """Add what a region means as a whole to ``found``. Raise ValueError if it should be a call and is none.
+
+        ``is_marked`` says that the text has the region's end: only JSON shows without this that it is complete.
+        """
+        self._region = _TEXT
+        if region == _CALLS:
+            if not (is_marked or self._calls_are_json):
+                raise ValueError("the call is not complete")
+            found.calls += self._calls(value)
+        if region == _REASONING:
+            self._space, self._skips_space = "\n\n", True  # before more reasoning, and before text
+        if region != _TEXT:
+            self._unread = ""
+
+    def _calls(self, value: Any) -> list[ToolCall]:
+        """Return the calls in a region. Raise ValueError if it contains anything else."""
+        calls = []
+        if isinstance(value, str):  # NAME[ARGS]{…}[TOOL_CALLS]NAME[ARGS]{…}
+            pairs = [part.partition("[ARGS]") for part in value.split("[TOOL_CALLS]")]
+            value = [{"name": name.strip(), "arguments": json.loads(arguments)} for name, _, arguments in pairs]
+        for item in value if isinstance(value, list) else [value]:
+            function = item.get("function", item) if isinstance(item, dict) else None
+            if not isinstance(function, dict) or function.get("name") not in self._names:
+                raise ValueError("no call of a tool")
+            arguments = function.get("arguments", function.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                raise ValueError("arguments are no object")
+            own = {"id": item["id"]} if isinstance(item.get("id"), str) else {}
+            calls.append(ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False), **own))
+        return calls
