@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,9 @@ def test_a_moderators_next_order_joins_the_last_though_the_clock_went_back(monke
         return is_newer
 
     async def scenario() -> None:
-        registry = DhtPeerRegistry(None, "toy", identity(0))
+        known = SimpleNamespace(uid_to_peer_id={"id": "peer"})
+        node: Any = SimpleNamespace(protocol=SimpleNamespace(routing_table=known))
+        registry = DhtPeerRegistry(node, "toy", identity(0))
         for order in (b"first", b"second", b"third"):
             await registry.publish_order(order)
         assert await registry.read_orders() == [b"first", b"second", b"third"]
