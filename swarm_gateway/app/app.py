@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -12,6 +13,9 @@ from starlette.exceptions import HTTPException
 
 from swarm_gateway.anthropic_api.endpoints import ANTHROPIC_PREFIX, anthropic_router
 from swarm_gateway.anthropic_api.formats import ANTHROPIC
+from swarm_gateway.batch_api.endpoints import batch_router
+from swarm_gateway.batch_api.store import BatchStore
+from swarm_gateway.batch_api.worker import BatchWorker
 from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, GatewayLimits, GenerationQueue, RateLimit
 from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.monitor_api.endpoints import MONITOR_PREFIX, Monitored, monitor_router
@@ -33,12 +37,14 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     monitored: Monitored | None = None,
     responses: ResponseStore | None = None,
+    batches: BatchStore | None = None,
 ) -> FastAPI:
     """Return the application, which serves on one event loop.
 
     Args:
         monitored: the swarm that ``/api/v1`` shows; None if there is no such API.
         responses: the responses that later requests may go on from; by default they are kept in memory.
+        batches: the files and batches; None if there are none. They go on while the application runs.
         keys: see ``Gateway``.
         clock: a function that returns seconds, for limits by time.
     """
@@ -51,12 +57,25 @@ def create_app(
         tuple(keys),
         Preparations(limits, is_shared=len(keys) > 1),
     )
-    app = FastAPI(title="swarm", openapi_url=None)  # FastAPI's documentation pages would load foreign scripts
+    worker = None if batches is None else BatchWorker(gateway, batches)
+
+    @asynccontextmanager
+    async def running(_app: FastAPI) -> AsyncIterator[None]:
+        if worker is not None:
+            worker.start()
+        yield
+        if worker is not None:
+            await worker.stop()
+
+    # FastAPI's documentation pages would load foreign scripts.
+    app = FastAPI(title="swarm", openapi_url=None, lifespan=running)
     app.add_middleware(CountRequests, metrics=gateway.metrics)
     app.include_router(openai_router(gateway))
     app.include_router(responses_router(gateway, responses or ResponseStore()))
     app.include_router(anthropic_router(gateway))
     app.include_router(ollama_router(gateway))
+    if worker is not None:
+        app.include_router(batch_router(gateway, worker))
     if monitored is not None:
         app.include_router(monitor_router(gateway, monitored))
     add_pages(app)

@@ -22,7 +22,7 @@ from swarm_protocol.wire.printable import printable
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+_PACKAGES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 _BACKLOG = 2048  # connections that wait to be accepted
 _DRAIN_S = 5  # the time for active answers to end after Ctrl-C
 
@@ -37,6 +37,7 @@ class ServeSettings:
     limits: GatewayLimits = DEFAULT_LIMITS
     history: str | None = None  # a file, or "none"; None: a file in the user's data directory
     responses: Path | None = None  # a file for what /v1/responses stores; None: in memory
+    batches: Path | None = None  # a file for /v1/files and /v1/batches; None: there are none
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -53,7 +54,7 @@ class ServeSettings:
             raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
         keys = () if args.api_keys is None else read_keys(args.api_keys)
         limits = GatewayLimits(args.max_active, args.max_queued, args.requests_per_minute)
-        return cls(args.host, args.port, keys, limits, args.history, args.responses)
+        return cls(args.host, args.port, keys, limits, args.history, args.responses, args.batches)
 
 
 def add_serve_flags(command: argparse.ArgumentParser) -> None:
@@ -75,6 +76,7 @@ def add_serve_flags(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="where to keep responses that later requests go on from; if not given, in memory",
     )
+    add("--batches", type=Path, metavar="FILE", help="take batches of requests, and keep them in this file")
 
 
 def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:
@@ -88,6 +90,7 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     from swarm_client.core import background
     from swarm_client.core.access import client_access
     from swarm_gateway.app.app import create_app
+    from swarm_gateway.batch_api.store import BatchStore
     from swarm_gateway.history.opening import open_history
     from swarm_gateway.history.recorder import HistoryRecorder
     from swarm_gateway.monitor.monitor import Monitor
@@ -98,11 +101,14 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     model, files = check_model(model, revision, config)
     with contextlib.closing(listen(settings.host, settings.port)) as listener:
         responses = ResponseStore(settings.responses)
+        batches = None if settings.batches is None else BatchStore(settings.batches)
         recorder = HistoryRecorder(Monitor(config), open_history(settings.history, config.swarm))
         models = SwarmModels(config, model, revision, GenerationLoop, files=files, monitor=recorder)
         is_private = client_access(config).control is not None
         monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
-        app = create_app(models, settings.limits, settings.keys, monitored=monitored, responses=responses)
+        app = create_app(
+            models, settings.limits, settings.keys, monitored=monitored, responses=responses, batches=batches
+        )
         background.run(recorder.start())
         try:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the normal ways to end
@@ -110,6 +116,8 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
         finally:
             models.close()
             responses.close()
+            if batches is not None:
+                batches.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -142,7 +150,7 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
             self.should_exit = True
 
     # Uvicorn's own logging would write a line for each request.
-    options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none")
+    options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="on", ws="none")
     options.timeout_graceful_shutdown = _DRAIN_S
     options.http = protocol_of(IncomingRequests.of_this_process())
     server = GatewayServer(options)

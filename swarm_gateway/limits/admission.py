@@ -151,6 +151,10 @@ class GenerationQueue:
         self._salt = secrets.token_bytes(16)
 
     @property
+    def most_active(self) -> int:
+        return self._limits.max_active
+
+    @property
     def num_active(self) -> int:
         return len(self._active)
 

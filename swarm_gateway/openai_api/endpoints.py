@@ -28,7 +28,7 @@ def openai_router(gateway: Gateway) -> APIRouter:
         began_s = time.perf_counter()
         asked: ChatRequest | CompletionRequest
         asked, num_bytes = await read_request(gateway, kind, request, key)
-        return ChunkedResponse(_generated(gateway, asked, num_bytes, key, began_s), is_stream=asked.stream)
+        return ChunkedResponse(answer_chunks(gateway, asked, num_bytes, key, began_s), is_stream=asked.stream)
 
     @router.post("/chat/completions")
     async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
@@ -72,9 +72,13 @@ def openai_router(gateway: Gateway) -> APIRouter:
     return router
 
 
-async def _generated(
+async def answer_chunks(
     gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
 ) -> AsyncGenerator[bytes, None]:
+    """Yield the answer as one JSON object, or as the events of a stream.
+
+    Raise ApiError if the model cannot do what the request asks for, SwarmError if the swarm fails.
+    """
     work = await begin(gateway, asked, num_bytes, key, began_s)
     texts = None if asked.num_logprobs is None else TokenTexts(work.model.tokenizer)
     form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(work.model.name, texts)

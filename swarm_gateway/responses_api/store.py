@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import sqlite3
-import threading
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from swarm_gateway.limits.admission import ApiError
+from swarm_gateway.web.database import Database, owner_of
 
 MOST_BYTES = 64 * 2**20  # of all conversations that are stored
 _APPLICATION_ID = 0x53775273  # says in the file's header whose it is
@@ -33,32 +29,16 @@ class ResponseStore:
     """
 
     def __init__(self, path: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
-        """Open the file, or keep everything in memory without one. Raise ValueError if the file cannot be used.
-
-        Only the user can read a new file.
-        """
+        """Open the file, or keep everything in memory without one. Raise ValueError if the file cannot be used."""
         self._most_bytes = most_bytes
-        self._lock = threading.Lock()
-        try:
-            if path is not None:
-                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            self._database = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
-            if self._one("PRAGMA application_id")[0] != _APPLICATION_ID:
-                if self._one("SELECT COUNT(*) FROM sqlite_master")[0]:
-                    raise ValueError(f"{path} is something else: expected a new file, or one that `serve` has written")
-                self._run(f"PRAGMA application_id = {_APPLICATION_ID}")
-            self._run(_TABLE)
-        except (OSError, sqlite3.Error) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ValueError(f"{path} cannot be used for responses: {reason}") from None
+        self._database = Database(path, _APPLICATION_ID, [_TABLE], "responses")
 
     def add(self, key: str, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
         """Store a response, and the items of its request."""
         texts = json.dumps(items), json.dumps(response)
-        row = (response["id"], _owner(key), response["previous_response_id"], sum(map(len, texts)), *texts)
-        with self._lock:
-            self._run("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?, ?)", *row)
-            self._run(_LEAVE_OUT, self._most_bytes)
+        row = (response["id"], owner_of(key), response["previous_response_id"], sum(map(len, texts)), *texts)
+        self._database.run("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?, ?)", *row)
+        self._database.run(_LEAVE_OUT, self._most_bytes)
 
     def get(self, key: str, response_id: str) -> dict[str, Any]:
         """Return a response. Raise ApiError if there is none of this key."""
@@ -84,29 +64,14 @@ class ResponseStore:
     def delete(self, key: str, response_id: str) -> None:
         """Forget a response. Raise ApiError if there is none of this key."""
         self._row(key, response_id)
-        with self._lock:
-            self._run("DELETE FROM responses WHERE id = ?", response_id)
+        self._database.run("DELETE FROM responses WHERE id = ?", response_id)
 
     def close(self) -> None:
         self._database.close()
 
     def _row(self, key: str, response_id: str, param: str = "response_id") -> tuple[str | None, str, str]:
-        with self._lock:
-            where = "FROM responses WHERE id = ? AND key = ?"
-            row = self._one(f"SELECT previous, items, response {where}", response_id, _owner(key))
+        where = "FROM responses WHERE id = ? AND key = ?"
+        row = self._database.one(f"SELECT previous, items, response {where}", response_id, owner_of(key))
         if row is None:
             raise ApiError(404, "there is no such response: it was not stored, or is too old", param=param)
         return row[0], row[1], row[2]
-
-    def _run(self, statement: str, *values: Any) -> None:
-        with closing(self._database.execute(statement, values)):
-            pass
-
-    def _one(self, statement: str, *values: Any) -> Any:
-        with closing(self._database.execute(statement, values)) as cursor:
-            return cursor.fetchone()
-
-
-def _owner(key: str) -> str:
-    """Return the name of a key in the file, which does not contain the key."""
-    return hashlib.sha256(key.encode()).hexdigest()

@@ -114,14 +114,14 @@ class ChunkedResponse(Response):
             try:
                 chunk = await anext(chunks)
             except Exception as error:  # a client gets an answer for each error
-                return await refusal(_as_api_error(error), self._dialect)(scope, receive, send)
+                return await refusal(as_api_error(error), self._dialect)(scope, receive, send)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             try:
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:  # the same, in the stream
-                last = self._dialect.chunk(self._dialect.error(_as_api_error(error)))
+                last = self._dialect.chunk(self._dialect.error(as_api_error(error)))
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
@@ -142,7 +142,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception) -> ApiError:
+    """Return the error as a request is told of it, and log it if it is a mistake of this server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SwarmError) and not isinstance(error, RequestRejected):

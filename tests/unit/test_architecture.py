@@ -72,6 +72,7 @@ LAYERS = {  # from the top: a room imports from those below it only
     "swarm_gateway": [
         [DOOR],
         ["app"],
+        ["batch_api"],
         ["openai_api", "responses_api", "anthropic_api", "ollama_api", "monitor_api"],
         ["generation"],
         ["web"],

@@ -23,6 +23,7 @@ from swarm_client.core.events import Event
 from swarm_gateway.answers.capabilities import capabilities_of
 from swarm_gateway.app.app import create_app
 from swarm_gateway.app.serving import listen
+from swarm_gateway.batch_api.store import BatchStore
 from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits
 from swarm_gateway.web.models import ServedModel, Traits, not_found
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
@@ -158,10 +159,25 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @dataclass
+class Running:
+    """A gateway's server, its thread and its socket."""
+
+    server: uvicorn.Server
+    thread: threading.Thread
+    listener: socket.socket
+
+
+@dataclass
 class Gateway:
     url: str
     batcher: ScriptedBatcher
     tokenizer: PreTrainedTokenizerBase
+    running: Running
+
+    def stop(self) -> None:
+        """End the gateway, and wait until it has ended."""
+        self.running.server.should_exit = True
+        self.running.thread.join(WAIT_S)
 
     def says(self, text: str, ends: str | BaseException | None = "stop") -> None:
         """What every generation says from now on."""
@@ -188,15 +204,6 @@ class Gateway:
 Serve = Callable[..., Gateway]
 
 
-@dataclass
-class Running:
-    """A gateway's server, its thread and its socket."""
-
-    server: uvicorn.Server
-    thread: threading.Thread
-    listener: socket.socket
-
-
 @pytest.fixture(scope="session")
 def ending() -> Iterator[list[Running]]:
     """Servers that have been told to end. Each takes some tenths of a second, for which no test waits."""
@@ -213,18 +220,23 @@ def serve(tokenizer: PreTrainedTokenizerBase, ending: list[Running], request: py
     """Starts a gateway: ``serve(limits, keys, max_positions=…)``."""
     started: list[Running] = []
 
-    def start(limits: GatewayLimits = DEFAULT_LIMITS, keys: Sequence[str] = (), **fields: Any) -> Gateway:
+    def start(
+        limits: GatewayLimits = DEFAULT_LIMITS,
+        keys: Sequence[str] = (),
+        batches: BatchStore | None = None,
+        **fields: Any,
+    ) -> Gateway:
         batcher = ScriptedBatcher()
         config = GenerationConfig(eos_token_id=1)
         model = ServedModel(DEFAULT_MODEL, tokenizer, batcher, 1024, config, len(tokenizer), embed)
         model = replace(model, **fields)
-        app = create_app(OneModel(model), limits, keys)
+        app = create_app(OneModel(model), limits, keys, batches=batches)
         listener = listen("127.0.0.1", 0)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=5))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, args=([listener],), name=request.node.nodeid)
         thread.start()
         started.append(Running(server, thread, listener))
-        return Gateway(f"http://127.0.0.1:{listener.getsockname()[1]}", batcher, model.tokenizer)
+        return Gateway(f"http://127.0.0.1:{listener.getsockname()[1]}", batcher, model.tokenizer, started[-1])
 
     yield start
     for running in started:

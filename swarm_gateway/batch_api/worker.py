@@ -1,0 +1,195 @@
+"""The worker that answers the requests of batches, while nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm_gateway.batch_api.requests import BatchLine, read_lines
+from swarm_gateway.batch_api.store import BatchStore, StoredBatch
+from swarm_gateway.generation.requests import EmbeddingRequest
+from swarm_gateway.openai_api.embeddings import embeddings
+from swarm_gateway.openai_api.endpoints import answer_chunks
+from swarm_gateway.web.http import Gateway, as_api_error
+from swarm_protocol.process.routine import end_tasks
+
+_LOOK_S = 1.0  # between two looks at whether others wait
+_RETRY_S = 10.0  # before a request is tried again that the swarm could not answer
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    """A batch whose requests are being answered.
+
+    Attributes:
+        pending: the requests that nobody answers at present.
+        running: the requests that are being answered.
+        resting_until_s: the time before which no request is begun, because the swarm has failed.
+    """
+
+    batch: StoredBatch
+    pending: deque[BatchLine]
+    running: dict[asyncio.Task[None], BatchLine] = field(default_factory=dict)
+    resting_until_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return not self.pending and not self.running
+
+
+class BatchWorker:
+    """Answers the requests of one batch of each key at a time, in the order of the file.
+
+    A request is begun only while no generation waits for its turn, and all batches together have at most half of the
+    generations that may be active. One event loop must make all calls.
+    """
+
+    def __init__(self, gateway: Gateway, store: BatchStore, clock: Callable[[], float] = time.time) -> None:
+        """Prepare; ``clock`` returns seconds since 1970."""
+        self.store = store
+        self._gateway, self._clock = gateway, clock
+        self._most = max(1, gateway.queue.most_active // 2)
+        self._jobs: dict[str, _Job] = {}  # by owner
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin, or go on with, all batches that are not over."""
+        self._task = asyncio.create_task(self._run())
+
+    def wake(self) -> None:
+        """Look at the store at once, because a batch has come or is to be cancelled."""
+        self._news.set()
+
+    async def stop(self) -> None:
+        """Stop. What is answered stays, and the rest is answered after the next start."""
+        if self._task is not None:
+            await end_tasks([self._task])
+        for job in self._jobs.values():
+            await end_tasks(list(job.running))
+        self._jobs.clear()
+
+    async def _run(self) -> None:
+        while True:
+            self._news.clear()
+            try:
+                await self._look()
+            except Exception as error:  # such as a full disk: the batches go on once it has room
+                _logger.warning("batches cannot go on at present: %s", error)
+            self._begin_lines()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S if self._jobs else None):
+                    await self._news.wait()
+
+    async def _look(self) -> None:
+        """Take new batches, and end those that are over, cancelled or too old."""
+        for batch in await asyncio.to_thread(self.store.unfinished):
+            job = self._jobs.get(batch.owner)
+            if job is None:
+                job = self._jobs[batch.owner] = await self._job_of(batch)
+            if job.batch.id != batch.id and batch.entry["status"] != "cancelling":
+                continue
+            if batch.entry["status"] == "cancelling":
+                await self._end(batch, "cancelled")
+            elif self._clock() > batch.entry["expires_at"]:
+                await self._end(batch, "expired")
+            elif job.is_over:
+                await self._end(batch, "completed")
+
+    async def _job_of(self, batch: StoredBatch) -> _Job:
+        if batch.entry["in_progress_at"] is None:
+            begun = {"status": "in_progress", "in_progress_at": int(self._clock())}
+            await asyncio.to_thread(self.store.change, batch.id, begun)
+
+        def pending() -> deque[BatchLine]:
+            content = self.store.content(batch.owner, batch.entry["input_file_id"])
+            answered = self.store.answered(batch.id)
+            return deque(
+                line for line in read_lines(content, batch.entry["endpoint"])[0] if line.number not in answered
+            )
+
+        return _Job(batch, await asyncio.to_thread(pending))
+
+    async def _end(self, batch: StoredBatch, status: str) -> None:
+        """End a batch with ``status``; requests without an answer have the code of why they have none."""
+        job = self._jobs.get(batch.owner)
+        left: list[BatchLine] = []
+        if job is not None and job.batch.id == batch.id:
+            left = [*job.running.values(), *job.pending]
+            await end_tasks(list(job.running))
+        code = f"batch_{status}"
+        for line in left:
+            await self._store_answer(batch, line, None, {"code": code, "message": f"the batch was {status}"})
+        now = int(self._clock())
+        ended = {"status": status, f"{status}_at": now, "finalizing_at": now}
+        await asyncio.to_thread(self.store.finish, batch, ended)
+        if job is not None and job.batch.id == batch.id:
+            del self._jobs[batch.owner]
+        self._news.set()  # the next batch of this key may begin
+
+    def _begin_lines(self) -> None:
+        """Begin requests, one of each batch in turn, while there is room for them."""
+        queue, now_s = self._gateway.queue, time.monotonic()
+        num_running = sum(len(job.running) for job in self._jobs.values())
+        num_free = min(self._most - num_running, queue.most_active - queue.num_active) if not queue.num_queued else 0
+        while num_free > 0:
+            ready = [job for job in self._jobs.values() if job.pending and job.resting_until_s <= now_s]
+            if not ready:
+                return
+            for job in ready[:num_free]:
+                line = job.pending.popleft()
+                task = asyncio.create_task(self._answer(job, line))
+                job.running[task] = line
+                num_free -= 1
+
+    async def _answer(self, job: _Job, line: BatchLine) -> None:
+        try:
+            await self._try(job, line)
+        except Exception as error:
+            _logger.error("a request of a batch failed", exc_info=error)
+            job.pending.append(line)
+            job.resting_until_s = time.monotonic() + _RETRY_S
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            job.running.pop(task, None)
+            self._news.set()
+
+    async def _try(self, job: _Job, line: BatchLine) -> None:
+        """Answer one request, and store the answer; or put the request back if the swarm cannot answer now."""
+        key = f"batch of {job.batch.owner}"
+        if isinstance(line.asked, EmbeddingRequest):
+            chunks = embeddings(self._gateway, line.asked, line.num_bytes, key)
+        else:
+            chunks = answer_chunks(self._gateway, line.asked, line.num_bytes, key, time.perf_counter())
+        status = 200
+        try:
+            body = json.loads(b"".join([chunk async for chunk in chunks]))
+        except Exception as failure:  # whatever a request may fail with, its line says so
+            error = as_api_error(failure)
+            if error.status in (429, 503):
+                job.pending.appendleft(line)
+                job.resting_until_s = time.monotonic() + _RETRY_S
+                return
+            status, body = error.status, error.body
+        finally:
+            await chunks.aclose()
+        response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+        await self._store_answer(job.batch, line, response, None)
+
+    async def _store_answer(
+        self, batch: StoredBatch, line: BatchLine, response: dict[str, Any] | None, error: dict[str, Any] | None
+    ) -> None:
+        told = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response}
+        succeeded = response is not None and response["status_code"] == 200
+        text = json.dumps(told | {"error": error}, ensure_ascii=False)
+        await asyncio.to_thread(self.store.add_answer, batch.id, line.number, succeeded=succeeded, text=text)
