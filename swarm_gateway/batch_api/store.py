@@ -134,11 +134,11 @@ class BatchStore:
         rows = self._database.all("SELECT id, owner, entry FROM batches WHERE NOT is_over ORDER BY number")
         return [StoredBatch(batch_id, owner, json.loads(entry)) for batch_id, owner, entry in rows]
 
-    def change(self, batch_id: str, fields: Mapping[str, Any], *, is_over: bool = False) -> None:
-        """Change fields of a batch that is not over."""
+    def change(self, batch_id: str, fields: Mapping[str, Any], *, only_if: str = "", is_over: bool = False) -> None:
+        """Change fields of a batch that is not over; ``only_if`` it has this status, unless that is empty."""
         with self._changing:
             for batch in self.unfinished():
-                if batch.id == batch_id:
+                if batch.id == batch_id and only_if in ("", batch.entry["status"]):
                     entry = json.dumps({**self._counted(batch.entry), **fields})
                     change = "UPDATE batches SET entry = ?, is_over = ? WHERE id = ?"
                     self._database.run(change, entry, is_over, batch_id)

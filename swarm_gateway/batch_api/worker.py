@@ -16,6 +16,7 @@ from typing import Any
 from swarm_gateway.batch_api.requests import BatchLine, read_lines
 from swarm_gateway.batch_api.store import BatchStore, StoredBatch
 from swarm_gateway.generation.requests import EmbeddingRequest
+from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.endpoints import answer_chunks
 from swarm_gateway.web.http import Gateway, as_api_error
@@ -85,6 +86,7 @@ class BatchWorker:
                 await self._look()
             except Exception as error:  # such as a full disk: the batches go on once it has room
                 _logger.warning("batches cannot go on at present: %s", error)
+                await asyncio.sleep(_RETRY_S)
             self._begin_lines()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S if self._jobs else None):
@@ -95,7 +97,11 @@ class BatchWorker:
         for batch in await asyncio.to_thread(self.store.unfinished):
             job = self._jobs.get(batch.owner)
             if job is None:
-                job = self._jobs[batch.owner] = await self._job_of(batch)
+                try:
+                    job = self._jobs[batch.owner] = await self._job_of(batch)
+                except ApiError:  # its file is gone
+                    await self._end(batch, "failed")
+                    continue
             if job.batch.id != batch.id and batch.entry["status"] != "cancelling":
                 continue
             if batch.entry["status"] == "cancelling":
@@ -108,7 +114,7 @@ class BatchWorker:
     async def _job_of(self, batch: StoredBatch) -> _Job:
         if batch.entry["in_progress_at"] is None:
             begun = {"status": "in_progress", "in_progress_at": int(self._clock())}
-            await asyncio.to_thread(self.store.change, batch.id, begun)
+            await asyncio.to_thread(self.store.change, batch.id, begun, only_if="validating")
 
         def pending() -> deque[BatchLine]:
             content = self.store.content(batch.owner, batch.entry["input_file_id"])

@@ -181,6 +181,20 @@ def test_a_batch_that_is_too_old_is_over(serve: Serve, monkeypatch: pytest.Monke
     assert {each["error"]["code"] for each in answers(gateway, done.error_file_id).values()} == {"batch_expired"}
 
 
+def test_a_batch_whose_file_is_gone_fails_and_holds_up_no_other(serve: Serve) -> None:
+    batches = BatchStore(None)
+    gateway = serve(batches=batches)
+    gateway.batcher.ends = None
+    first = begin(gateway, line("r0"))
+    gateway.wait_for_generations(1)
+    second = begin(gateway, line("r1"))
+    batches._database.run("DELETE FROM files WHERE id = ?", second.input_file_id)
+    gateway.says("a list")
+    third = begin(gateway, line("r2"))
+    gateway.client().batches.cancel(first.id)
+    assert [ended(gateway, each).status for each in (first, second, third)] == ["cancelled", "failed", "completed"]
+
+
 def test_a_key_sees_its_own_alone(serve: Serve) -> None:
     gateway = serve(keys=("sk-ada", "sk-bob"), batches=BatchStore(None))
     gateway.says("a list")
