@@ -53,8 +53,9 @@ def main() -> None:
                 tokenizer=tokenizer,
                 streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             )
-            sent = cache.session.stats.tokens
-            print(f"[the talk has {talk.shape[1]} tokens; {sent} were computed so far, each once]")
+            # Where passes are slow, a draft guesses tokens; those that it got wrong were computed in vain.
+            how = "with the draft's guesses" if model.speculation.stats.guesses else "each once"
+            print(f"[the talk has {talk.shape[1]} tokens; {cache.session.stats.tokens} were computed so far, {how}]")
 
 
 if __name__ == "__main__":

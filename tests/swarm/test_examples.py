@@ -67,9 +67,11 @@ def test_generate(tmp_path):
 
 def test_chat_computes_every_token_once(tmp_path):
     printed = run("chat.py", cache=tmp_path, stdin="What is a list?\nAnd a tuple?\n")
-    counts = re.findall(r"has (\d+) tokens; (\d+) were computed", printed)
+    counts = re.findall(r"has (\d+) tokens; (\d+) were computed so far, (each once|with the draft)", printed)
     assert len(counts) == 2
-    assert all(int(length) - 1 == int(computed) for length, computed in counts)
+    for length, computed, how in counts:  # a busy machine may be slow enough for a draft to be worth its while
+        num_in_vain = int(computed) - (int(length) - 1)
+        assert num_in_vain == 0 if how == "each once" else num_in_vain >= 0
 
 
 def test_peers_of_different_speeds_train_a_language_model_as_one_process_does(tmp_path):
