@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from swarm_gateway.generation.parts import Fields, Values
-from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest, validated
+from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest, parse, validated
 from swarm_gateway.limits.admission import ApiError
 
 KINDS: Mapping[str, type[ChatRequest] | type[CompletionRequest] | type[EmbeddingRequest]] = {
@@ -80,13 +79,7 @@ def _numbered(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _read_line(number: int, text: bytes, endpoint: str) -> BatchLine:
     """Return the request in a line. Raise ApiError if there is none for this endpoint."""
-    try:
-        fields = from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"this is no JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ApiError(400, "this is no JSON object")
-    line = validated(_Line, fields)
+    line = parse(_Line, text, "the line")
     if line.url != endpoint:
         raise ApiError(400, f"the url is {line.url}: expected that of the batch, {endpoint}", param="url")
     asked = validated(KINDS[endpoint], line.body)

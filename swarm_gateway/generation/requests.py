@@ -244,14 +244,14 @@ class EmbeddingRequest(Fields):
 R = TypeVar("R", bound=BaseModel)
 
 
-def parse(kind: type[R], body: bytes) -> R:
-    """Return the request in ``body``. Raise ApiError if it is not a request of this kind."""
+def parse(kind: type[R], body: bytes, what: str = "the body") -> R:
+    """Return the request in ``body``, which errors call ``what``. Raise ApiError if it is not of this kind."""
     try:
         fields = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise ApiError(400, f"{what} is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise ApiError(400, "the body is not a JSON object")
+        raise ApiError(400, f"{what} is not a JSON object")
     return validated(kind, fields)
 
 

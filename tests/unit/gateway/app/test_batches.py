@@ -100,8 +100,8 @@ def test_requests_that_cannot_be_answered_are_in_a_file_of_their_own(gateway: Ga
 @pytest.mark.parametrize(
     ("lines", "message", "number"),
     [
-        ((line("a"), "so"), "this is no JSON", 2),
-        (("[]",), "no JSON object", 1),
+        ((line("a"), "so"), "the line is not JSON", 2),
+        (("[]",), "the line is not a JSON object", 1),
         ((line("a"), line("a")), "another line has the custom_id 'a' too", 2),
         ((line("a", "/v1/completions"),), "expected that of the batch", 1),
         ((line("a", stream=True),), "no streams", 1),
