@@ -89,7 +89,7 @@ def test_a_real_run_does_not_go_back_for_a_sentence() -> None:
                 with torch.no_grad():
                     first.stage.parameters[0].fill_(torch.nan)
                 assert await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
-                await run.until(lambda: last.life.record().loss == inf)
+                await run.until(lambda: last.life.record().skipped_batches == 1)  # the run goes back at once
             finally:
                 await network.close()
 
