@@ -28,15 +28,15 @@ class ToolCall:
 
 
 @dataclass
-class Piece:
+class AnswerPiece:
     """A piece of an answer."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
 
-    def __add__(self, other: Piece) -> Piece:
-        return Piece(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
+    def __add__(self, other: AnswerPiece) -> AnswerPiece:
+        return AnswerPiece(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,20 +86,20 @@ class AnswerReader:
     def is_in_reasoning(self) -> bool:
         return self._region == _REASONING
 
-    def put(self, text: str) -> Piece:
+    def put(self, text: str) -> AnswerPiece:
         """Read more text; return what has become certain."""
-        found = Piece()
+        found = AnswerPiece()
         for position, character in enumerate(text):  # one by one, so that a call ends at its last character
             if self._parser is None:
-                return found + Piece(text[position:])
+                return found + AnswerPiece(text[position:])
             self._unread += character
             found += self._read(self._parser, character)
         return found
 
-    def end(self, *, is_cut: bool = False) -> Piece:
+    def end(self, *, is_cut: bool = False) -> AnswerPiece:
         """Return what was held. Leave out an unfinished call if the answer ``is_cut``."""
         if self._parser is None:
-            return Piece()
+            return AnswerPiece()
         found = self._read(self._parser, None)
         if is_cut and self._is_part_of_call(found.text):
             found.text = ""
@@ -110,9 +110,9 @@ class AnswerReader:
         has_begun = self._parser is None and bool(self._unread)
         return has_begun and (not text.lstrip().startswith("{") or any(f'"{name}"' in text for name in self._names))
 
-    def _read(self, parser: ResponseParser, text: str | None) -> Piece:
+    def _read(self, parser: ResponseParser, text: str | None) -> AnswerPiece:
         """Parse ``text``, which is None at the end; return what is new."""
-        found = Piece()
+        found = AnswerPiece()
         try:
             for event in parser.finalize()[1] if text is None else parser.feed(text):
                 if event["type"] == "region_open":
@@ -130,7 +130,7 @@ class AnswerReader:
         if region not in (_TEXT, _CALLS):  # the text of a call is kept until it is known to be one
             self._unread = ""
 
-    def _add(self, region: str, text: str, found: Piece) -> None:
+    def _add(self, region: str, text: str, found: AnswerPiece) -> None:
         """Add text from a region to ``found``."""
         if region == _CALLS:
             return
@@ -146,7 +146,7 @@ class AnswerReader:
             self._skips_space &= not text
             found.text += text
 
-    def _close(self, region: str, value: Any, found: Piece, *, is_marked: bool) -> None:
+    def _close(self, region: str, value: Any, found: AnswerPiece, *, is_marked: bool) -> None:
         """Add what a region means as a whole to ``found``. Raise ValueError if it should be a call and is none.
 
         ``is_marked`` says that the text has the region's end: only JSON shows without this that it is complete.

@@ -1,4 +1,4 @@
-"""What a model can do, as far as its tokenizer says."""
+"""The capabilities of a model, as far as its tokenizer says."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ FORMATS = (
 
 
 @dataclass(frozen=True)
-class Reasoning:
-    """What is known of the reasoning of one answer, before the answer has begun.
+class ExpectedReasoning:
+    """The reasoning that one answer may have, as it is known before the answer begins.
 
     Attributes:
         has_begun: the prompt ends with the beginning of the reasoning.
@@ -100,7 +100,7 @@ def may_reason(tokenizer: PreTrainedTokenizerBase) -> bool:
     return reasoning_format_of(str(tokenizer.chat_template or "")) is not None
 
 
-def reasoning_of(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Reasoning | None:
+def reasoning_of(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> ExpectedReasoning | None:
     """Return the reasoning of the answer to ``prompt``, which are token ids; None if the answer has none.
 
     An answer may have reasoning if the chat template knows its end, unless the prompt ends with that end.
@@ -111,4 +111,4 @@ def reasoning_of(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> R
     tail = str(tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)).rstrip()
     if tail.endswith(known.end[0]):
         return None
-    return Reasoning(known, has_begun=tail.endswith("".join(known.begin)))
+    return ExpectedReasoning(known, has_begun=tail.endswith("".join(known.begin)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.database import Database, owner_of
+from swarm_protocol.file_lock import try_lock
 
 MOST_BYTES = 2**30  # of all files and answers
 _APPLICATION_ID = 0x53776261  # says in the file's header whose it is
@@ -50,13 +51,23 @@ class BatchStore:
     """The files and batches of all keys. All methods may be called by any thread."""
 
     def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
-        """Open the file; None keeps all in memory. Raise ValueError if the file cannot be used."""
+        """Open the file; None keeps all in memory. No file is taken once files and answers have ``most_bytes``.
+
+        Raises:
+            ValueError: the file cannot be used, or another process uses it, which would answer the same batches.
+        """
         self._most_bytes = most_bytes
         self._changing = threading.Lock()
         self._database = Database(path, _APPLICATION_ID, _TABLES, "batches")
+        self._locked = None if path is None else path.open("rb")
+        if self._locked is not None and not try_lock(self._locked):
+            self.close()
+            raise ValueError(f"{path} is in use: another gateway answers its batches")
 
     def close(self) -> None:
         self._database.close()
+        if self._locked is not None:
+            self._locked.close()
 
     # ------------------------------------------------------------ files
 
@@ -137,11 +148,13 @@ class BatchStore:
     def change(self, batch_id: str, fields: Mapping[str, Any], *, only_if: str = "", is_over: bool = False) -> None:
         """Change fields of a batch that is not over; ``only_if`` it has this status, unless that is empty."""
         with self._changing:
-            for batch in self.unfinished():
-                if batch.id == batch_id and only_if in ("", batch.entry["status"]):
-                    entry = json.dumps({**self._counted(batch.entry), **fields})
-                    change = "UPDATE batches SET entry = ?, is_over = ? WHERE id = ?"
-                    self._database.run(change, entry, is_over, batch_id)
+            row = self._database.one("SELECT entry FROM batches WHERE id = ? AND NOT is_over", batch_id)
+            if row is None:
+                return
+            entry = json.loads(row[0])
+            if only_if in ("", entry["status"]):
+                changed = json.dumps({**self._counted(entry), **fields})
+                self._database.run("UPDATE batches SET entry = ?, is_over = ? WHERE id = ?", changed, is_over, batch_id)
 
     def _counted(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the entry with the numbers of requests that have answers, unless the answers are in files by now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
 import time
 import uuid
 from collections import deque
@@ -84,7 +85,7 @@ class BatchWorker:
             self._news.clear()
             try:
                 await self._look()
-            except Exception as error:  # such as a full disk: the batches go on once it has room
+            except sqlite3.Error as error:  # such as a full disk: the batches go on once it has room
                 _logger.warning("batches cannot go on at present: %s", error)
                 await asyncio.sleep(_RETRY_S)
             self._begin_lines()
@@ -160,8 +161,8 @@ class BatchWorker:
     async def _answer(self, job: _Job, line: BatchLine) -> None:
         try:
             await self._try(job, line)
-        except Exception as error:
-            _logger.error("a request of a batch failed", exc_info=error)
+        except sqlite3.Error as error:
+            _logger.warning("an answer of a batch cannot be stored at present: %s", error)
             job.pending.append(line)
             job.resting_until_s = time.monotonic() + _RETRY_S
         finally:

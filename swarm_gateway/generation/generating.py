@@ -12,7 +12,7 @@ from swarm_client.batching.request import FinishReason, Request, Servers, Token
 from swarm_client.batching.streaming import Scored, stream
 from swarm_client.core.events import Event
 from swarm_client.generation.text_stream import StopStrings, TextStream
-from swarm_gateway.answers.answer_reader import AnswerReader, Piece, ToolCall
+from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader, ToolCall
 from swarm_gateway.limits.admission import QueuePlace
 from swarm_gateway.web.metrics import Metrics, TokenTimes
 from swarm_gateway.web.models import ServedModel, end_ids
@@ -112,7 +112,7 @@ class _Writer:
     def _delta(self, text: str, reason: FinishReason | None) -> Delta | None:
         """Return a delta with the tokens that begin in the text; at an end without stop string, with all held ones."""
         piece, reason = self._read(text, reason)
-        if piece == Piece() and reason is None:
+        if piece == AnswerPiece() and reason is None:
             return None
         self._has_called |= bool(piece.calls)
         finish: Finish | None = "tool_calls" if reason == "stop" and self._has_called else reason
@@ -123,10 +123,10 @@ class _Writer:
         calls, stop = tuple(piece.calls), self._stops.found
         return Delta(self._choice, piece.text, tuple(said), finish, calls, stop, piece.reasoning)
 
-    def _read(self, text: str, reason: FinishReason | None) -> tuple[Piece, FinishReason | None]:
+    def _read(self, text: str, reason: FinishReason | None) -> tuple[AnswerPiece, FinishReason | None]:
         """Return what the text means, and the reason; the first call ends an answer that may have only one."""
         if self._reader is None:
-            return Piece(text), reason
+            return AnswerPiece(text), reason
         piece = self._reader.put(text)
         if reason is not None:
             piece += self._reader.end(is_cut=reason == "length")

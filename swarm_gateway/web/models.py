@@ -99,7 +99,7 @@ class SeesSwarm(Protocol):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a model's files say of it, before it is loaded.
+    """The traits of a model that its files show before it is loaded.
 
     Attributes:
         has_template: it has a chat template.

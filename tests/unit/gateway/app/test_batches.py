@@ -143,12 +143,16 @@ def test_others_do_not_wait_for_a_batch(serve: Serve) -> None:
 def test_a_batch_goes_on_after_a_restart(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_RETRY_S", 0.05)
     path = tmp_path / "batches.sqlite"
-    before = serve(GatewayLimits(max_active=2), batches=BatchStore(path))
+    first = BatchStore(path)
+    before = serve(GatewayLimits(max_active=2), batches=first)
     before.says("first")
     batch = begin(before, *(line(f"r{n}") for n in range(3)), line("last"))
     until(before, batch, lambda batch: batch.request_counts.completed)
     before.batcher.refuses = NoSwarm("nobody answers")  # what is not answered yet waits for the swarm
     before.stop()
+    with pytest.raises(ValueError, match="another gateway"):
+        BatchStore(path)
+    first.close()
     after = serve(batches=BatchStore(path))
     after.says("second")
     done = ended(after, batch)

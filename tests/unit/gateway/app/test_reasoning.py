@@ -13,7 +13,7 @@ import ollama
 import pytest
 from tokenizers import AddedToken
 
-from swarm_gateway.answers.answer_reader import AnswerReader, Piece
+from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader
 from swarm_gateway.answers.reasoning import FORMATS
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, RandomBatcher, Serve, encode
@@ -113,12 +113,12 @@ def test_nothing_is_lost_however_the_text_comes(family: str) -> None:
     regions = next(known.regions for known in FORMATS if known.marker in FAMILIES[family][0])
     for seed in range(20):
         random, whole = Random(seed), begin + THOUGHT + end + TEXT
-        reader, found, place = AnswerReader(regions), Piece(), 0
+        reader, found, place = AnswerReader(regions), AnswerPiece(), 0
         while place < len(whole):
             part = whole[place : place + random.randint(1, 9)]
             found += reader.put(part)
             place += len(part)
-        assert found + reader.end() == Piece(TEXT, THOUGHT)
+        assert found + reader.end() == AnswerPiece(TEXT, THOUGHT)
 
 
 @pytest.mark.parametrize("by_prompt", [False, True])

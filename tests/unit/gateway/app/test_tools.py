@@ -11,7 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from swarm_gateway.answers.answer_reader import AnswerReader, Piece
+from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader
 from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve, encode
@@ -92,7 +92,7 @@ def test_nothing_is_lost_however_the_text_comes(tokenizer: Any, name: str) -> No
     for seed in range(20):
         random = Random(seed)
         for text, num_calls in ((whole, 1 if name in SINGLE else 2), (broken, 0)):
-            reader, found, place = AnswerReader(regions, TOOLS), Piece(), 0
+            reader, found, place = AnswerReader(regions, TOOLS), AnswerPiece(), 0
             while place < len(text):
                 part = text[place : place + random.randint(1, 9)]
                 found += reader.put(part)
