@@ -199,13 +199,20 @@ def test_strings_of_strangers_are_text(show):
     assert "owned" not in page.title()
 
 
-def test_the_command_to_join_is_copied(show):
-    page = show(FakeMonitor(server("aaaaaa", "0:20")))
+def test_the_command_to_join_is_copied_once_it_is_known(show):
+    disabled_before: list[bool] = []
+
+    def look(page: Any) -> None:
+        copy = page.get_by_role("button", name="Copy")
+        page.route("**/swarm", lambda route: (disabled_before.append(copy.is_disabled()), route.continue_()), times=1)
+
+    page = show(FakeMonitor(server("aaaaaa", "0:20")), before=look)
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     command = f"python -m swarm_server --model {MODEL} --swarm home --initial-peers {PEER}"
     assert page.locator(".join-command").inner_text() == command
     wait_for(lambda: page.evaluate("navigator.clipboard.readText()") == command, "the clipboard has the command")
+    assert disabled_before == [True]
 
 
 def test_charts_show_what_was_measured(show):

@@ -35,7 +35,7 @@ const ranges = el("div", { class: "segments", role: "group", "aria-label": "Time
   el("button", { type: "button", "aria-pressed": String(name === range), onclick: () => chooseRange(name) }, name)));
 const command = el("code", { class: "join-command", tabindex: "0" });
 const copyText = el("span", {}, "Copy");
-const copyButton = el("button", { type: "button", class: "button", onclick: copyCommand }, icon("copy"), copyText);
+const copyButton = el("button", { type: "button", class: "button", disabled: true, onclick: copyCommand }, icon("copy"), copyText);
 const joinNote = el("p", { class: "muted small" });
 
 const mapCard = card("Blocks", "blocks-title", map.element);
@@ -100,6 +100,7 @@ function showModel() {
   tabs.hidden = !names.length;
   mapCard.hidden = !model;
   setText(command, (model ?? seen.swarm).join_command);
+  copyButton.disabled = false;
   const note = (model ?? seen.swarm).join_note;
   setText(joinNote, note);
   joinNote.hidden = !note;
