@@ -1,7 +1,7 @@
 """The entry point of ``swarm``: the first word selects the command line of the server, training or experts.
 
 All other commands are the client's, except those about all commands. Only the selected one is imported; Ctrl-C ends the
-import quietly.
+import quietly. Without a word, a person at a terminal chooses in a menu.
 """
 
 from __future__ import annotations
@@ -17,9 +17,22 @@ _GRANT = ["moderate", "grant"]  # of a run: the same as of a private swarm
 
 
 def main() -> None:
+    from swarm_protocol.errors import SwarmError
     from swarm_protocol.process.signals import exit_on_interrupt
 
     exit_on_interrupt()
+    try:
+        _run()
+    except SwarmError as error:  # from an import, where no libp2p can be installed: commands show their own errors
+        from swarm_protocol.process.logs import say_error
+
+        say_error(error)
+        sys.exit(2)
+
+
+def _run() -> None:
+    if not sys.argv[1:] and sys.stdin.isatty() and sys.stdout.isatty():
+        sys.argv += _chosen()
     from swarm_cli.parsers import COMPLETION, CONFIG, EXPERTS, HELP, SERVER, TRAIN, all_parsers
 
     command = sys.argv[1:2]
@@ -49,6 +62,26 @@ def main() -> None:
 
         argv = ["keys", "grant", *sys.argv[4:]] if command == [TRAIN] else sys.argv[1:]
         client(argv, HELP, all_parsers)
+
+
+def _chosen() -> list[str]:
+    """Return the words of the command that the user chooses in the menu. Exit if the user leaves."""
+    from swarm_cli.menu import choose
+    from swarm_protocol.process import signals
+
+    signals.unwind_on_signals()
+    try:
+        words = choose()
+    except EOFError:
+        words = []
+        print()
+    except KeyboardInterrupt:
+        print()
+        sys.exit(signals.INTERRUPTED)
+    if not words:
+        sys.exit(0)
+    signals.exit_on_interrupt()  # while the command is imported
+    return words
 
 
 def _hold_stage(args: argparse.Namespace) -> Callable[[], None]:

@@ -48,7 +48,7 @@ _TRAIN_FLAGS = [
     *("train", "then-serve", "quant", "blocks", "initial-blocks", "memory", "device", "host", "port", "dht-port"),
     *("announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
 ]
-_LEAVE_S = 20.0  # for all that must be done after draining
+LEAVE_S = 20.0  # for all that must be done after draining
 _CONFIG_RULES = ConfigRules(
     CONFIG_RULES.environment, (("blocks", "initial-blocks", "num-blocks", "memory"), ("cache-tokens", "cache-memory"))
 )
@@ -91,7 +91,7 @@ _HOSTING = ConfigFlags(
     ),
     Flag("quant", "int8, int4 (on CPU), nf4, none, or bnb-int8 (slow on CPU, for comparison)"),
     Flag("dtype", "of computation: auto, float32, bfloat16 or float16"),
-    Flag("device", "auto, cpu, cuda, cuda:1, …"),
+    Flag("device", "auto, cpu, cuda, cuda:1, xpu or mps"),
     Flag(
         "devices",
         "several devices of one type, such as cuda:0,cuda:1: the blocks are split over them by free memory",
@@ -176,6 +176,7 @@ _HOSTING = ConfigFlags(
     Flag("throughput", "tokens/s to announce; auto measures", metavar="auto|N", default="auto", read=_throughput),
     Flag("metrics_port", "of metrics for Prometheus; 0: one that is free", metavar="N"),
     Flag("metrics_host", "where they are served", metavar="ADDRESS"),
+    Flag("no_live_line", "on a terminal, do not show below the log lines what the server does"),
 )
 
 
@@ -258,7 +259,7 @@ async def serve(server: Server) -> None:
     received: list[signal.Signals] = []
 
     def leave(number: signal.Signals) -> None:
-        if number is signal.SIGHUP:
+        if number is signals.HANGUP:
             signals.leave_terminal()
             if received:  # a terminal that closes may send two signals
                 return
@@ -267,12 +268,12 @@ async def serve(server: Server) -> None:
             os._exit(signals.INTERRUPTED)
         server.stop()
         # This timer ends the server after a signal, whatever hangs.
-        asyncio.get_running_loop().call_later(server.config.drain_timeout_s + _LEAVE_S, os._exit, 1)
+        asyncio.get_running_loop().call_later(server.config.drain_timeout_s + LEAVE_S, os._exit, 1)
         if not server.ready:
             running.cancel()
 
     for number in (signal.SIGINT, *signals.ending_signals()):
-        asyncio.get_running_loop().add_signal_handler(number, leave, number)
+        signals.call_on_signal(number, leave)
     try:
         await running
     except asyncio.CancelledError:
@@ -287,15 +288,14 @@ def run(config: ServerConfig) -> None:
         ValueError, SwarmError: see ``Server.run``.
     """
     from swarm_protocol.imports.light_imports import collected_later, import_transformers
+    from swarm_protocol.process.network_loop import new_event_loop
 
     with collected_later():
-        import uvloop
-
         import_transformers()
         from swarm_server.node.server import Server
 
-    # Not uvloop.run(), which would wait after a signal for threads that still load.
-    uvloop.new_event_loop().run_until_complete(serve(Server(config)))
+    # Not asyncio.run(), which would wait after a signal for threads that still load.
+    new_event_loop().run_until_complete(serve(Server(config)))
 
 
 def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> Command:

@@ -67,7 +67,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     join.add_argument("--memory", metavar="SIZE", help="that a process with a stage may take, such as 4GiB")
     join.add_argument("--batch-size", metavar="N|auto", help="samples computed at once; else as the run file says")
     join.add_argument("--part", metavar="K/N", help="of the data, where peers have shared them out")
-    join.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    join.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, xpu or mps")
 
     export = command("export", partial(_export, stages), "write a run in stages as a checkpoint for transformers")
     add_joining_flags(export)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from swarm_models.gpu.devices import named_device
 from swarm_protocol.access.tokens import Role
 from swarm_training.commands.flags import joining_as, parse_part
 from swarm_training.commands.joining import prepare, take_part
@@ -43,8 +44,8 @@ def volunteer(
     """
     if isinstance(initial_peers, str):
         raise ValueError("initial_peers is a text: expected a list of multiaddrs")
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device is {device!r}: expected auto, cpu or cuda")
+    if device != "auto":
+        named_device(device)
     file = read_run_file(Path(run_file))
     own_part = None if part is None else parse_part(part)
     files = [None if path is None else Path(path) for path in (membership, identity)]

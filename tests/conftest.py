@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 from swarm_client.speculation import speculation
+from swarm_protocol.process.signals import HANGUP
 
 TESTS = Path(__file__).parent
 END_TO_END = ("swarm", "attack", "training")  # folders whose tests start servers or peers
@@ -31,8 +32,8 @@ logging.disable_progress_bar()
 # Processes would inherit that a signal is ignored, as in the background of a shell or under nohup.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_IGN:
+    signal.signal(HANGUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,7 +55,7 @@ def no_guesses_unless_asked_for() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
     """A command that a test calls in this process sets them; Ctrl-C of a later test would end the whole process."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None]
     before = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, before, strict=True):

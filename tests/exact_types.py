@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
-from swarm_models.checkpoints.family import OWN_CACHE_CLASS, Family
+from swarm_models.checkpoints.family import OWN_CACHE_CLASS, TEXT_ALONE, Family, text_config
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack, load_blocks
@@ -38,6 +38,7 @@ from tests.splitting import (
     tolerance_of_generation,
 )
 from tests.tiny_configs import tiny_config
+from tests.vision_zoo import SEEING
 from tests.zoo import INITIALIZER_RANGE, MODEL_TYPES, REJECTED, VOCAB
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
@@ -54,6 +55,8 @@ def why_not(model_type: str) -> str | None:
         AssertionError: it is not refused, and differs from the whole model.
     """
     config = tiny_config(model_type)
+    if text_config(config) is not config:
+        return why_not(text_config(config).model_type)
     if hasattr(config, "initializer_range"):
         config.initializer_range = INITIALIZER_RANGE
     try:
@@ -159,6 +162,12 @@ REFUSED = """
 
 Those in bold are also tested through server processes, with gradients and beam search.
 
+## Models that see
+
+The language model inside these is tried like the others, and a type is listed above if its language model is exact.
+Pictures are tested through servers with {seeing}.
+Of {alone} servers compute text alone.
+
 ## Refused
 
 Each is refused with the reason when a server or a client opens it.
@@ -181,7 +190,9 @@ def render(reasons: dict[str, str | None]) -> str:
         if reason is not None:
             types_of.setdefault(reason, []).append(name)
     rows = [f"| {reason} | {', '.join(types)} |\n" for reason, types in sorted(types_of.items())]
-    return BEGIN.format(version=transformers.__version__, count=len(exact)) + names + REFUSED + "".join(rows)
+    begin = BEGIN.format(version=transformers.__version__, count=len(exact))
+    refused = REFUSED.format(seeing=", ".join(SEEING), alone=", ".join(sorted(TEXT_ALONE)))
+    return begin + names + refused + "".join(rows)
 
 
 def listed() -> dict[str, bool]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
-EXTRAS = ("finetune", "discover", "gguf", "metrics", "serve")  # what users install; tests may need newer tools
+EXTRAS = ("finetune", "discover", "gguf", "metrics", "otel", "serve")  # what users install; tests may need newer tools
 
 
 def oldest(requirements: Iterable[str]) -> Iterator[str]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
+from swarm_cli.chat.answer import printed_answer
 from swarm_client.generation.templates import first_tokens, render
 from swarm_client.generation.text_options import TextOptions
 
@@ -20,7 +21,8 @@ Message = dict[str, str]  # "role": system, user or assistant; "content"
 class Conversation:
     """The turns so far, and the session with their keys and values. A turn sends only new tokens.
 
-    The tokenizer's chat template joins the turns. Without a template, each line continues the text on a new line.
+    The tokenizer's chat template joins the turns. Without a template, each line continues the text on a new line. An
+    answer's reasoning is printed, and left out of later turns.
 
     Attributes:
         options: the options for the choice of tokens, from the next answer on.
@@ -40,12 +42,13 @@ class Conversation:
             torch.manual_seed(options.seed)
 
     def answer(self, line: str) -> str:
-        """Print the model's answer as it is generated, and return the answer.
+        """Print the model's answer as it is generated, and return the answer without its reasoning.
 
         An interruption or an error ends the answer. If the answer is empty then, the turn is taken back.
 
         Raises:
-            ValueError: the model has no room for the line, or its template refuses the line.
+            ValueError: the model has no room for the line, or its template refuses the line; or the answer has ended
+                within its reasoning.
             SwarmError: see ``swarm_protocol.errors``.
         """
         messages = [*self._messages, {"role": "user", "content": line}]
@@ -56,7 +59,7 @@ class Conversation:
         if known >= len(prompt) or prompt[:known] != self._sent[:known]:
             self.cache.session.reset()  # a turn was taken back, or the template has changed earlier ones
         ids = torch.tensor([prompt], device=self._model.device)
-        answer = _Answer(self._tokenizer)
+        answer = printed_answer(self._tokenizer, prompt, self._ends)
         try:
             self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=answer, **arguments)
         except BaseException:  # raised again: whatever is said next begins on a line of its own
@@ -64,11 +67,17 @@ class Conversation:
             raise
         finally:
             self._sent = prompt + answer.token_ids
-            content = str(self._tokenizer.decode(answer.token_ids, skip_special_tokens=True))
-            if answer.token_ids:
-                self.token_ids, self._text = self._sent, text + content
-                self._messages = [*messages, {"role": "assistant", "content": content}]
-        return content
+            turns = [*messages, {"role": "assistant", "content": answer.text}]
+            if answer.has_more and answer.text:
+                self._replace(turns)
+            elif answer.token_ids and not answer.has_more:
+                self.token_ids, self._text, self._messages = self._sent, text + answer.text, turns
+        if answer.has_more and not answer.text:
+            raise ValueError(
+                f"the answer has ended within its reasoning, after {len(answer.token_ids)} tokens: "
+                "allow more by --max-new-tokens or /set max_new_tokens"
+            )
+        return answer.text
 
     def answer_again(self) -> str:
         """Generate the last answer again. If the new answer is empty, the old one stays.
@@ -151,6 +160,12 @@ class Conversation:
             known = known[:-1]
         return known + list(self._tokenizer(text.removeprefix(self._text), add_special_tokens=False).input_ids)
 
+    @property
+    def _ends(self) -> list[int]:
+        """Return the tokens that end an answer."""
+        ends = self._model.generation_config.eos_token_id
+        return [self._tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
+
     def _arguments(self, num_tokens: int) -> dict[str, Any]:
         """Return the arguments for ``generate``, with at most as many new tokens as there are positions left."""
         if num_tokens == 0:
@@ -166,16 +181,3 @@ class Conversation:
                 "/reset starts over"
             )
         return arguments | {"max_new_tokens": min(self.options.max_new_tokens, left)}
-
-
-class _Answer(TextStreamer):
-    """A streamer that prints an answer, and keeps its tokens; only this class knows those of an interrupted answer."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.token_ids: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self.token_ids += value.tolist()
-        super().put(value)  # type: ignore[no-untyped-call]

@@ -18,12 +18,12 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.patch_stdout import patch_stdout
 
+from swarm_cli.chat.answer import DIM, PLAIN
 from swarm_cli.chat.commands import COMMANDS, NONE, SETTINGS
 from swarm_protocol.process import signals
 from swarm_protocol.process.logs import writes_json
 
 PROMPT = "> "
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _WITH_FILES = ("/adapter", "/model", "/save", "/save!", "/load")
 
 
@@ -71,7 +71,7 @@ class TerminalReader:
 
     def say(self, text: str) -> None:
         sys.stdout.flush()
-        print(f"{_DIM}{text}{_PLAIN}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+        print(f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ class _DimHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic f
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"\n{_DIM}{super().format(record)}{_PLAIN}"
+        return f"\n{DIM}{super().format(record)}{PLAIN}"
 
 
 def _bindings() -> KeyBindings:

@@ -44,6 +44,7 @@ def doctor_command(args: argparse.Namespace) -> Command:
     def run() -> None:
         from swarm_cli.doctor.check import DoctorCheck, Finding, Grade, findings_of
         from swarm_cli.doctor.machine import machine_checks
+        from swarm_cli.doctor.platform import platform_checks
         from swarm_cli.doctor.software import software_checks
 
         signals.unwind_on_signals()
@@ -55,7 +56,7 @@ def doctor_command(args: argparse.Namespace) -> Command:
             return [*model_checks(args.model, args.revision, config), *swarm_checks(config)]
 
         found: list[Finding] = []
-        for part in (software_checks, lambda: machine_checks(args.host, args.port), checks):
+        for part in (software_checks, platform_checks, lambda: machine_checks(args.host, args.port), checks):
             for finding in findings_of(part()):
                 found.append(finding)
                 if not args.json:

@@ -16,11 +16,14 @@ from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.process.invocation import add_common_flags
 from swarm_protocol.process.local_registry import checked_name
 
-SWARM = ConfigFlags(
-    ClientConfig,
+WHICH_SWARM = (
     Flag("initial_peers", "members of the swarm to join through", metavar="MULTIADDR"),
     Flag("discover", "look for members on the local network besides"),
     Flag("swarm", "the swarm's name", metavar="NAME", read=checked_name),
+)
+SWARM = ConfigFlags(
+    ClientConfig,
+    *WHICH_SWARM,
     MEMBERSHIP,
     SWARM_KEY,
     Flag("identity", "the key of the peer that the membership is for, if it came without one", metavar="FILE"),

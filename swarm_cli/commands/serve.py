@@ -8,8 +8,11 @@ from swarm_cli.commands.flags import add_remote_flags, add_swarm_flags, remote_c
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_gateway.app.serving import ServeSettings, add_serve_flags, serve
 from swarm_models.checkpoints.default_model import named_model
+from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
+from swarm_protocol.process.config_file import apply_config
+from swarm_protocol.process.invocation import typed
 
 
 def add_serve(commands: Commands) -> None:
@@ -21,9 +24,21 @@ def add_serve(commands: Commands) -> None:
         "/v1/models; /health and /metrics are for operators.",
     )
     parser.set_defaults(command=serve_command)
+    _add_flags(parser)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_swarm_flags(parser)
     add_remote_flags(parser)
     add_serve_flags(parser)
+
+
+def parse_serve(argv: list[str]) -> argparse.Namespace:
+    """Parse the arguments that follow ``serve``. Raise ValueError if the configuration file is wrong."""
+    parser = argparse.ArgumentParser(prog=typed("serve"))
+    _add_flags(parser)
+    apply_config({("serve",): parser}, argv, CONFIG_RULES)
+    return parser.parse_args(argv)
 
 
 def serve_command(args: argparse.Namespace) -> Command:

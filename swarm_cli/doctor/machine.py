@@ -30,8 +30,10 @@ def machine_checks(host: str | None, port: int) -> list[DoctorCheck]:
 
 
 def _memory() -> Iterator[Finding]:
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    import psutil
+
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
     found = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
     if free < _LITTLE_MEMORY:
         yield warning("memory", found, "end other programs, or serve few blocks: --num-blocks, --quant int8")

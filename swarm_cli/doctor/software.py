@@ -12,7 +12,9 @@ from pathlib import Path
 
 from swarm_cli.doctor.check import DoctorCheck, Finding, ok, warning
 from swarm_cli.doctor.check import failed as is_failed
+from swarm_models.quants import METHODS
 from swarm_protocol.imports.versions import DISTRIBUTION, installed_versions, required_packages
+from swarm_protocol.system import usable_cpus
 
 _SHOWN = ("torch", "transformers", "grpcio", "hivemind", "numpy")
 _IMPORT_S = 120.0  # for torch, from a slow disk without a cached copy
@@ -61,7 +63,7 @@ def _cpu_flags() -> set[str]:
 
 def processor(flags: set[str]) -> Finding:
     names = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX VNNI"}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cpus())
     count = f"{cores} {'core' if cores == 1 else 'cores'}"
     has = ", ".join(text for name, text in names.items() if name in flags)
     if has or platform.machine() not in ("x86_64", "AMD64") or not flags:
@@ -88,6 +90,9 @@ def compiled_kernel() -> Finding:
 def _gpu() -> Iterator[Finding]:
     import torch
 
+    from swarm_models.gpu.devices import best_device
+    from swarm_models.quantization import devices_of
+
     if torch.cuda.is_available():
         driver = _driver()
         for index in range(torch.cuda.device_count()):
@@ -97,6 +102,9 @@ def _gpu() -> Iterator[Finding]:
     elif Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
         found = f"there is one{_driver()}, but torch {torch.__version__} cannot use it"
         yield warning("GPU", found, "install a torch for CUDA, see pytorch.org, or a driver that fits it")
+    elif (kind := best_device()) != "cpu":
+        others = ", ".join(method for method in METHODS if kind not in devices_of(method))
+        yield ok("GPU", f"{kind} computes blocks with --quant none; {others} have no kernel for it: the CPU runs them")
     else:
         yield ok("GPU", "none: blocks are computed on the CPU")
 

@@ -161,6 +161,7 @@ def add_parameters(model: RemoteModelMixin, settings: FinetuneSettings) -> None:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
+        exclude_modules=model.outside_blocks(),
         task_type="CAUSAL_LM",
         base_model_name_or_path=model.blocks.swarm.model if settings.model.startswith(FROM_SWARM) else settings.model,
     )

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from swarm_client.adapters.trained import restore_trained
 from swarm_client.passes.divergence import require_finite
-from swarm_protocol.process.signals import ending_signals, leave_terminal
+from swarm_protocol.process.signals import HANGUP, ending_signals, leave_terminal
 
 if TYPE_CHECKING:
     from swarm_client.adapters.prompts import PromptsMixin
@@ -164,9 +164,9 @@ class Interrupt(TrainerCallback):
             signal.signal(number, handler)
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
+        if number == HANGUP:
             leave_terminal()
-        if self.asked and number == signal.SIGHUP:  # a closing terminal may send it twice
+        if self.asked and number == HANGUP:  # a closing terminal may send it twice
             return
         if self.asked:
             raise KeyboardInterrupt

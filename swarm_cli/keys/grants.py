@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from swarm_protocol.access.access_control import CLOCK_SKEW_S
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Revocation
 from swarm_protocol.atomic_file import written_atomically
+from swarm_protocol.file_lock import lock
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class GrantsFile:
     def _locked(self) -> Iterator[None]:
         """Lock the file inside the context, so that two commands at once do not lose each other's entries."""
         try:
-            with open(self.path.with_suffix(".grants.lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with open(self.path.with_suffix(".grants.lock"), "w") as opened:
+                lock(opened)
                 yield
         except OSError as error:
             raise ValueError(f"cannot write the list of grants {self.path}: {error.strerror}") from None

@@ -94,21 +94,23 @@ class GenerationLoop:
             request.num_logprobs,
         )
         stop_ids = config._eos_token_tensor
+        session = self._model.blocks.open_session(
+            len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS),
+            on_event=listener.happened if request.with_servers else None,
+            is_bundled=True,
+            user=request.user,
+        )
+        first = self._batched.first_input(prompt, session, request.pictures) if request.pictures else None
+        ranking = ranking_of(config, choice.processors, choice.generator)
         row = BatchRow(
             lambda: self._inbox.put(_Cancelled(row)),
             choice,
-            self._model.blocks.open_session(
-                len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS),
-                on_event=listener.happened if request.with_servers else None,
-                is_bundled=True,
-                user=request.user,
-            ),
+            session,
             listener,
             Ends(frozenset([] if stop_ids is None else stop_ids.tolist()), config.max_new_tokens),
-            self._model.speculation.begin(
-                list(request.prompt), ranking_of(config, choice.processors, choice.generator)
-            ),
+            None if request.pictures else self._model.speculation.begin(list(request.prompt), ranking),
             request,
+            first,
         )
         return self._entered(row)
 
@@ -315,8 +317,7 @@ class GenerationLoop:
         started = []
         for group in [*groups, *([row] for row in rows if not row.is_decoding)]:
             try:
-                ids = torch.cat([row.next_ids for row in group])  # only a row that is alone has guesses
-                inputs = self._batched.inputs(ids, [row.session for row in group])
+                inputs = self._inputs(group)
             except Exception as error:  # as above
                 self._end(group, error)
                 continue
@@ -326,6 +327,14 @@ class GenerationLoop:
             started.append(list(zip(group, inputs, strict=True)))
         if started:
             background.submit(self._start(started))
+
+    def _inputs(self, group: Sequence[BatchRow]) -> list[BlockInput]:
+        """Return the next input of each row's session."""
+        first = group[0].first
+        if first is not None:
+            return [first]
+        ids = torch.cat([row.next_ids for row in group])  # only a row that is alone has guesses
+        return self._batched.inputs(ids, [row.session for row in group], [row.shift for row in group])
 
     def _end(self, rows: Iterable[BatchRow], reason: FinishReason | BaseException) -> None:
         rows = list(rows)
@@ -353,7 +362,7 @@ class GenerationLoop:
             for row, inputs in steps:
                 if row not in self._rows:  # cancelled meanwhile
                     continue
-                row.begin_step(asyncio.ensure_future(self._step(row, inputs)))
+                row.begin_step(asyncio.create_task(self._step(row, inputs), context=row.context))
 
     async def _step(self, row: BatchRow, inputs: BlockInput) -> None:
         try:

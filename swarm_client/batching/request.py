@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -32,6 +32,8 @@ class Request:
         with_servers: whether the listener gets events of its servers, instead of ``on_event`` of the client's config.
         user: the name of the user, which servers see. Servers share their work for this client equally among its
             users. The name should mean nothing to anybody else.
+        pictures: the arguments of the model's ``forward``, besides the token ids, that hold the prompt's pictures, as
+            the model's processor returns them; empty if there are none.
     """
 
     prompt: tuple[int, ...]
@@ -43,6 +45,7 @@ class Request:
     scores_prompt: bool = False
     with_servers: bool = False
     user: str = ""
+    pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

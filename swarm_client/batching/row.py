@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 
 import torch
 
 from swarm_client.batching.request import FinishReason, Request, Servers, Token, TokenListener
+from swarm_client.batching.rows import shift_after
 from swarm_client.batching.sampler import Choice
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import Verified
@@ -16,6 +18,7 @@ from swarm_client.speculation.draft import Guesses
 from swarm_client.speculation.generating import Ends
 from swarm_client.speculation.past import Past
 from swarm_client.speculation.speculation import Guessing
+from swarm_protocol.wire.block_input import BlockInput
 
 
 class BatchRow:
@@ -29,6 +32,9 @@ class BatchRow:
         past: the past that the session keeps; it must be informed after each step.
         scored: the scored tokens of the prompt so far; None if the listener does not want them, or has them.
         stopped: an event that is set some time after the end, when nothing steps the session any more.
+        first: the session's first input, if the prompt has pictures.
+        shift: how much greater the next position is than the session's length.
+        context: the context in which the generation was asked for, and is computed: it has the current trace.
     """
 
     def __init__(
@@ -40,11 +46,13 @@ class BatchRow:
         ends: Ends,
         guessing: Guessing | None,
         request: Request | None = None,
+        first: BlockInput | None = None,
     ) -> None:
         """Set up a row. ``request`` is None if the row has begun outside the loop.
 
         Then the session has all tokens of the choice but the last.
         """
+        self.first, self.shift = first, 0 if first is None else shift_after(first)
         scores_prompt = request is not None and request.scores_prompt
         # The servers that the listener knows; None: it does not want to.
         self._servers = Servers(()) if request is not None and request.with_servers else None
@@ -57,6 +65,7 @@ class BatchRow:
         self.stepping: asyncio.Task[None] | None = None
         self.group: frozenset[BatchRow] = frozenset()
         self.stopped = threading.Event()
+        self.context = contextvars.copy_context()
         self.scored: list[Token] | None = [Token(choice.token_ids[0])] if scores_prompt else None
         self._ends = ends
         self.cancel = cancel
@@ -137,7 +146,7 @@ class BatchRow:
 
     def begin_step(self, stepping: asyncio.Task[None]) -> None:
         """Note the step that servers compute from now on."""
-        self.stepping = stepping
+        self.stepping, self.first = stepping, None
 
     def end(self) -> None:
         """End the row, and release references that would keep its session."""

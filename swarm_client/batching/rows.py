@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +32,30 @@ class BatchedModel:
         self._model: Any = model
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
-    def inputs(self, token_ids: torch.Tensor, sessions: Sequence[RemoteSession]) -> list[BlockInput]:
+    def inputs(
+        self, token_ids: torch.Tensor, sessions: Sequence[RemoteSession], shifts: Sequence[int]
+    ) -> list[BlockInput]:
         """Return the next input of each session.
 
-        token_ids: [rows, new], one row for each session.
+        token_ids: [rows, new], one row for each session; shifts: see ``shift_after``.
         """
-        before = _Before(sessions)
+        before = _Before(sessions, shifts)
         with contextlib.suppress(_TakenOver):
             self._forward(token_ids, before)
         return before.taken
+
+    def first_input(
+        self, token_ids: torch.Tensor, session: RemoteSession, pictures: Mapping[str, torch.Tensor]
+    ) -> BlockInput:
+        """Return the first input of a session, whose prompt has pictures: the model itself finds their positions.
+
+        token_ids: [1, new]; pictures: see ``Request``.
+        """
+        before = _Before([session], [0], with_pictures=True)
+        with contextlib.suppress(_TakenOver), torch.no_grad():
+            self._forward(token_ids, before, pictures)
+        (first,) = before.taken
+        return first
 
     def logits(self, token_ids: torch.Tensor, hidden: torch.Tensor, sessions: Sequence[RemoteSession]) -> torch.Tensor:
         """Return the logits of the next tokens, [rows, vocabulary] float32.
@@ -63,20 +79,36 @@ class BatchedModel:
         logits: torch.Tensor = output.logits.float()
         return logits
 
-    def _forward(self, token_ids: torch.Tensor, stand_in: _Rows) -> Any:
-        model, past = self._model, stand_in.lengths
+    def _forward(
+        self, token_ids: torch.Tensor, stand_in: _Rows, pictures: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
+        model, past = self._model, stand_in.next_positions
         new = token_ids.shape[1]
         options: dict[str, Any] = {}
-        if self._takes_positions:
+        if pictures is not None:
+            options |= pictures
+        elif self._takes_positions:
             options["position_ids"] = torch.tensor(past)[:, None] + torch.arange(new)
         else:  # the model derives them from the mask
             columns = torch.arange(max(past) + new)
             options["attention_mask"] = (columns >= max(past) - torch.tensor(past)[:, None]).long()
-        options = {name: value.to(model.device) for name, value in options.items()}
+        options = {
+            name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+            for name, value in options.items()
+        }
         options[model._family.cache_argument] = Cache(layers=[RemoteLayer(stand_in)])  # type: ignore[arg-type]
         return model(
             token_ids.to(model.device), use_cache=True, return_dict=True, logits_to_keep=stand_in.num_wanted, **options
         )
+
+
+def shift_after(first: BlockInput) -> int:
+    """Return how much greater the position after ``first`` is than its number of tokens.
+
+    It is negative after pictures in models whose pictures have several axes: a picture's tokens share positions.
+    """
+    positions = first.position_ids
+    return 0 if positions is None else int(positions.max()) + 1 - first.hidden.shape[1]
 
 
 class _Rows:
@@ -85,7 +117,7 @@ class _Rows:
     def __init__(self, sessions: Sequence[RemoteSession], lengths: Sequence[int], num_wanted: int = 1) -> None:
         """Keep the sessions; ``num_wanted`` is the number of last positions whose logits are wanted."""
         self._sessions = sessions
-        self.lengths = lengths
+        self.next_positions = lengths
         self.num_wanted = num_wanted
         self.length = max(lengths)
 
@@ -100,12 +132,20 @@ class _TakenOver(Exception):
 class _Before(_Rows):
     """A stand-in that stops a forward before the blocks; ``taken`` then has the blocks' input by row."""
 
-    def __init__(self, sessions: Sequence[RemoteSession]) -> None:
+    def __init__(
+        self, sessions: Sequence[RemoteSession], shifts: Sequence[int], *, with_pictures: bool = False
+    ) -> None:
         super().__init__(sessions, [session.length for session in sessions])
+        self.next_positions = [length + shift for length, shift in zip(self.next_positions, shifts, strict=True)]
         self.taken: list[BlockInput] = []
+        self._keeps_positions = [with_pictures or shift != 0 for shift in shifts]
 
     def step(self, inputs: BlockInput, _num_wanted: int | None = None) -> torch.Tensor:
-        self.taken = [BlockInput(hidden) for hidden in inputs.hidden.split(1)]  # sessions count positions themselves
+        rows = [inputs.rows(slice(number, number + 1)) for number in range(len(self._keeps_positions))]
+        self.taken = [  # sessions count positions themselves
+            replace(row, attention_mask=None, position_ids=row.position_ids if keeps else None)
+            for row, keeps in zip(rows, self._keeps_positions, strict=True)
+        ]
         raise _TakenOver
 
 

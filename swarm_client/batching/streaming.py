@@ -52,7 +52,10 @@ async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, Non
         SwarmError: see ``swarm_protocol.errors``.
     """
     queue = _Queue()
-    generation = batcher.submit(request, queue)
+    if request.pictures:  # which the vision tower computes meanwhile
+        generation = await asyncio.to_thread(batcher.submit, request, queue)
+    else:
+        generation = batcher.submit(request, queue)
     try:
         while True:
             item = await queue.items.get()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from swarm_client.core.background import now_s
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.span import Span
+from swarm_protocol.telemetry.tracing import tracing
 
 _logger = logging.getLogger(__name__)
 
@@ -193,6 +194,7 @@ class Reporter:
         if isinstance(event, Recovery):
             self.stats.count_stall(self._newly_stalled_s(event.stall_s))
         _logger.warning("%s", event)
+        tracing().event(type(event).__name__, _attributes(event))
         if self._on_event is not None:
             try:
                 self._on_event(event)
@@ -221,6 +223,12 @@ class PartReporter(Reporter):
     def report(self, event: Event) -> None:
         self.num_repairs += isinstance(event, Recovery | Move)
         self._whole.report(event)
+
+
+def _attributes(event: Event) -> dict[str, bool | int | float | str | tuple[str, ...]]:
+    """Return the event's fields as attributes of an event of a trace."""
+    plain = bool | int | float | str | tuple
+    return {f"swarm.{name}": value if isinstance(value, plain) else str(value) for name, value in vars(event).items()}
 
 
 def _seconds(seconds: float) -> str:

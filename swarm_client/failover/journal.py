@@ -17,11 +17,12 @@ class _Pool:
 
     def __init__(self) -> None:
         self._hidden: list[torch.Tensor] = []  # each tensor: [positions, hidden_size]
-        self._positions: list[torch.Tensor] = []
+        self._positions: list[torch.Tensor] = []  # each tensor: [positions, axes]
         self.size = 0
 
     def add(self, hidden: torch.Tensor, positions: torch.Tensor) -> None:
         self._hidden.append(hidden.detach().to("cpu", copy=True))
+        positions = positions if positions.dim() == 2 else positions[:, None]
         self._positions.append(positions.detach().to("cpu", copy=True))
         self.size += len(hidden)
 
@@ -36,9 +37,15 @@ class _Pool:
         return len(self._hidden)
 
     def read(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states [entries, hidden_size] and position ids [entries] of these entries."""
-        self._hidden[:], self._positions[:] = [torch.cat(self._hidden)], [torch.cat(self._positions)]
-        return self._hidden[0][which], self._positions[0][which]
+        """Return hidden states [entries, hidden_size] and position ids of these entries.
+
+        The position ids are [entries], or [entries, axes] if they differ between axes.
+        """
+        axes = max(positions.shape[1] for positions in self._positions)
+        self._hidden[:] = [torch.cat(self._hidden)]
+        self._positions[:] = [torch.cat([positions.expand(-1, axes) for positions in self._positions])]
+        positions = self._positions[0][which]
+        return self._hidden[0][which], positions[:, 0] if bool((positions == positions[:, :1]).all()) else positions
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,9 @@ class Journal:
         if positions is None:
             positions = torch.arange(self.length, self.length + num_tokens)[None]
         first = self.pool.size
-        self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions.expand(batch_size, -1).reshape(-1))
+        axes = positions.shape[2:]
+        positions = positions.expand(batch_size, num_tokens, *axes).reshape(-1, *axes)
+        self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions)
         new = torch.arange(first, self.pool.size).view(batch_size, num_tokens)
         mask: torch.Tensor | None
         if inputs.attention_mask is not None:
@@ -108,7 +117,7 @@ class Journal:
         return BlockInput(
             hidden.view(*entries.shape, hidden.shape[-1]),
             None if self.mask is None else self.mask[:, :end],
-            positions.view(entries.shape),
+            positions.view(*entries.shape, *positions.shape[1:]),
         )
 
     def compacted(self) -> Journal:

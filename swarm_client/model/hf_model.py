@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import AsyncIterable, Iterable
 from os import PathLike
 from typing import Any, SupportsIndex, TypeVar
@@ -42,11 +43,34 @@ from swarm_protocol.errors import RequestRejected
 B = TypeVar("B", bound=BlockModule)
 
 ATTENTION = "swarm_remote"
+_AXES = 3  # time, height and width; see ``Family.position_axes``
 
 
-def _tiny_mask(*_args: Any, batch_size: int = 1, device: Any = None, **_kwargs: Any) -> torch.Tensor:
-    """Return a dummy mask. Servers build the masks of their blocks, and nobody reads the client's mask."""
-    return torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
+def _tiny_mask(
+    *_args: Any,
+    batch_size: int = 1,
+    q_length: int = 1,
+    q_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    device: Any = None,
+    **_kwargs: Any,
+) -> torch.Tensor:
+    """Return a dummy mask, which has the padding mask as its ``padding``. Servers build the masks of their blocks.
+
+    Raises:
+        RequestRejected: positions see later ones, as the parts of a picture do in some models.
+    """
+    if mask_function is not None and q_length > 1:
+        rows, ids = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length - 1, device=device)[None]
+        if bool(torch.as_tensor(mask_function(rows, 0, ids + q_offset, ids + q_offset + 1)).any()):
+            raise RequestRejected(
+                "this model's pictures are attended to in both directions, but servers compute causal attention only: "
+                "give it text alone"
+            )
+    mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.padding = attention_mask  # type: ignore[attr-defined]
+    return mask
 
 
 def _no_attention(*_args: Any, **_kwargs: Any) -> None:
@@ -90,6 +114,14 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         """Return whether foreign hooks are attached where hidden states pass, and may read all of the states."""
         owner = self._owners[0]
         return any(map(has_hooks, (self.base_model, owner, *owner.children())))
+
+    def outside_blocks(self) -> str | None:
+        """Return a value of PEFT's ``exclude_modules`` that leaves out a vision tower; None if there is none."""
+        owner = self._owners[0]
+        if self.config.get_text_config(decoder=True) is self.config:
+            return None
+        path = next(name for name, module in self.named_modules() if module is owner)  # type: ignore[attr-defined]
+        return rf"(?!{re.escape(path)}\.).*"
 
     def new_cache(self, reserve_tokens: int = 0, **options: Any) -> RemoteCache:
         """Return an empty cache to pass as ``past_key_values``; its ``session`` has ``stats`` and can be resumed.
@@ -296,6 +328,8 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_inner_outputs(given, owner.config)
+        given["attention_mask"] = _padding_mask(given.get("attention_mask"))
+        _refuse_additions(given)
         require_padding_mask(given.get("attention_mask"))
         if blocks.training and torch.is_grad_enabled():
             no_dropout.warn(owner.config)
@@ -306,15 +340,17 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
             cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
         session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
         past = 0 if session is None else session.length
-        packed = cache is None and given.get("attention_mask") is None and _are_packed(given.get("position_ids"))
+        positions_of_text, positions_of_blocks = _positions(given.get("position_ids"))
+        packed = cache is None and given.get("attention_mask") is None and _are_packed(positions_of_text)
         if blocks.prompts is not None:
             if packed:
                 _refuse_packed()
-            positions = {"position_ids": given.get("position_ids")} if "position_ids" in names else {}
+            positions = {"position_ids": _without_axes(positions_of_blocks)} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
+            positions_of_blocks = given.get("position_ids")
         blocks.begin(
             given.get("attention_mask"),
-            given.get("position_ids"),
+            positions_of_blocks,
             session,
             later=later,
             packed=packed,
@@ -353,6 +389,43 @@ def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
         return False
     use_cache = given.get("use_cache")
     return bool(getattr(owner.config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def _padding_mask(mask: Any) -> Any:
+    """Return the padding mask from which a model with pictures has made the masks of each kind of block."""
+    if isinstance(mask, dict):
+        mask = next(iter(mask.values()), None)
+    return getattr(mask, "padding", mask)
+
+
+def _refuse_additions(given: dict[str, Any]) -> None:
+    if given.get("deepstack_visual_embeds"):
+        raise RequestRejected(
+            "this model adds parts of a picture between its first blocks, which are on servers: give it text alone"
+        )
+
+
+def _positions(position_ids: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the positions that tell packed sequences apart, [batch, tokens], and those that blocks get.
+
+    Models of Qwen2-VL's kind pass [axes, batch, tokens], or [1 + axes, batch, tokens] with the places in the text
+    first. Blocks get [batch, tokens] where all axes are equal, as in text, and otherwise [batch, tokens, axes].
+    """
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids, position_ids
+    has_text = len(position_ids) == 1 + _AXES
+    axes = position_ids[1:] if has_text else position_ids
+    are_equal = bool((axes == axes[:1]).all())
+    return position_ids[0] if has_text else None, axes[0] if are_equal else axes.permute(1, 2, 0)
+
+
+def _without_axes(position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    if position_ids is not None and position_ids.dim() > 2:
+        raise RequestRejected(
+            "pictures of this model have positions on several axes, which trained prompts (tuning_mode) would shift: "
+            "use one or the other"
+        )
+    return position_ids
 
 
 def _are_packed(position_ids: torch.Tensor | None) -> bool:

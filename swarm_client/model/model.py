@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from swarm_client.adapters.prompts import NEW_HEADS
 from swarm_client.core import background
@@ -24,8 +30,9 @@ from swarm_client.model.progress import reading_shown
 from swarm_client.weights.opening import ModelOpening
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
-from swarm_models.checkpoints.family import max_positions, slice_config
+from swarm_models.checkpoints.family import max_positions, slice_config, text_config
 from swarm_models.checkpoints.hollow_model import hf_loader
+from swarm_models.gpu.devices import named_device
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 
@@ -150,7 +157,7 @@ class _Distributed:
             identity=identity,
         )
         check_draft_name(config.draft)
-        device = torch.device(device)
+        device = named_device(device)
         check_head_quant(config.head_quant, device)
         with contextlib.closing(ModelOpening(config)) as opening:
             checkpoint = opening.open(name_or_path, revision)
@@ -210,6 +217,29 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
     return config
 
 
+def _stock_class(auto_class: Any, whole: PreTrainedConfig, text: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the stock class with a head for a model of this config, which also sees if ``text`` is only a part."""
+    sees = text is not whole and auto_class is AutoModelForCausalLM
+    for auto in (AutoModelForImageTextToText, auto_class) if sees else (auto_class,):
+        if type(whole) in auto._model_mapping:
+            found: type[PreTrainedModel] = auto._model_mapping[type(whole)]
+            return found
+    raise UnsupportedModel(f"models of type {whole.model_type!r} have no {auto_class.__name__}")
+
+
+def _with_one_block(whole: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of ``whole`` in which the language model, whose config is ``text``, has one block."""
+    one_block = slice_config(text, Span(0, 1))
+    if hasattr(text, "layer_types"):
+        one_block.layer_types = text.layer_types  # the model makes a rotary embedding for every type of block
+    if text is whole:
+        return one_block
+    name = next(name for name, part in vars(whole).items() if part is text)
+    copied = copy.deepcopy(whole)
+    setattr(copied, name, one_block)
+    return copied
+
+
 def load_client(
     checkpoint: ModelCheckpoint,
     auto_class: Any,
@@ -223,21 +253,15 @@ def load_client(
         CheckpointError: a tensor is missing, or its shape differs from the model's.
         UnsupportedModel: ``auto_class`` has no class for this type of model.
     """
-    family, config = checkpoint.family, _overridden(checkpoint.config, config_overrides or {})
-    try:
-        hf_class = auto_class._model_mapping[type(config)]
-    except KeyError:
-        raise UnsupportedModel(f"models of type {config.model_type!r} have no {auto_class.__name__}") from None
+    family, whole = checkpoint.family, _overridden(checkpoint.whole_config, config_overrides or {})
+    config = text_config(whole)
     if dtype == "auto":
-        dtype = torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
-    own_class = client_class(hf_class, family)
-    one_block = slice_config(config, Span(0, 1))
-    if hasattr(config, "layer_types"):
-        one_block.layer_types = config.layer_types  # the model makes a rotary embedding for every type of block
+        dtype = torch.float32 if device.type == "cpu" else whole.dtype or config.dtype or torch.bfloat16
+    own_class = client_class(_stock_class(auto_class, whole, config), family)
     with hf_loader(), reading_shown(checkpoint.client_tensors()) as tensors:
         loaded: Any = own_class.from_pretrained(
             None,
-            config=one_block,
+            config=_with_one_block(whole, config),
             state_dict=tensors,
             dtype=dtype,
             output_loading_info=True,
@@ -248,8 +272,12 @@ def load_client(
     for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else NEW_HEADS):
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     model.fill_blocks(config)
+    base = next(module for module in model.modules() if isinstance(module, family.base_class))
     module: Any
     for module in model.modules():
+        if isinstance(getattr(module, "config", None), type(whole)):
+            module.config = whole
+    for module in base.modules():
         if hasattr(module, "config"):
             module.config = config
     config._attn_implementation_internal = ATTENTION

@@ -77,7 +77,7 @@ class RemoteSpan:
         Args:
             hidden: [batch, tokens, hidden_size], the input of the first block of the span.
             attention_mask: [batch, tokens], 0 for padding; None without padding.
-            position_ids: [batch or 1, tokens]; None for 0, 1, 2, …
+            position_ids: [batch or 1, tokens], or [batch or 1, tokens, axes]; None for 0, 1, 2, …
             snapshot: what is added to the blocks; by default what the client adds at present.
             packed: without a mask, a position that does not follow the previous one begins another sequence in the
                 same row. That sequence does not see earlier ones, as in stock models without a cache.

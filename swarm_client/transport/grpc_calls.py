@@ -16,6 +16,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import AccessDenied, BadReply, PeerError, PeerUnavailable, SwarmError
 from swarm_protocol.rpc.shared import is_cancelled, num_cancellations
 from swarm_protocol.span import Span
+from swarm_protocol.telemetry.tracing import tracing
 from swarm_protocol.wire.status import FirstStatus, from_status
 
 Request = TypeVar("Request")
@@ -98,6 +99,8 @@ def _closed(server: ServerRecord, span: Span | None = None) -> PeerUnavailable:
 class CallCounter:
     """A stub's counter of calls, which starts calls as the stub does and knows how many are under way.
 
+    A counted call continues the current trace. An uncounted one belongs to no request in particular.
+
     Attributes:
         idle_since_s: the end of the last call, on the loop's clock; infinity while a call is under way.
     """
@@ -118,6 +121,8 @@ class CallCounter:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:
+            if headers := tracing().headers():
+                options["metadata"] = headers
             call = self.uncounted(name, *arguments, **options)
             self._under_way.add(number := next(self._numbers))
             self.idle_since_s = math.inf

@@ -8,11 +8,13 @@ from swarm_gateway.answers.reasoning import may_reason
 from swarm_gateway.answers.tools import call_regions
 
 
-def capabilities_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the model's capabilities, by the names that Ollama's API has for them."""
+def capabilities_of(tokenizer: PreTrainedTokenizerBase, *, sees: bool) -> list[str]:
+    """Return the model's capabilities, by the names that Ollama's API has for them; ``sees``: it takes pictures."""
     found = ["completion", "embedding"]
     if call_regions(tokenizer):
         found.append("tools")
     if may_reason(tokenizer):
         found.append("thinking")
+    if sees:
+        found.append("vision")
     return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from swarm_gateway.grammars.compiler import GrammarCompiler, text_until
+if TYPE_CHECKING:
+    from swarm_gateway.grammars.compiler import GrammarCompiler
 
 _TAIL = 16  # tokens at the end of a prompt, which may begin the reasoning or say that there is none
 _SPACE = "/[ \\n]{0,4}/"
@@ -35,6 +36,8 @@ class ReasoningFormat:
 
     def rule(self, name: str, compiler: GrammarCompiler, *, has_begun: bool) -> str:
         """Return the rule ``name`` in Lark's syntax: reasoning that comes to its end, and perhaps white space."""
+        from swarm_gateway.grammars.compiler import text_until  # it needs a package that only the gateway has
+
         first, *rest = self.end
         begin = "" if has_begun else " ".join(map(compiler.literal, self.begin))
         after = " ".join(map(compiler.literal, rest)) or _SPACE

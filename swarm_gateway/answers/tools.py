@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from swarm_gateway.grammars.compiler import GrammarCompiler, text_until
+if TYPE_CHECKING:
+    from swarm_gateway.grammars.compiler import GrammarCompiler
 
 _JSON = {"content": "json", "content_args": {"allow_non_json": True}}
 _CALL = {"function": {"name": "{name}", "arguments": "{content}"}}
@@ -270,6 +271,8 @@ _TEXT = "argument_text"  # the rule of a value that is any text, with what is af
 
 
 def _text_rule(tags: Tags, compiler: GrammarCompiler) -> str:
+    from swarm_gateway.grammars.compiler import text_until  # it needs a package that only the gateway has
+
     first, *rest = tags.after
     return f"{text_until(f'{_TEXT}_body', compiler.literal(first))}\n{_TEXT}: {_TEXT}_body {_literals(rest, compiler)}"
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from swarm_gateway.generation.parts import Fields, Values
+from swarm_gateway.generation.parts import Fields, Values, picture_part
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
 _MOST_STOPS = 64
-_BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _PART: dict[str, Values] = {"cache_control": None}
 _TEXT: dict[str, Values] = _PART | {"citations": ([],)}
 _CALL: dict[str, Values] = _PART | {"caller": ({"type": "direct"},)}
@@ -72,6 +72,22 @@ def _only_blocks(content: Any, kinds: tuple[str, ...]) -> Any:
 TextBlocks = Annotated[list[TextBlock], BeforeValidator(_text_blocks)]
 
 
+class PictureSource(_Part):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class PictureBlock(_Part):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    type: Literal["image"]
+    source: PictureSource
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.source.media_type};base64,{self.source.data}"
+
+
 class ToolUseBlock(_Part):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
     type: Literal["tool_use"]
@@ -101,7 +117,8 @@ class RedactedThinkingBlock(_Part):
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+    TextBlock | PictureBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -111,9 +128,9 @@ class AnthropicMessage(_Part):
 
     @model_validator(mode="after")
     def _blocks_of_its_role(self) -> AnthropicMessage:
-        own = {"user": (TextBlock, ToolResultBlock), "system": (TextBlock,)}.get(self.role)
+        own = {"user": (TextBlock, PictureBlock, ToolResultBlock), "system": (TextBlock,)}.get(self.role)
         for block in self.content:
-            if isinstance(block, ToolResultBlock) if own is None else not isinstance(block, own):
+            if isinstance(block, ToolResultBlock | PictureBlock) if own is None else not isinstance(block, own):
                 raise ValueError(f"a block of type {block.type} does not belong to the role {self.role}")
         return self
 
@@ -122,18 +139,20 @@ class AnthropicMessage(_Part):
         if self.role == "assistant":
             yield self._answer()
             return
-        text = ""
+        parts: list[dict[str, Any]] = []
         for block in self.content:
             if isinstance(block, TextBlock):
-                text += block.text
+                parts.append({"type": "text", "text": block.text})
+            elif isinstance(block, PictureBlock):
+                parts.append(picture_part(block.url))
             elif isinstance(block, ToolResultBlock):
-                if text:
-                    yield {"role": self.role, "content": text}
+                if parts:
+                    yield {"role": self.role, "content": parts}
                 result = "".join(part.text for part in block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
-                text = ""
-        if text or not any(isinstance(block, ToolResultBlock) for block in self.content):
-            yield {"role": self.role, "content": text}
+                parts = []
+        if parts or not any(isinstance(block, ToolResultBlock) for block in self.content):
+            yield {"role": self.role, "content": parts}
 
     def _answer(self) -> dict[str, Any]:
         turn: dict[str, Any] = {

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.telemetry import TelemetryConfig
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
@@ -28,6 +29,9 @@ from swarm_gateway.responses_api.store import ResponseStore
 from swarm_gateway.web.http import OPENAI, Dialect, Gateway, refusal
 from swarm_gateway.web.metrics import CountRequests, Metrics
 from swarm_gateway.web.models import Models
+from swarm_protocol.telemetry.exporting import Telemetry
+
+_WATCHED = ("/health", "/metrics")
 
 
 def create_app(
@@ -38,6 +42,7 @@ def create_app(
     monitored: Monitored | None = None,
     responses: ResponseStore | None = None,
     batches: BatchStore | None = None,
+    telemetry: Telemetry | None = None,
 ) -> FastAPI:
     """Return the application, which serves on one event loop.
 
@@ -47,6 +52,7 @@ def create_app(
         batches: the files and batches; None if there are none. They go on while the application runs.
         keys: see ``Gateway``.
         clock: a function that returns seconds, for limits by time.
+        telemetry: where traces and metrics go besides ``/metrics``.
     """
     queue = GenerationQueue(limits, is_shared=len(keys) > 1)
     gateway = Gateway(
@@ -68,7 +74,9 @@ def create_app(
             await worker.stop()
 
     # FastAPI's documentation pages would load foreign scripts.
-    app = FastAPI(title="swarm", openapi_url=None, lifespan=running)
+    app = FastAPI(title="swarm", openapi_url=None, lifespan=running, telemetry=_traced(telemetry))
+    if telemetry is not None:
+        telemetry.export(gateway.metrics.registry)
     app.add_middleware(CountRequests, metrics=gateway.metrics)
     app.include_router(openai_router(gateway))
     app.include_router(responses_router(gateway, responses or ResponseStore()))
@@ -99,6 +107,20 @@ def create_app(
         return refusal(ApiError(error.status_code, message), _dialect_of(path))
 
     return app
+
+
+def _traced(telemetry: Telemetry | None) -> TelemetryConfig:
+    """Return what FastAPI has to record: a span for each request, but for the questions of those that watch."""
+    if telemetry is None or telemetry.tracer_provider is None:
+        return {}
+    return {
+        "tracer_provider": telemetry.tracer_provider,
+        "metrics": False,
+        "logs": False,
+        "operation_spans": False,
+        "auto_configure": False,
+        "exclude": lambda scope: scope.get("path") in _WATCHED,
+    }
 
 
 def _dialect_of(path: str) -> Dialect:

@@ -7,7 +7,6 @@ is true of connections that stay open after an answer, such as a refusal.
 from __future__ import annotations
 
 import asyncio
-import resource
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -28,6 +27,10 @@ class IncomingRequests:
     @classmethod
     def of_this_process(cls) -> IncomingRequests:
         """Return a limit that fits the file descriptors of this process."""
+        try:
+            import resource
+        except ImportError:  # on Windows, which has no such limit
+            return cls(_MOST)
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(_MOST if soft == resource.RLIM_INFINITY else max(1, min(_MOST, soft // _SHARE)))
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
 _BACKLOG = 2048  # connections that wait to be accepted
+SERVING_ON = "serving on "  # before the address of the API, in the first line on stdout
 _DRAIN_S = 5  # the time for active answers to end after Ctrl-C
 
 
@@ -97,9 +98,13 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     from swarm_gateway.monitor_api.endpoints import Monitored
     from swarm_gateway.responses_api.store import ResponseStore
     from swarm_gateway.web.models import SwarmModels, check_model
+    from swarm_protocol.telemetry.exporting import start
 
     model, files = check_model(model, revision, config)
-    with contextlib.closing(listen(settings.host, settings.port)) as listener:
+    with (
+        contextlib.closing(listen(settings.host, settings.port)) as listener,
+        contextlib.closing(start("swarm-gateway")) as telemetry,
+    ):
         responses = ResponseStore(settings.responses)
         batches = None if settings.batches is None else BatchStore(settings.batches)
         recorder = HistoryRecorder(Monitor(config), open_history(settings.history, config.swarm))
@@ -107,7 +112,13 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
         is_private = client_access(config).control is not None
         monitored = Monitored(recorder, config, models.own, is_private, models.own_is_directory)
         app = create_app(
-            models, settings.limits, settings.keys, monitored=monitored, responses=responses, batches=batches
+            models,
+            settings.limits,
+            settings.keys,
+            monitored=monitored,
+            responses=responses,
+            batches=batches,
+            telemetry=telemetry,
         )
         background.run(recorder.start())
         try:
@@ -165,4 +176,4 @@ def _greeting(settings: ServeSettings, listener: socket.socket, model: str) -> l
     key = " -H 'Authorization: Bearer KEY'" if settings.keys else ""
     body = shlex.quote(f'{{"model": "{printable(model)}", "prompt": "Return a list of"}}')
     curl = f"curl {url}/completions{key} -H 'Content-Type: application/json' -d {body}"
-    return [f"serving on {url}", f"  in a browser: {page} and {page}monitor", f"  {curl}"]
+    return [f"{SERVING_ON}{url}", f"  in a browser: {page} and {page}monitor", f"  {curl}"]

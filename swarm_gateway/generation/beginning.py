@@ -46,6 +46,7 @@ async def begin(
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
     places = gateway.queue.join(key, len(requests))
     gateway.metrics.prompt_tokens.inc(num_prompt)
+    operation = "chat" if isinstance(asked, ChatRequest) else "text_completion"
     return QueuedGenerations(
-        model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, new_reader, echoes
+        model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, new_reader, echoes, operation
     )

@@ -30,6 +30,8 @@ def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) ->
     """Return the conversation's text. Raise ApiError if the chat template refuses messages, or omits tools or calls."""
     _check_variables(asked.chat_template_kwargs)
     turns = [message.as_turn() for message in asked.messages]
+    if _takes_parts_alone(tokenizer):
+        turns = list(map(_in_parts, turns))
     offered = _offered(asked)
     text = partial(_rendered, tokenizer, asked.template_options)
     if not tokenizer.chat_template and any("tool_calls" in turn or turn["role"] == "tool" for turn in turns):
@@ -74,6 +76,22 @@ def _rendered(
         raise refused from None
 
 
+def _takes_parts_alone(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template omits content that is no list of parts, as some models' that see do."""
+    if not tokenizer.chat_template:
+        return False
+    probe = {"role": "user", "content": "probe"}
+    try:
+        return "probe" not in render(tokenizer, [probe]) and "probe" in render(tokenizer, [_in_parts(probe)])
+    except ValueError:
+        return False
+
+
+def _in_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    content = turn["content"]
+    return turn | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
+
+
 def _with_text_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     if "tool_calls" not in turn:
         return turn
@@ -88,7 +106,10 @@ def _other_turn(turn: dict[str, Any]) -> dict[str, Any] | None:
     """Return the turn without its call, or with another result: the text must differ. None if it has neither."""
     if "tool_calls" in turn:
         return {name: value for name, value in turn.items() if name != "tool_calls"}
-    return turn | {"content": turn["content"] + "?"} if turn["role"] == "tool" else None
+    if turn["role"] != "tool":
+        return None
+    content = turn["content"]
+    return turn | {"content": content + "?" if isinstance(content, str) else [*content, *content]}
 
 
 def _unknown_to_template(param: str) -> ApiError:

@@ -13,6 +13,7 @@ from swarm_client.batching.streaming import Scored, stream
 from swarm_client.core.events import Event
 from swarm_client.generation.text_stream import StopStrings, TextStream
 from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader, ToolCall
+from swarm_gateway.generation.generation_trace import GenerationTrace
 from swarm_gateway.limits.admission import QueuePlace
 from swarm_gateway.web.metrics import Metrics, TokenTimes
 from swarm_gateway.web.models import ServedModel, end_ids
@@ -144,6 +145,7 @@ class QueuedGenerations:
         num_prompt: the number of tokens of the prompts.
         new_reader: a function that makes the reader of each answer.
         echoes: the text that each answer begins with; empty if answers begin with the generated text.
+        operation: see ``GenerationTrace``.
         num_generated, num_reasoning: the numbers of tokens so far, and of those in the reasoning, over all generations.
     """
 
@@ -156,6 +158,7 @@ class QueuedGenerations:
     num_prompt: int
     new_reader: Callable[[], AnswerReader | None] = lambda: None
     echoes: Sequence[str] = ()
+    operation: str = "text_completion"
     num_generated: int = 0
     num_reasoning: int = 0
 
@@ -184,14 +187,18 @@ class QueuedGenerations:
 
     async def _write(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
         try:
-            async with self.places[choice]:
-                await self._generate(choice, queue)
+            with GenerationTrace(self.operation, self.model.name, self.requests[choice]) as trace:
+                async with self.places[choice]:
+                    trace.starts("prompt")
+                    await self._generate(choice, queue, trace)
         except Exception as error:  # ``items`` raises it
             queue.put_nowait(error)
         else:
             queue.put_nowait(None)
 
-    async def _generate(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
+    async def _generate(
+        self, choice: int, queue: asyncio.Queue[Item | BaseException | None], trace: GenerationTrace
+    ) -> None:
         request = replace(self.requests[choice], user=self.places[choice].user)
         writer = _Writer(choice, self.model, request, self.stop, self.new_reader())
         times = TokenTimes(self.metrics, self.began_s)
@@ -206,6 +213,7 @@ class QueuedGenerations:
                 if isinstance(item, Token):
                     self.num_generated += 1
                     times.token()
+                    trace.token()
                     delta = writer.put(item)
                     self.num_reasoning += writer.is_in_reasoning
                 elif isinstance(item, str):
@@ -216,4 +224,5 @@ class QueuedGenerations:
                 if delta is not None:
                     queue.put_nowait(delta)
                     if delta.finish is not None:
+                        trace.ends(delta.finish)
                         return

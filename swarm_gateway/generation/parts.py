@@ -54,17 +54,46 @@ class Fields(BaseModel):
         return supported(fields, cls.model_fields, cls.UNSUPPORTED) if isinstance(fields, dict) else fields
 
 
+class TextPart(Fields):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"cache_control": None}
+    type: Literal["text"]
+    text: str
+
+
+class PictureUrl(Fields):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"detail": None}
+    url: str
+
+
+class PicturePart(Fields):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"cache_control": None}
+    type: Literal["image_url"]
+    image_url: PictureUrl
+
+
+def picture_part(url: str) -> dict[str, Any]:
+    """Return a part of content that shows the picture at ``url``."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _joined(content: Any) -> Any:
-    """Return the text of content that comes in parts. Raise ApiError if a part is no text."""
+    """Return the text of content whose parts are all text. Raise ApiError if a part is neither text nor a picture."""
     if not isinstance(content, list):
         return content
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ApiError(400, f"content of type {kind!r} is not supported: expected text", param="messages")
-        if part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str):
+        if kind not in ("text", "image_url"):
+            message = f"content of type {kind!r} is not supported: expected text or image_url"
+            raise ApiError(400, message, param="messages")
+        if kind == "text" and (
+            part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str)
+        ):
             raise ApiError(400, 'a part of content is not {"type": "text", "text": "…"}', param="messages")
-    return "".join(part["text"] for part in content)
+    is_text = all(part["type"] == "text" for part in content)
+    return "".join(part["text"] for part in content) if is_text else content
+
+
+Part = Annotated[TextPart | PicturePart, Field(discriminator="type")]
 
 
 class CalledFunction(BaseModel):
@@ -86,7 +115,7 @@ class MessageToolCall(BaseModel):
 class ChatMessage(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_joined)] = None
+    content: Annotated[str | list[Part] | None, BeforeValidator(_joined)] = None
     tool_calls: list[MessageToolCall] = []
     tool_call_id: str | None = None
     name: str | None = None
@@ -100,12 +129,25 @@ class ChatMessage(Fields):
             raise ValueError("expected tool_call_id in messages of tools, and in no others")
         if self.content is None and not self.tool_calls:
             raise ValueError("expected content")
+        if self.pictures and self.role != "user":
+            raise ValueError("pictures are a user's")
         return self
+
+    @property
+    def pictures(self) -> list[str]:
+        """Return the URLs of the message's pictures."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if isinstance(part, PicturePart)]
 
     def as_turn(self) -> dict[str, Any]:
         """Return the message for a chat template. A developer becomes the system, as few templates know developers."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         turn["content"] = self.content or ""
+        if isinstance(self.content, list):  # the form in which chat templates of models that see take it
+            turn["content"] = [
+                {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+                for part in self.content
+            ]
         if self.tool_calls:
             turn["tool_calls"] = [
                 {

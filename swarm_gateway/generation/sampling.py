@@ -21,10 +21,25 @@ COMPLETION_TOKENS = 16  # the default of /v1/completions, as with OpenAI
 
 def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[list[int]]:
     """Return the token ids of each prompt. Raise ApiError if a prompt is empty, or has ids outside the vocabulary."""
+    return [token_ids for token_ids, _ in _prompts(asked, model)]
+
+
+def _prompts(
+    asked: ChatRequest | CompletionRequest, model: ServedModel
+) -> list[tuple[list[int], Mapping[str, torch.Tensor]]]:
+    """Return the token ids of each prompt, and its pictures; raise ApiError as ``prompts_of``."""
+    pictures: Mapping[str, torch.Tensor] = {}
     if isinstance(asked, ChatRequest):
+        urls = [url for message in asked.messages for url in message.pictures]
+        if urls and model.pictures is None:
+            raise ApiError(400, "this model does not see: expected messages without pictures", param="messages")
         text = conversation_text(asked, model.tokenizer)
         model.check_length(text, "messages")
-        prompts = [first_tokens(model.tokenizer, text)]
+        if urls and model.pictures is not None:
+            token_ids, pictures = model.pictures.prompt(text, urls)
+            prompts = [token_ids]
+        else:
+            prompts = [first_tokens(model.tokenizer, text)]
     else:
         for each in asked.prompt:
             if isinstance(each, str):
@@ -37,7 +52,7 @@ def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> li
             raise ApiError(400, "the prompt has no tokens: expected some text", param="prompt")
         if any(not 0 <= token < model.vocab_size for token in prompt):
             raise ApiError(400, f"the model's token ids are below {model.vocab_size}", param="prompt")
-    return prompts
+    return [(prompt, pictures) for prompt in prompts]
 
 
 def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:
@@ -45,10 +60,10 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
     bias = {int(token): value for token, value in asked.logit_bias.items()}
     _require_known("logit_bias", bias, model)
     _require_known("stop_token_ids", asked.stop_token_ids, model)
-    prompts = prompts_of(asked, model)
-    grammar = grammar_of(asked, model, prompts[0]) if isinstance(asked, ChatRequest) else None
+    prompts = _prompts(asked, model)
+    grammar = grammar_of(asked, model, prompts[0][0]) if isinstance(asked, ChatRequest) else None
     requests: list[Request] = []
-    for prompt in prompts:
+    for prompt, pictures in prompts:
         config = generation_config(asked, model.generation_config)
         config.max_new_tokens = _num_tokens(asked, model, len(prompt))
         processors = _processors(asked, bias, len(prompt))
@@ -64,6 +79,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
                 num_logprobs=asked.num_logprobs,
                 scores_prompt=asked.num_logprobs is not None and isinstance(asked, CompletionRequest) and asked.echo,
                 with_servers=asked.wants_servers,
+                pictures=pictures,
             )
             for choice in range(asked.n)
         ]

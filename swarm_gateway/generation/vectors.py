@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from swarm_gateway.generation.generation_trace import request_attributes
 from swarm_gateway.generation.requests import EmbeddingRequest
 from swarm_gateway.limits.admission import ApiError, QueuePlace
 from swarm_gateway.web.http import Gateway
 from swarm_gateway.web.models import ServedModel
 from swarm_protocol.process.routine import end_tasks
+from swarm_protocol.telemetry.tracing import tracing
 
 _MOST_TOKENS = 1 << 18  # of all inputs of one request
 _TOGETHER = 4  # inputs of one request at the same time, each with a place in the queue
@@ -46,7 +48,9 @@ async def _embed(
     """Take inputs and store their vectors until no inputs are left."""
     async with place:
         for index, token_ids in numbered:
-            vectors[index] = await model.embed(token_ids)
+            attributes = request_attributes("embeddings", model.name, len(token_ids))
+            with tracing().span(f"embeddings {model.name}", attributes):
+                vectors[index] = await model.embed(token_ids)
 
 
 def _tokens_of(asked: EmbeddingRequest, model: ServedModel) -> list[list[int]]:

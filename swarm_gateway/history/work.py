@@ -59,7 +59,7 @@ class Tally:
     @property
     def tokens(self) -> float:
         """Return the work as a number of positions through the whole model."""
-        return (self.total.decoded + self.total.prompts + self.total.passes) / self.num_blocks
+        return self.total.tokens(self.num_blocks)
 
     def rate_at(self, time: float) -> Rate:
         return self.rate if time - self.last.time < RATE_LIFETIME_S else Rate()

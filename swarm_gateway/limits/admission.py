@@ -160,7 +160,7 @@ class GenerationQueue:
 
     @property
     def num_queued(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, list(self._waiting.values())))  # a list, as metrics are read by other threads too
 
     def join(self, key: str, count: int) -> list[QueuePlace]:
         """Return places for ``count`` generations. The caller must leave all of them in the end.

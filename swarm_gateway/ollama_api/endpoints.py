@@ -129,7 +129,7 @@ async def _shown(gateway: Gateway, name: str) -> AsyncGenerator[bytes, None]:
             "template": str(model.tokenizer.chat_template or ""),
             "details": entry["details"],
             "model_info": info,
-            "capabilities": capabilities_of(model.tokenizer),
+            "capabilities": capabilities_of(model.tokenizer, sees=model.pictures is not None),
             "modified_at": entry["modified_at"],
         }
     )

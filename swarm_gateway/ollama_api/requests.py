@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from swarm_gateway.generation.parts import Fields, Tool, Values
+from swarm_gateway.generation.parts import Fields, Tool, Values, picture_part
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, Stop, validated
 from swarm_gateway.generation.sampling import ANSWER_TOKENS
 
@@ -76,9 +76,9 @@ class OllamaToolCall(BaseModel):
 
 
 class OllamaMessage(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"images": ([],)}
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
+    images: list[str] = Field(default=[])  # base64
     thinking: str | None = None
     tool_calls: list[OllamaToolCall] = Field(default=[])
     tool_name: str | None = None
@@ -190,7 +190,7 @@ def _turns(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     num_calls = 0
     for message in messages:
-        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        turn: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.thinking:
             turn["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -208,6 +208,14 @@ def _turns(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
                 turn["name"] = message.tool_name
         turns.append(turn)
     return turns
+
+
+def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
+    """Return the content of a message in OpenAI's form. Ollama's pictures come before the text, in any format."""
+    if not message.images:
+        return message.content
+    pictures = [picture_part(f"data:image/any;base64,{data}") for data in message.images]
+    return [*pictures, {"type": "text", "text": message.content}]
 
 
 def _id_of_call(waiting: list[tuple[str, str]], name: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
-from swarm_gateway.generation.parts import Fields, Values
+from swarm_gateway.generation.parts import Fields, Values, picture_part
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
@@ -44,13 +44,31 @@ _REQUEST: dict[str, Values] = {
 
 def _joined(content: Any) -> Any:
     """Return the text of content that comes in parts. Raise ApiError if a part is no text."""
+    found = _with_pictures(content)
+    if isinstance(found, list):
+        raise ApiError(400, "content of type 'input_image' is not supported here: expected text", param="input")
+    return found
+
+
+def _with_pictures(content: Any) -> Any:
+    """Return content in OpenAI's older form: text, or parts if there are pictures. Raise ApiError for other parts."""
     if not isinstance(content, list):
         return content
+    parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXTS or not isinstance(part.get("text"), str):
-            raise ApiError(400, f"content of type {kind!r} is not supported: expected text", param="input")
-    return "".join(part["text"] for part in content)
+        if kind == "input_image" and isinstance(part.get("image_url"), str):
+            parts.append(picture_part(part["image_url"]))
+        elif kind == "image_url":  # in a stored response
+            parts.append(part)
+        elif kind in _TEXTS and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            message = f"content of type {kind!r} is not supported: expected text, or input_image with an image_url"
+            raise ApiError(400, message, param="input")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 Text = Annotated[str, BeforeValidator(_joined)]
@@ -60,7 +78,7 @@ class MessageItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _ITEM
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text
+    content: Annotated[str | list[dict[str, Any]], BeforeValidator(_with_pictures)]
 
 
 class CallItem(Fields):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,13 +25,14 @@ from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import DistributedModel
 from swarm_client.weights.opening import ModelOpening
 from swarm_gateway.answers.capabilities import capabilities_of
+from swarm_gateway.generation.pictures import PictureReader, picture_reader_at
 from swarm_gateway.grammars.compiler import GrammarCompiler
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.monitor.model_monitor import ModelStatus
 from swarm_gateway.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
-from swarm_models.checkpoints.family import max_positions
+from swarm_models.checkpoints.family import max_positions, sees
 from swarm_models.checkpoints.files import is_plain
 from swarm_protocol.errors import CheckpointError, SwarmError, UnsupportedModel
 from swarm_protocol.wire.printable import printable
@@ -50,6 +52,7 @@ class ServedModel:
 
     Attributes:
         max_positions: the most positions of prompt and answer together; None if there is no limit.
+        pictures: the reader of prompts with pictures; None if the model takes text alone.
         embed: a function from token ids to the mean, over positions, of the input of the model's head.
     """
 
@@ -60,6 +63,7 @@ class ServedModel:
     generation_config: GenerationConfig
     vocab_size: int
     embed: Callable[[Sequence[int]], Awaitable[list[float]]]
+    pictures: PictureReader | None = None
 
     @cached_property
     def fewest_tokens(self) -> FewestTokens:
@@ -181,11 +185,16 @@ class _Source:
         """Return the tokenizer. Raise CheckpointError if it cannot be read."""
         return tokenizer_at(self.files or self.location, self.revision)
 
+    def picture_reader(self) -> PictureReader | None:
+        """Return the reader of pictures; see ``picture_reader_at``."""
+        return picture_reader_at(self.files or self.location, self.revision)
+
     def traits(self) -> Traits:
         """Return what the files say. Raise CheckpointError or UnsupportedModel, see ``ModelCheckpoint.open``."""
         tokenizer = self.tokenizer()
-        config = ModelCheckpoint.open(locate(self.files or self.location), self.revision).config
-        return Traits(bool(tokenizer.chat_template), tuple(capabilities_of(tokenizer)), max_positions(config))
+        checkpoint = ModelCheckpoint.open(locate(self.files or self.location), self.revision)
+        capabilities = capabilities_of(tokenizer, sees=sees(checkpoint.whole_config))
+        return Traits(bool(tokenizer.chat_template), tuple(capabilities), max_positions(checkpoint.config))
 
 
 class SwarmModels:
@@ -260,12 +269,16 @@ class SwarmModels:
         background.run(self._monitor.close())
 
     def _load(self, name: str, source: _Source) -> ServedModel:
-        tokenizer = source.tokenizer()
+        tokenizer, pictures = source.tokenizer(), None
         config = replace(self._config, adapter=source.adapter) if source.adapter else self._config
         model = self._load_model(source.location, config=config, revision=source.revision)
         self._opened.callback(model.close)
         batcher = self._make_batcher(model)
         self._opened.callback(batcher.close)
+        if sees(model.config):
+            pictures = source.picture_reader()
+            if pictures is not None and not tokenizer.chat_template:
+                tokenizer.chat_template = pictures.chat_template
         return ServedModel(
             name=name,
             tokenizer=tokenizer,
@@ -274,10 +287,14 @@ class SwarmModels:
             generation_config=model.generation_config,
             vocab_size=model.config.get_text_config().vocab_size,
             embed=partial(self._embed, model),
+            pictures=pictures,
         )
 
     async def _embed(self, model: RemoteModelMixin, token_ids: Sequence[int]) -> list[float]:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, mean_hidden, model, token_ids)
+        context = contextvars.copy_context()  # it has the current trace
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, context.run, mean_hidden, model, token_ids
+        )
 
     def _forget_failure(self, name: str, done: asyncio.Future[ServedModel]) -> None:
         if done.cancelled() or done.exception() is not None:

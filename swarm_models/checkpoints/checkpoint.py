@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from swarm_models.checkpoints.describing import describe
-from swarm_models.checkpoints.family import Family
+from swarm_models.checkpoints.family import Family, text_config
 from swarm_models.checkpoints.files import CheckpointFiles, FileMissing, locate
 from swarm_models.checkpoints.formats.shards import ShardedWeights
 from swarm_models.checkpoints.gguf.weights import GgufWeights
@@ -31,7 +31,8 @@ class ModelCheckpoint:
         files: the source of the checkpoint's files.
         name: the hub id, followed by the name of the GGUF file if there is one; or the last part of the path.
         location: the hub id or the path, as the user gave it.
-        config: the model's config.
+        whole_config: the config in the checkpoint, which may also describe a vision tower, such as ``LlavaConfig``.
+        config: the config of the language model, such as ``LlamaConfig``; often the same as ``whole_config``.
         revision: the hub's commit hash; for a directory or a GGUF file, a fingerprint of its config and weights.
     """
 
@@ -39,7 +40,8 @@ class ModelCheckpoint:
         self.files = files
         self.name, self.location = files.name, files.location
         self._weights = ShardedWeights(files) if files.gguf is None else GgufWeights(files, files.gguf)
-        self.config = self._weights.config
+        self.whole_config = self._weights.config
+        self.config = text_config(self.whole_config)
         self.revision = files.commit or self._weights.fingerprint()[:FINGERPRINT_HEX]
 
     @classmethod
@@ -109,20 +111,49 @@ class ModelCheckpoint:
         """
         return {name: stored.read() for name, stored in self.stored(want).items()}
 
+    def block_index(self, tensor_name: str) -> int | None:
+        """Return the index of the block that a tensor of this checkpoint belongs to; None for all other tensors."""
+        before = self._before_blocks
+        if before is not None and not tensor_name.startswith(f"{before}{self.family.blocks}."):
+            return None
+        return self.family.block_index(tensor_name)
+
     def block_tensors(self, index: int) -> dict[str, StoredTensor]:
-        """Return the unread tensors of one block; ``from_pretrained(None, state_dict=…)`` accepts them as they are.
+        """Return the unread tensors of one block, under names that the base model's ``from_pretrained`` accepts.
 
         Raises:
             CheckpointError: the checkpoint has no tensors of this block.
         """
-        tensors = self.stored(lambda name: self.family.block_index(name) == index)
+        tensors = self.stored(lambda name: self.block_index(name) == index)
         if not tensors:
             raise CheckpointError(f"{self.location} has no tensors of block {index}")
-        return tensors
+        before, owner = self._before_blocks, self.family.owner
+        if before is None:
+            return tensors
+        return {f"{owner}.{name[len(before) :]}".lstrip("."): tensor for name, tensor in tensors.items()}
 
     def client_tensors(self) -> dict[str, StoredTensor]:
-        """Return every tensor outside the blocks, not yet read: embeddings, norms, heads."""
-        return self.stored(lambda name: self.family.block_index(name) is None)
+        """Return every tensor outside the blocks, not yet read: embeddings, norms, heads, vision towers."""
+        return self.stored(lambda name: self.block_index(name) is None)
+
+    @cached_property
+    def _before_blocks(self) -> str | None:
+        """Return the beginning of names of tensors inside blocks; None if all blocks are the language model's.
+
+        Vision towers have lists of blocks too, often under the same name. The language model's is the one whose blocks
+        have most of the linear layers that the family has.
+        """
+        if self.config is self.whole_config:
+            return None
+        linears = {name for name, _ in self.family.linears[0]}
+        found: dict[str, set[str]] = {}
+        for name in self.tensor_names:
+            before, blocks, inside = name.rpartition(f"{self.family.blocks}.0.")
+            if blocks and (not before or before.endswith(".")):
+                found.setdefault(before, set()).add(inside.removesuffix(".weight"))
+        if not found:
+            raise CheckpointError(f"{self.location} has no tensors of block 0")
+        return max(found, key=lambda before: len(found[before] & linears))
 
     def block_parameters(self, index: int) -> int:
         """Return the number of parameters of block ``index``, without reading a shard."""

@@ -19,10 +19,11 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers import initialization as weight_init
 from transformers.pytorch_utils import Conv1D
 
-from swarm_models.checkpoints.family import Family, cache_argument_of
+from swarm_models.checkpoints.family import Family, cache_argument_of, max_positions
 from swarm_models.checkpoints.hollow_model import RangesOnCpu, hf_loader, load_hollow_model
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.imports.versions import untested_transformers
+from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,7 +120,7 @@ def _check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise _unsupported(config, "it is an encoder-decoder, expected a decoder")
     if config.get_text_config(decoder=True) is not config:
-        raise _unsupported(config, "it wraps a text model together with others, expected a text-only checkpoint")
+        raise _unsupported(config, "it wraps a text model together with others, expected the text model's config")
     if type(config) not in MODEL_MAPPING:
         raise _unsupported(config, "transformers has no stock model for it")
     _check_layers(config)
@@ -164,6 +165,7 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
         neutral=tuple((name, value) for name, value in NEUTRAL_ATTRIBUTES.items() if hasattr(owner, name)),
         returns_tuple=False,
         takes_positions="position_ids" in arguments,
+        position_axes=_position_axes(owner, config),
         cache_argument=cache_argument,
         mask_covers_past=True,
         num_blocks=config.num_hidden_layers,
@@ -178,6 +180,13 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
             for block in getattr(owner, blocks)
         ),
     )
+
+
+def _position_axes(owner: nn.Module, config: PreTrainedConfig) -> int:
+    """Return the number of axes of positions: rotary embeddings that take several divide their channels among them."""
+    limit = max_positions(config)
+    has_axes = any(hasattr(child, "mrope_section") for child in owner.children())
+    return 3 if has_axes and limit is not None and limit <= MAX_POSITIONS_WITH_AXES else 1
 
 
 def _find_blocks(base: PreTrainedModel, config: PreTrainedConfig) -> str:

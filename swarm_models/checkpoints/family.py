@@ -25,6 +25,10 @@ OWN_CACHE_CLASS = {"minimax"}
 # Linear layers that must stay unquantised: their family's code reads the weights itself (mamba, falcon_mamba, jamba).
 WEIGHT_IS_READ = {"dt_proj"}
 
+# Models of which servers compute the text alone: their pictures are attended to in both directions, or are added to the
+# hidden states between blocks.
+TEXT_ALONE = {"gemma3", "paligemma", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2"}
+
 PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type", "kv_sharing_modes")  # properties of some configs
 
 
@@ -43,6 +47,8 @@ class Family:
         neutral: plain attributes that a server sets to the given value, such as an embedding multiplier.
         returns_tuple: a block returns ``(hidden, attentions)`` rather than ``hidden``.
         takes_positions: the base model's ``forward`` accepts ``position_ids``.
+        position_axes: how many positions a part of a picture has: 3 (time, height and width) in the models of
+            Qwen2-VL's kind, otherwise 1.
         cache_argument: name of the cache argument of the base model's ``forward``.
         mask_covers_past: the mask is [batch, past + new]; else it is [batch, new], because the base model passes it to
             its blocks unchanged (mamba).
@@ -62,6 +68,7 @@ class Family:
     neutral: tuple[tuple[str, Any], ...]
     returns_tuple: bool
     takes_positions: bool
+    position_axes: int
     cache_argument: str
     mask_covers_past: bool
     num_blocks: int
@@ -112,6 +119,16 @@ def cache_argument_of(function: Callable[..., Any]) -> str | None:
         if any(isinstance(found, type) and issubclass(found, Cache) for found in classes):
             return name
     return None
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of the language model inside a model that also sees; ``config`` itself for other models."""
+    return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+
+
+def sees(config: PreTrainedConfig) -> bool:
+    """Return whether a model of this (whole) config takes pictures, and servers compute what it does with them."""
+    return text_config(config) is not config and config.model_type not in TEXT_ALONE
 
 
 def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:

@@ -88,14 +88,22 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
 def _read_matrices(directory: Path, family: Family) -> dict[str, dict[str, torch.Tensor]]:
     """Return the matrices of each module inside blocks in fp32, by "A" and "B"; refuse all other tensors."""
     matrices: dict[str, dict[str, torch.Tensor]] = {}
+    lists: set[str] = set()  # of blocks: vision towers have some too
     for key, stored in read_header(LocalFiles(directory).path(WEIGHTS_NAME)).items():
         match = _MATRIX.search(key)
         if match is None:
             raise CheckpointError(f"adapter {directory} has a tensor {key!r}: expected lora_A and lora_B of modules")
-        if family.block_index(key) is None:
+        block = family.block_index(key)
+        if block is None:
             raise CheckpointError(
                 f"adapter {directory} changes {_module(key)!r}, which is not inside the model's blocks: "
                 "servers hold nothing else"
+            )
+        lists.add(key.partition(f"{family.blocks}.{block}.")[0])
+        if len(lists) > 1:
+            raise CheckpointError(
+                f"adapter {directory} changes blocks of {' and of '.join(map(repr, sorted(lists)))}: servers hold only "
+                "those of the language model"
             )
         if len(stored.shape) != 2 or not all(stored.shape):
             raise CheckpointError(f"adapter {directory} has a tensor {key!r} of shape {list(stored.shape)}: no matrix")

@@ -180,7 +180,8 @@ def _compiled() -> list[Path]:
 
 def _gomp_parallel() -> int | None:
     """Return the address of OpenMP's entry point in the library that torch uses, so that both share threads."""
-    libraries = sorted(Path(torch.__file__).parent.glob("lib/lib[gi]omp*"))
+    directory = Path(torch.__file__).parent / "lib"
+    libraries = sorted(path for name in ("libgomp*", "libiomp*", "libomp*") for path in directory.glob(name))
     for path in [*map(str, libraries), None]:
         try:
             function = ctypes.CDLL(path).GOMP_parallel

@@ -11,6 +11,7 @@ import torch
 
 from swarm_models.checkpoints.family import WEIGHT_IS_READ
 from swarm_models.checkpoints.safetensors_file import StoredTensor
+from swarm_models.gpu.devices import ACCELERATORS
 from swarm_models.gpu.int8_weight import GpuInt8Weight, few_rows_kernel
 from swarm_models.kernels import int4_linear, int8_linear
 from swarm_models.kernels.int4_linear import Int4Linear, Int4Weight, KernelInt4Weight, quantize_groups
@@ -31,6 +32,7 @@ __all__ = [
     "Left",
     "Packed",
     "Report",
+    "devices_of",
     "packed_kind",
     "packed_weight",
     "quantize_",
@@ -92,11 +94,16 @@ def require_device(method: str, device: torch.device) -> None:
     """Raise ValueError for an unknown method of quantisation, or one that ``device`` cannot run."""
     if method not in METHODS:
         raise ValueError(f"unknown quantisation {method!r}: choose one of {', '.join(METHODS)}")
-    if method == "int4" and device.type == "cuda":
-        raise ValueError("int4 runs on cpu, not on cuda: choose nf4")
-    if method != "none" and device.type not in ("cpu", "cuda"):
-        runs_on = "cpu" if method == "int4" else "cpu and cuda"
-        raise ValueError(f"{method} runs on {runs_on}, not on {device.type}: choose none")
+    if method != "none" and device.type not in (kinds := devices_of(method)):
+        other = "nf4" if device.type == "cuda" else "none, or the device cpu"
+        raise ValueError(f"{method} runs on {' and '.join(kinds)}, not on {device.type}: choose {other}")
+
+
+def devices_of(method: str) -> tuple[str, ...]:
+    """Return the kinds of devices that run this method of quantisation."""
+    if method == "none":
+        return ("cpu", *ACCELERATORS)
+    return ("cpu",) if method == "int4" else ("cpu", "cuda")
 
 
 # ------------------------------------------------------------ weights that can be kept as bytes

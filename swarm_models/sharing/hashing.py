@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -71,7 +72,9 @@ class FileHashes:
 
 def lower_priority() -> None:
     """Give this thread a low priority permanently, where the system has priorities of threads."""
-    with suppress(AttributeError, OSError):
+    if sys.platform != "linux":  # elsewhere the call is about a process, which may be another one of that number
+        return
+    with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 

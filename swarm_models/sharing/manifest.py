@@ -32,7 +32,7 @@ SMALL_FILES = (
     *(CONFIG, GENERATION_CONFIG, INDEX),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
     *("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md"),
 )
 

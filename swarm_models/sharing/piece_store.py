@@ -7,7 +7,6 @@ for each verified piece, written after the piece itself. A complete file is link
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ import platformdirs
 from swarm_models.sharing.manifest import PIECE_BYTES, Manifest, SharedFile
 from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.errors import BadReply, CheckpointError
+from swarm_protocol.file_lock import lock
 from swarm_protocol.wire.constants import MIB
 
 _VERIFIED = b"\x01"
@@ -123,7 +123,7 @@ class PieceStore:
     def _begin(self, file: SharedFile, descriptor: int) -> None:
         if os.fstat(descriptor).st_size == file.size_bytes:
             return
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed: another process may begin at the same time
+        lock(descriptor)  # until it is closed: another process may begin at the same time
         if os.fstat(descriptor).st_size != file.size_bytes:
             with _opened(self._marks(file)) as marks:  # left from a deleted file
                 os.ftruncate(marks, 0)
@@ -145,14 +145,21 @@ class PieceStore:
         self._link(file)
 
     def _link(self, file: SharedFile) -> None:
-        """Link a complete file to its own name."""
+        """Link a complete file to its own name; where symbolic links are forbidden, as on Windows, by a hard link."""
         if not self._is_linked(file):
             with written_atomically(self.snapshot / file.name) as partial:
-                partial.symlink_to(_target(file))
+                try:
+                    partial.symlink_to(_target(file))
+                except OSError:
+                    os.link(self._blobs / file.sha256.hex(), partial)
 
     def _is_linked(self, file: SharedFile) -> bool:
         path = self.snapshot / file.name
-        return path.is_symlink() and path.readlink() == _target(file)
+        if path.is_symlink():
+            return path.readlink() == _target(file)
+        with suppress(OSError):
+            return path.samefile(self._blobs / file.sha256.hex())
+        return False
 
     def _incomplete(self, file: SharedFile) -> Path:
         return self._blobs / f"{file.key}.incomplete"
@@ -164,7 +171,7 @@ class PieceStore:
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
     """Open a file for writing at any offset; create it if it is missing."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
     try:
         yield descriptor
     finally:
@@ -212,6 +219,6 @@ def _part(name: str) -> str:
 
 def _write_at(descriptor: int, data: bytes | bytearray, offset: int) -> None:
     rest = memoryview(data)
+    os.lseek(descriptor, offset, os.SEEK_SET)  # the descriptor is this call's own; Windows has no pwrite
     while rest:
-        count = os.pwrite(descriptor, rest, offset)
-        rest, offset = rest[count:], offset + count
+        rest = rest[os.write(descriptor, rest) :]

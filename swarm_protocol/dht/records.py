@@ -49,6 +49,10 @@ class WorkTotals:
     passes: int = 0
     uptime_s: float = 0.0
 
+    def tokens(self, num_blocks: int) -> float:
+        """Return the work as a number of positions through a whole model of ``num_blocks`` blocks."""
+        return (self.decoded + self.prompts + self.passes) / num_blocks
+
     def to_proto(self) -> pb.Work:
         return pb.Work(decoded=self.decoded, prompts=self.prompts, passes=self.passes, uptime_s=self.uptime_s)
 

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 from swarm_protocol.imports.late_modules import enter
+from swarm_protocol.imports.libp2p import require_libp2p
 
 __all__ = [
     "DHTID",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+require_libp2p()
 enter("hivemind", alone=None)
 
 from hivemind.dht.crypto import RSASignatureValidator

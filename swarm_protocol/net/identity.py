@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from swarm_protocol.net.hivemind_parts import (
     RSAPublicKey,
     crypto_pb2,
 )
+from swarm_protocol.process.scratch import scratch_directory
 
 MIN_KEY_BITS, MAX_KEY_BITS = 2048, 8192  # libp2p's own bounds
 _LOCK_WAIT_S = 3.0  # a killed process keeps its files until the kernel has ended it
@@ -88,7 +90,7 @@ class Identity:
 
     @contextmanager
     def as_file(self) -> Iterator[str]:
-        """Yield the path of a private copy in memory for the libp2p daemon, which reads the file when it starts."""
+        """Yield the path of a private copy for the libp2p daemon, which reads the file when it starts."""
         with file_in_memory(self.to_bytes()) as path:
             yield path
 
@@ -101,7 +103,18 @@ class Identity:
 
 @contextmanager
 def file_in_memory(data: bytes) -> Iterator[str]:
-    """Yield a path for libraries that can read keys only from files; only this user can read the file."""
+    """Yield a path for libraries that can read keys only from files; only this user can read the file.
+
+    The file is in memory on Linux. Elsewhere it is in the scratch directory while the context is active.
+    """
+    if not hasattr(os, "memfd_create"):
+        path = scratch_directory() / f"key-{secrets.token_hex(8)}"
+        try:
+            _write_key(path, data)
+            yield str(path)
+        finally:
+            path.unlink(missing_ok=True)
+        return
     with open(os.memfd_create("identity"), "wb") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(data)

@@ -21,6 +21,12 @@ def typed(command: str = "") -> str:
     return "python -m swarm_server" if command == "server" else f"python -m swarm_client {command}".rstrip()
 
 
+def command_like_this(command: str) -> list[str]:
+    """Return the program and its first arguments that start another command as this process was started."""
+    program, *words = typed(command).split()
+    return [sys.argv[0] if program == CONSOLE_SCRIPT else sys.executable, *words]
+
+
 def add_common_flags(parser: argparse.ArgumentParser, level: str = "warning") -> None:
     """Add the flags that every command has; ``level``: the default log level."""
     parser.add_argument("--log-level", default=level, choices=LEVELS)

@@ -23,6 +23,7 @@ import platformdirs
 
 from swarm_protocol.atomic_file import PARTIAL_SUFFIX, written_atomically
 from swarm_protocol.file_lock import try_lock
+from swarm_protocol.system import boot_id
 from swarm_protocol.untrusted.json_file import parse_object
 
 DEFAULT_SWARM = "default"
@@ -30,6 +31,7 @@ RENEW_S = 5.0
 FRESH_S = 60.0  # a server of another host that has not renewed its entry for this long is probably dead
 STALE_S = 600.0  # such an entry is deleted after this time; a server that wakes up writes it again
 _LOCK_POLL_S = 0.05
+_PROCESSES = Path("/proc")  # on Linux
 _MAX_ENTRY_BYTES = 1 << 16
 _LOOPBACK = re.compile(r"/(?:ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -138,7 +140,7 @@ class LocalRegistry:
         fields = {
             "addresses": list(addresses),
             "pid": pid,
-            "started": _start_ticks(pid),
+            "started": _start(pid),
             "host": host_id(),
             "network": network_id(),
         }
@@ -168,12 +170,12 @@ def is_loopback(address: str) -> bool:
 
 def host_id() -> str:
     """Return the scope in which pids are unique: one boot of one kernel, and one pid namespace."""
-    return f"{_boot_id()}/{_namespace('pid')}"
+    return f"{boot_id()}/{_namespace('pid')}"
 
 
 def network_id() -> str:
     """Return the scope in which loopback addresses are valid: one boot of one kernel, and one network namespace."""
-    return f"{_boot_id()}/{_namespace('net')}"
+    return f"{boot_id()}/{_namespace('net')}"
 
 
 def _parse(peer_id: str, data: bytes, age_s: float) -> RegistryEntry | None:
@@ -203,30 +205,41 @@ def _is_alive(pid: int, started: object) -> bool:
     """Return whether the process with this pid and start time lives; the pid may belong to a new process by now."""
     if pid < 1:  # not the id of one process
         return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    now_started = _start_ticks(pid)
+    if os.name == "posix":
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+    now_started = _start(pid)
     return now_started is None or now_started == started
 
 
-def _start_ticks(pid: int) -> int | None:
-    """Return the process's start in clock ticks since boot; -1 if it has ended, None if that is unknown."""
+def _start(pid: int) -> float | None:
+    """Return the process's start; -1 if it has ended, None if that is unknown.
+
+    The start is in clock ticks since boot, because seconds since the epoch change with the clock on Linux. Elsewhere it
+    is in seconds since the epoch.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        return -1 if fields[0] in "ZX" else int(fields[19])  # proc(5): state is field 3, starttime field 22
     except OSError:
+        return None if _PROCESSES.exists() else _start_s(pid)
+
+
+def _start_s(pid: int) -> float | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        started: float = -1 if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return -1
+    except psutil.Error:
         return None
-    return -1 if fields[0] in "ZX" else int(fields[19])  # proc(5): state is field 3, starttime field 22
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
+    return started
 
 
 def _namespace(kind: str) -> int:

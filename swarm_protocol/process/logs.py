@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
+ERASE_LINE = "\r\x1b[K"  # for terminals: back to the beginning of the line, which is empty then
+FOREGROUND = "SWARM_FOREGROUND"  # the process group of the command that this process is a part of
 LEVELS, FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 _QUIET = ("httpx", "huggingface_hub", "asyncio", "grpc", "bitsandbytes")
 _FIELDS = "fields"  # of a record: values that a program would otherwise have to parse from the message
@@ -60,6 +62,14 @@ def writes_json() -> bool:
 def shows_progress() -> bool:
     """Return whether progress bars may be shown: stderr is a terminal, and logs are not JSON."""
     return sys.stderr.isatty() and not writes_json()
+
+
+def is_in_foreground() -> bool:
+    """Return whether a terminal at stderr shows this command at present, and not the shell that it was started from."""
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == int(os.environ.get(FOREGROUND) or os.getpgrp())
+    except (AttributeError, OSError, ValueError):  # Windows, or not the controlling terminal: no shell shares it
+        return True
 
 
 def log_event(logger: logging.Logger, message: str, **fields: Any) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from swarm_protocol.process.routine import end_tasks
+from swarm_protocol.system import raise_open_files
 
 T = TypeVar("T")
 _lock = threading.RLock()  # reentrant: garbage collection inside it may close a session, which calls back here
@@ -41,7 +42,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     global _loop, _owner_pid
     with _lock:
         if _loop is None or _owner_pid != os.getpid():  # a forked child starts its own loop
-            _loop = _new_loop()
+            _loop = new_event_loop()
             _owner_pid = os.getpid()
             thread = threading.Thread(target=_loop.run_forever, name="swarm network", daemon=True)
             thread.start()
@@ -63,7 +64,9 @@ async def _cancel_tasks() -> None:
     await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
 
 
-def _new_loop() -> asyncio.AbstractEventLoop:
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop of uvloop, or of asyncio where there is no uvloop; it may have many connections."""
+    raise_open_files()
     try:
         import uvloop
     except ImportError:  # absent on Windows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import IO
 
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.file_lock import try_lock
+from swarm_protocol.file_lock import lock, try_lock
 
 _PREFIX, _LOCK = "swarm-lm-", ".swarm-lm-lock"
 _NEW = f"{_PREFIX}new-"  # not locked yet
-_MAX_PATH = 60  # a Unix socket's path in it must be shorter than 108 bytes
+_MAX_PATH = 50  # libp2p's sockets in it have up to 53 more, and 103 is the longest path of a socket on macOS
 
 _directory: Path | None = None
 _lock: IO[str] | None = None
@@ -46,16 +45,20 @@ def _parent() -> Path:
 def _make() -> tuple[Path, IO[str]]:
     parent = _parent()
     remove_dead(parent)
-    new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
-    lock = open(new / _LOCK, "w")  # noqa: SIM115  (held as long as the process lives: the lock ends with it)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return new.rename(parent / f"{_PREFIX}{os.getpid()}-{new.name.removeprefix(_NEW)}"), lock
+    named = f"{_PREFIX}{os.getpid()}-"
+    can_rename = os.name == "posix"  # elsewhere no directory in which a file is open
+    new = Path(tempfile.mkdtemp(prefix=_NEW if can_rename else named, dir=parent))
+    held = open(new / _LOCK, "w")  # noqa: SIM115  (held as long as the process lives: the lock ends with it)
+    lock(held)
+    return new.rename(parent / f"{named}{new.name.removeprefix(_NEW)}") if can_rename else new, held
 
 
 def remove_scratch() -> None:
     """Remove the directory; call this before a process ends by ``os._exit``."""
     global _directory
     if _directory is not None and _owner_pid == os.getpid():
+        if _lock is not None:
+            _lock.close()  # Windows removes no open file
         shutil.rmtree(_directory, ignore_errors=True)
         _directory = None
 
@@ -65,8 +68,8 @@ def remove_dead(parent: Path | None = None) -> None:
     parent = parent or _parent()
     for directory in parent.glob(f"{_PREFIX}[0-9]*-*"):
         with contextlib.suppress(OSError):
-            if directory.stat().st_uid != os.getuid():
+            if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():  # Windows has a directory per user
                 continue
-            with open(directory / _LOCK) as lock:  # a foreign directory has no such file
-                if try_lock(lock):
+            with open(directory / _LOCK) as held:  # a foreign directory has no such file
+                if try_lock(held):
                     shutil.rmtree(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # its terminal is gone; None on Windows
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent ends
 INTERRUPTED = 130  # the exit code in a shell of a command ended by Ctrl-C: 128 + SIGINT
 
 
@@ -35,8 +38,17 @@ def unwind_on_signals() -> None:
 
 def ending_signals() -> list[signal.Signals]:
     """Return the signals besides Ctrl-C that end the process; under ``nohup``, SIGHUP is not among them."""
-    asked = (signal.SIGTERM, signal.SIGHUP)
-    return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
+    asked = (signal.SIGTERM, HANGUP)
+    return [number for number in asked if number is not None and signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def call_on_signal(number: signal.Signals, callback: Callable[[signal.Signals], None]) -> None:
+    """Call ``callback`` with the signal, in the running event loop, each time that the signal comes."""
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(number, callback, number)
+    except NotImplementedError:  # on Windows
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback, number))
 
 
 @contextlib.contextmanager
@@ -70,16 +82,24 @@ def _unwind(number: int, _frame: FrameType | None) -> None:
 
 def _expect_another(number: int) -> None:
     """Let a second SIGTERM end the process at once, and a second SIGHUP do nothing."""
-    if number == signal.SIGHUP:
+    if number == HANGUP:
         signal.signal(number, signal.SIG_IGN)
         leave_terminal()
     else:
         signal.signal(number, signal.SIG_DFL)
 
 
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process the signal when its parent ends, even if killed. Only Linux can."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def leave_terminal() -> None:
     """Redirect output for a closed terminal to /dev/null, so that writes do not raise OSError."""
-    import termios
+    import termios  # where there is a SIGHUP, there are terminals
 
     for descriptor in (1, 2):
         try:

@@ -13,8 +13,9 @@ class BlockInput:
     """Hidden states with the information that attention needs about their positions.
 
     hidden: [batch, tokens, hidden_size]; attention_mask: [batch, past + tokens] or None; position_ids: [batch or 1,
-    tokens] or None. packed: without mask and past, a position that does not follow the previous one begins another
-    sequence, which attends only to itself.
+    tokens] or None, or [batch or 1, tokens, axes] for pictures in models with ``Family.position_axes``. packed: without
+    mask and past, a position that does not follow the previous one begins another sequence, which attends only to
+    itself.
     """
 
     hidden: torch.Tensor
@@ -43,4 +44,12 @@ class BlockInput:
             mask = torch.cat([ones if each is None else each for ones, each in zip(rows, masks, strict=True)])
         positions = [part.position_ids for part in parts if part.position_ids is not None]
         assert len(positions) == len(parts)
-        return cls(torch.cat([part.hidden for part in parts]), mask, torch.cat(positions))
+        return cls(torch.cat([part.hidden for part in parts]), mask, torch.cat(with_same_axes(positions)))
+
+
+def with_same_axes(positions: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return position ids that can be joined: if some have axes, those without get the same value on each axis."""
+    axes = next((each.shape[2] for each in positions if each.dim() == 3), None)
+    if axes is None:
+        return positions
+    return [each if each.dim() == 3 else each[..., None].expand(-1, -1, axes) for each in positions]

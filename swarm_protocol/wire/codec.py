@@ -186,7 +186,11 @@ def decode_mask(wire: pb.AttentionMask, batch_size: int, num_positions: int) -> 
 
 
 def encode_positions(ids: torch.Tensor | None) -> pb.Tensor | None:
-    """Encode position ids [batch or 1, tokens] in one part; raise RequestRejected if they are too many or too large."""
+    """Encode position ids [batch or 1, tokens] or [batch or 1, tokens, axes] in one part.
+
+    Raises:
+        RequestRejected: they are too many or too large.
+    """
     if ids is None:
         return None
     if ids.numel() > MAX_POSITION_IDS:

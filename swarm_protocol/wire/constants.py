@@ -4,6 +4,7 @@ from __future__ import annotations
 
 WIRE_VERSION = 8
 
+MAX_POSITIONS_WITH_AXES = 1 << 20  # the longest text of a model whose pictures have positions on several axes
 PAGE_TOKENS = 32  # servers recognise equal prompts in pages of this many positions; chunks at page starts share best
 
 # A session's ordinary steps are numbered from here on. Lower numbers are for earlier steps, when the session is

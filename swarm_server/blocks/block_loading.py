@@ -58,8 +58,9 @@ def load_block(
         if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
             late.update(_take_out_linears(block, stored))
             experts = take_out_experts(block, stored) if layers is not None and layers.takes_experts else []
-            for tensor in (*_all_tensors_of(late, stored), *experts):
-                del tensors[tensor.name]
+            taken = {tensor.name for tensor in (*_all_tensors_of(late, stored), *experts)}
+            for name in [name for name, tensor in tensors.items() if tensor.name in taken]:
+                del tensors[name]
         if dtype == torch.float32:
             _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
 

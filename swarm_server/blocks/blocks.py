@@ -139,7 +139,8 @@ class BlockStack:
         Args:
             hidden: [batch, new, hidden_size], the input of the first block.
             attention_mask: [batch, past + new], 1 for tokens and 0 for padding; None if all are tokens.
-            position_ids: [batch, new]; None if they continue from the cache's length.
+            position_ids: [batch, new], or [batch, new, axes] in families that have axes; None if they continue from
+                the cache's length.
             cache: from ``new_cache``, or any Cache of ``num_blocks`` layers; None for a forward without past, through
                 which gradients flow to ``hidden``.
             packed: see ``BlockInput``; families that never keep packed sequences apart do not do so here either.
@@ -152,6 +153,8 @@ class BlockStack:
             attention_mask = hidden.new_ones(hidden.shape[:2], dtype=torch.long)
         if attention_mask is not None and not self.family.mask_covers_past:
             attention_mask = attention_mask[:, -hidden.shape[1] :]
+        if position_ids is not None and position_ids.dim() == 3:
+            position_ids = position_ids.permute(2, 0, 1)  # as transformers has them
         positions = {"position_ids": position_ids} if self.family.takes_positions else {}
         return self._model(
             inputs_embeds=hidden,

@@ -43,8 +43,8 @@ class ServerConfig:
     num_blocks: int | None = None  # number of blocks to choose; None: from memory
     memory_bytes: int | None = None  # for blocks, keys and values; None: from free memory
     quant: str = "int8"
-    dtype: str = "auto"  # of computation; auto: float32 on CPU, bfloat16 on CUDA
-    device: str = "auto"  # auto: CUDA if there is any
+    dtype: str = "auto"  # of computation; auto: bfloat16 on cuda and xpu, else float32
+    device: str = "auto"  # auto: a GPU (cuda, xpu or mps) if torch finds one that runs ``quant``
     devices: tuple[str, ...] = ()  # several devices that share the blocks, such as cuda:0 and cuda:1; empty: ``device``
     weight_cache_bytes: int = 16 << 30  # of packed weights on disk, for all servers of this user; 0: no cache
     host: str | None = None  # None: the address that leads to the swarm; loopback if the whole swarm is on this machine
@@ -80,12 +80,13 @@ class ServerConfig:
     weights: str = ""  # SHA-256 of the manifest of the files to take from the swarm; empty: the most common manifest
     metrics_port: int | None = None  # port of the metrics for Prometheus; 0: any free port; None: no metrics
     metrics_host: str = "127.0.0.1"
+    no_live_line: bool = False  # on a terminal, show nothing but log lines
 
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_relaying()
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
-            raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, …")
+            raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, xpu or mps")
         self._check_devices()
         self._check_weights()
         self._check_addresses()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import with_same_axes
 from swarm_server.engine.session_state import KvState, Session, SessionStep
 from swarm_server.kv.kv_rows import ChannelPlace, Growth, Run, runs
 from swarm_server.kv.row_states import Slot, States
@@ -69,20 +70,20 @@ class Prepared:
 
 
 def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the position ids and the mask of the new positions, both [batch, tokens]."""
+    """Return the position ids, [batch, tokens] or [batch, tokens, axes], and the mask [batch, tokens] of a step."""
     batch_size, num_tokens, _ = step.inputs.hidden.shape
     positions, mask = step.inputs.position_ids, step.inputs.attention_mask
     if positions is None:
         positions = torch.arange(step.start, step.start + num_tokens)[None]
     mask = torch.ones(1, num_tokens, dtype=torch.long) if mask is None else mask[:, -num_tokens:]
-    return positions.expand(batch_size, -1), mask.expand(batch_size, -1)
+    return positions.expand(batch_size, *positions.shape[1:]), mask.expand(batch_size, -1)
 
 
 def batch_positions(batch: list[Prepared], num_new: int) -> torch.Tensor:
-    """Return the position ids of the new positions of all rows, [rows, num_new]."""
+    """Return the position ids of the new positions of all rows, [rows, num_new] or [rows, num_new, axes]."""
     if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # decoding: one call for all
         return torch.tensor([[work.state.length - 1] for work in batch for _ in work.state.rows])
-    return torch.cat([positions_and_mask(work.step)[0][:, -num_new:] for work in batch])
+    return torch.cat(with_same_axes([positions_and_mask(work.step)[0][:, -num_new:] for work in batch]))
 
 
 def hides_nothing(batch: list[Prepared]) -> bool:

@@ -481,7 +481,7 @@ class Engine:
         places: list[BlockRuns],
     ) -> torch.Tensor | None:
         """Return the output of a graph of the blocks, or None if no graph computes these rows."""
-        if self.ways.graphs is None:
+        if self.ways.graphs is None or positions.dim() > 2:
             return None
         seen = positions_seen(batch)
         return None if seen is None else self.ways.graphs.run(blocks, hidden, positions, places, seen)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ import torch
 
 from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.span import Span
+from swarm_protocol.system import processor_name
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Session, SessionStep
@@ -169,10 +169,6 @@ class SpeedCache:
 
 def hardware_name(devices: Sequence[torch.device]) -> str:
     """Return the model names of the processors that compute."""
-    if devices[0].type == "cuda":
-        return ", ".join(map(torch.cuda.get_device_name, devices))
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    if devices[0].type in ("cuda", "xpu"):
+        return ", ".join(map(torch.get_device_module(devices[0]).get_device_name, devices))
+    return processor_name()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES, PAGE_TOKENS
 from swarm_server.kv.kv_rows import Parts
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: equal bytes are different numbers in each
@@ -49,17 +49,33 @@ class ContentHash:
 
 
 def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return identifying bytes, [batch, tokens, bytes]. hidden: [batch, tokens, size]; the rest: [batch, tokens]."""
+    """Return identifying bytes, [batch, tokens, bytes].
+
+    hidden: [batch, tokens, size]; position_ids: [batch, tokens] or [batch, tokens, axes]; mask: [batch, tokens].
+    """
     dtype = torch.full(hidden.shape[:2], _DTYPES.index(hidden.dtype), dtype=torch.uint8)
     return torch.cat(
         [
             dtype[..., None],
             hidden.contiguous().view(torch.uint8),
-            position_ids.to(torch.int64).contiguous()[..., None].view(torch.uint8),
+            _numbers(position_ids)[..., None].view(torch.uint8),
             mask.to(torch.uint8)[..., None],
         ],
         dim=-1,
     )
+
+
+def _numbers(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return one int64 for each position, [batch, tokens]. Equal values on all axes give that value, as without axes.
+
+    Models with axes have at most ``MAX_POSITIONS_WITH_AXES`` positions, so that no two positions give the same number.
+    """
+    ids = position_ids.to(torch.int64)
+    if ids.dim() == 2:
+        return ids.contiguous()
+    first, *others = ids.unbind(-1)
+    bits = MAX_POSITIONS_WITH_AXES.bit_length()
+    return first + sum((axis - first) << (bits * number) for number, axis in enumerate(others, 1))
 
 
 class PrefixCache:

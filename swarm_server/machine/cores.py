@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -12,15 +11,17 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import platformdirs
+
+from swarm_protocol.file_lock import lock, try_lock
+from swarm_protocol.system import boot_id, usable_cpus
 
 _logger = logging.getLogger(__name__)
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def fair_threads(mine: set[int], others: Sequence[set[int]], num_earlier: int | None = None) -> int:
@@ -55,7 +56,7 @@ class CoreShare:
         ``cores`` are by default the physical cores that this process may use. ``OMP_NUM_THREADS``, if set, is obeyed.
         """
         self._directory = directory or platformdirs.user_cache_path("swarm") / "cores"
-        self._cores = physical_cores(os.sched_getaffinity(0)) if cores is None else set(cores)
+        self._cores = physical_cores(usable_cpus()) if cores is None else set(cores)
         self._fixed = _omp_num_threads(environment)
         self._limit = self._fixed or max(1, int(min(cpu_quota(), len(self._cores))))
         self._path: Path | None = None  # the file through which other servers see this one
@@ -65,8 +66,8 @@ class CoreShare:
         """Register; if not all cores may be kept busy, take the cores that the fewest other servers use."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            with open(self._directory / "lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with open(self._directory / "lock", "w") as opened:
+                lock(opened)
                 self._choose()
                 self._register()
         except OSError as error:
@@ -96,8 +97,8 @@ class CoreShare:
         path = self._directory / f"{time.time_ns():020}-{os.getpid()}.json"
         self._path = path.with_suffix(".partial")
         self._file = open(self._path, "w")  # noqa: SIM115  (kept open: the lock goes with it)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        json.dump({"pid": os.getpid(), "boot": _boot_id(), "cores": sorted(self._cores)}, self._file)
+        lock(self._file)
+        json.dump({"pid": os.getpid(), "boot": boot_id(), "cores": sorted(self._cores)}, self._file)
         self._file.flush()
         self._path = self._path.rename(path)
 
@@ -119,27 +120,15 @@ class CoreShare:
                 continue
             try:
                 with open(path) as file:
-                    if _is_locked(file):
+                    if not try_lock(file, shared=True):  # several servers may ask at once
                         entry = json.load(file)
-                        if entry["boot"] == _boot_id():  # home directories are shared between machines
+                        if entry["boot"] == boot_id():  # home directories are shared between machines
                             others[path] = set(entry["cores"])
                     else:
                         path.unlink(missing_ok=True)
             except (OSError, ValueError, KeyError, TypeError):  # the server just ended, or the file is not ours
                 pass
         return others
-
-
-def _is_locked(file: IO[Any]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: several servers may ask at once
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _boot_id() -> str:
-    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
 
 
 def _omp_num_threads(environment: Mapping[str, str]) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -10,6 +9,7 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization.eight_bits import eight_bit_layers
+from swarm_protocol import system
 
 _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
 
@@ -19,12 +19,13 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # kept by torch for new tensors
         return torch.cuda.mem_get_info(device)[0] + kept
-    try:
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":") for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    if device.type == "xpu":  # not all drivers say what other processes use
+        total_bytes: int = torch.xpu.get_device_properties(device).total_memory
+        return total_bytes - torch.xpu.memory_allocated(device)
+    if device.type == "mps":  # its memory is the machine's
+        left_bytes = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return min(left_bytes, system.available_bytes())
+    return system.available_bytes()
 
 
 def hosted_bytes(checkpoint: ModelCheckpoint, quant: str) -> list[int]:

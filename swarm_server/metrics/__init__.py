@@ -1,1 +1,1 @@
-"""Metrics of a server for Prometheus. Import ``exporter``, which needs prometheus_client."""
+"""What a server counts, for people at its terminal, and for Prometheus. ``exporter`` needs prometheus_client."""

@@ -1,4 +1,5 @@
-"""The HTTP server that Prometheus reads, in a thread of its own, so that generation does not wait for it."""
+"""A server's metrics, and the HTTP server that Prometheus reads them from: in a thread of its own, so that generation
+does not wait for it."""
 
 from __future__ import annotations
 
@@ -18,27 +19,20 @@ Record = Callable[[], ServerRecord]
 Sessions = Callable[[], SessionManager | None]
 
 
-class Exporter:
-    """An HTTP server that shows a server's counters, and the server's state once there is one. It must be closed.
+class ServerMetrics:
+    """The metrics of a server: its counters, and its state once there is one.
 
     Attributes:
-        url: the address of the metrics, with the port that was taken.
+        registry: the collectors. Any thread may read them, but the event loop's own.
     """
 
-    def __init__(self, host: str, port: int, counters: Counters, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen; raise ValueError if the address is not available. ``loop``: the one on which the state changes."""
+    def __init__(self, counters: Counters, loop: asyncio.AbstractEventLoop) -> None:
+        """Collect the counters; ``loop`` is the event loop on which the state changes."""
         self._loop = loop
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector):
-            collector(registry=self._registry)
-        self._registry.register(_Collected(lambda: families.counted(counters)))
-        try:
-            self._server, self._thread = start_http_server(port, host, self._registry)
-        except OSError as error:
-            reason = error.strerror or error
-            raise ValueError(f"metrics cannot be served on port {port} of {host}: {reason}") from None
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+            collector(registry=self.registry)
+        self.registry.register(_Collected(lambda: families.counted(counters)))
 
     def show_state(self, record: Record, sessions: Sessions) -> None:
         """Show the state from now on; ``record`` and ``sessions`` are called on the event loop."""
@@ -46,9 +40,27 @@ class Exporter:
         async def read() -> list[Metric]:
             return list(families.state(record(), sessions()))
 
-        self._registry.register(
+        self.registry.register(
             _Collected(lambda: asyncio.run_coroutine_threadsafe(read(), self._loop).result(_TIMEOUT_S))
         )
+
+
+class Exporter:
+    """An HTTP server that shows metrics. It must be closed.
+
+    Attributes:
+        url: the address of the metrics, with the port that was taken.
+    """
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        """Listen. Raise ValueError if the address is not available."""
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(f"metrics cannot be served on port {port} of {host}: {reason}") from None
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
         """Stop the HTTP server and wait for its thread."""

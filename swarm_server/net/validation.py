@@ -35,6 +35,7 @@ class RequestValidator:
     hosted: Span
     hidden_size: int
     max_positions: int | None  # None: the model has no limit
+    position_axes: int = 1  # see ``Family.position_axes``
     max_tensor_bytes: int = MAX_TENSOR_BYTES
     max_step_tokens: int = 1 << 31  # rows × positions of one step of more than one position
 
@@ -128,8 +129,11 @@ class RequestValidator:
             )
 
     def positions(self, wire: pb.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
-        """Return the checked position ids, int64 [batch or 1, num_tokens]."""
-        if list(wire.shape[:3]) not in ([batch_size, num_tokens], [1, num_tokens]) or wire.dtype != pb.INT32:
+        """Return the checked position ids, int64 [batch or 1, num_tokens], or with axes where the model has them."""
+        expected = [[rows, num_tokens] for rows in (batch_size, 1)]
+        if self.position_axes > 1:
+            expected += [[*shape, self.position_axes] for shape in expected]
+        if list(wire.shape[:4]) not in expected or wire.dtype != pb.INT32:
             raise RequestRejected(
                 f"position ids have shape {shown_shape(wire)}: expected int32 [{batch_size}, {num_tokens}]"
             )

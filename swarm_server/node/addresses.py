@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
+import re
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 
 import grpc
 
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.errors import NoSwarm
+from swarm_protocol.file_lock import try_lock
 from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.process.local_registry import is_loopback
@@ -74,16 +81,39 @@ def claimed(host: str, port: int) -> Iterator[None]:
         ValueError: the port is in use, or the address is not this machine's.
     """
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(socket.AF_UNIX) as claim, socket.socket(family, kind, protocol) as probe:
+    with ExitStack() as claim, socket.socket(family, kind, protocol) as probe:
         try:
             if port:
-                claim.bind(f"\0swarm-lm {host} {port}")  # an abstract socket: the kernel removes it with its process
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port whose connection just ended
+                claim.enter_context(_name_taken(f"swarm-lm {host} {port}"))
+            if os.name == "posix":  # on Windows, this would take a port from another program
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port whose connection just ended
             probe.bind(target)
         except OSError:
             raise ValueError(_cannot_listen(host, port)) from None
         probe.close()
         yield
+
+
+def _name_taken(name: str) -> AbstractContextManager[object]:
+    """Return a context for a name that no other process of this machine, or of this user outside Linux, has taken.
+
+    Raises:
+        OSError: another process has taken it.
+    """
+    if sys.platform == "linux":
+        named = socket.socket(socket.AF_UNIX)
+        try:
+            named.bind(f"\0{name}")  # an abstract socket: the kernel removes it with its process
+        except OSError:
+            named.close()
+            raise
+        return named
+    path = Path(tempfile.gettempdir(), re.sub(r"\W+", "-", name) + ".lock")
+    file = open(path, "w")  # noqa: SIM115  (the caller closes it, which releases the lock)
+    if try_lock(file):
+        return file
+    file.close()
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _cannot_listen(host: str, port: int) -> str:

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import max_positions
-from swarm_models.quantization import Report, quantize_, require_device
+from swarm_models.gpu.devices import best_device, default_dtype, named_device
+from swarm_models.quantization import Report, devices_of, quantize_, require_device
 from swarm_protocol.process.logs import shows_progress
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
@@ -52,22 +53,22 @@ def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], t
     Raises:
         ValueError: a device cannot be used, or does not support the quantisation.
     """
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    devices = tuple(map(_usable, config.devices or (name,)))
+    name = _best_device(config.quant) if config.device == "auto" else config.device
+    devices = tuple(map(named_device, config.devices or (name,)))
+    dtype = default_dtype(devices[0]) if config.dtype == "auto" else getattr(torch, config.dtype)
     for device in devices:
         require_device(config.quant, device)
-    if config.dtype != "auto":
-        return devices, getattr(torch, config.dtype)
-    return devices, torch.bfloat16 if devices[0].type == "cuda" else torch.float32
+        named_device(device, dtype)
+    return devices, dtype
 
 
-def _usable(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return device
+def _best_device(quant: str) -> str:
+    """Return the best device. An accelerator without CUDA is left out, with a log line, if it cannot run ``quant``."""
+    best = best_device()
+    if best in ("cuda", *devices_of(quant)):
+        return best
+    _logger.warning("%s is left out, because %s does not run there: --quant none does", best, quant)
+    return "cpu"
 
 
 class SpanRuntime:
@@ -176,6 +177,7 @@ class SpanLoader:
             span,
             engine.hidden_size,
             max_positions(self._checkpoint.config),
+            self._checkpoint.family.position_axes,
             max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # else one piece per prompt
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
@@ -190,7 +192,7 @@ class SpanLoader:
 
     def _load(self, span: Span) -> Stack:
         gc.collect()  # frees the blocks that were hosted before
-        block_index, blocks = self._checkpoint.family.block_index, frozenset(span)
+        block_index, blocks = self._checkpoint.block_index, frozenset(span)
         self._checkpoint.stored(lambda name: block_index(name) in blocks)  # downloads all missing weights at once
         report = Report(self._config.quant)
         cache = WeightCache(self._config.weight_cache_bytes)

@@ -2,37 +2,84 @@
 
 ``python -m swarm_server.node.local_cluster`` reads a line of JSON for each server from stdin: ``{"arguments": [...],
 "stdout": FILE, "stderr": FILE, "cores": [...] or null}``. It prints each process id. Servers end with this process.
+
+Outside Linux, a fork of a process with threads may crash in the system's libraries. There, each server is a process of
+its own: this command with the line as an argument. It takes the time of the imports to start.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
+from swarm_protocol.process.signals import end_with_parent
+
+_ORPHANED = 98  # the exit code of a server whose launcher has ended
+_FROM_TERMINAL = [number for name in ("SIGINT", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 
 
 def main() -> None:
+    if len(sys.argv) > 1:
+        _end_with_stdin()
+        _serve(json.loads(sys.argv[1]))
+    for number in _FROM_TERMINAL:  # the parent process ends the servers
+        signal.signal(number, signal.SIG_IGN)
+    start = _forked() if sys.platform == "linux" else _spawned()
+    for line in sys.stdin:
+        print(start(line), flush=True)
+
+
+def _forked() -> Callable[[str], int]:
+    """Return a function that starts a server for a line of input in a fork of this process, and returns its pid."""
     _warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the servers, because nobody waits for them
-    for number in (signal.SIGINT, signal.SIGHUP):  # from the terminal: the parent process ends the servers
-        signal.signal(number, signal.SIG_IGN)
-    for line in sys.stdin:
+
+    def start(line: str) -> int:
         job = json.loads(line)
         pid = os.fork()
         if pid == 0:
             _serve(job)
-        print(pid, flush=True)
+        return pid
+
+    return start
+
+
+def _spawned() -> Callable[[str], int]:
+    """Return a function that starts a server for a line of input in a new process, and returns its pid."""
+    servers: list[subprocess.Popen[bytes]] = []  # each ends when its pipe closes, at the latest with this process
+
+    def start(line: str) -> int:
+        servers[:] = [server for server in servers if server.poll() is None]  # the poll reaps those that have ended
+        command = [sys.executable, "-m", "swarm_server.node.local_cluster", line]
+        servers.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        return servers[-1].pid
+
+    return start
+
+
+def _end_with_stdin() -> None:
+    """End this process when the writer of its standard input has ended."""
+    parent = os.dup(0)
+
+    def wait() -> None:
+        os.read(parent, 1)
+        os._exit(_ORPHANED)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def _warm_up() -> None:
     """Import once what every server needs, including modules that are first needed by the model or an address."""
-    import uvloop  # noqa: F401
+    with suppress(ImportError):  # asyncio has its own loop
+        import uvloop  # noqa: F401
 
     from swarm_protocol.imports.light_imports import import_transformers
 
@@ -51,17 +98,20 @@ def _warm_up() -> None:
 
 
 def _serve(job: dict[str, Any]) -> None:
-    """Become a server in a forked process; this does not return."""
+    """Become a server in a new process; this does not return."""
     code = 99
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setpgid(0, 0)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+        end_with_parent(signal.SIGKILL)
+        if sys.platform == "linux":
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if os.name == "posix":
+            os.setpgid(0, 0)
+        for number in _FROM_TERMINAL:
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
-        if job.get("cores"):
+        if job.get("cores") and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, job["cores"])
         sys.argv = ["swarm_server", *job["arguments"]]
         from swarm_server.command_line import main

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import shlex
+import sys
 import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_protocol.streams.streams import DaemonStreams
+from swarm_protocol.telemetry.exporting import start
 from swarm_protocol.tunnel.dialing import Dialer
 from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.verification.statements import Signer
@@ -35,6 +37,7 @@ from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.heap import HeapTrimmer
+from swarm_server.metrics.live_line import LiveLine, has_live_line, keep_live_line
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
@@ -53,7 +56,7 @@ from swarm_server.verification.judge import AnswerJudge
 from swarm_server.verification.liars import Liars
 
 if TYPE_CHECKING:
-    from swarm_server.metrics.exporter import Exporter
+    from swarm_server.metrics.exporter import ServerMetrics
 
 _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are still open when the server stops
@@ -87,7 +90,7 @@ class Server:
         """
         counters = Counters()
         async with AsyncExitStack() as cleanup:
-            exporter = await _export(self.config, counters, cleanup)
+            metrics = await _export(self.config, counters, cleanup)
             starting, membership = await _start(self.config, counters, cleanup)
             joined = await _join(starting, membership, cleanup)
             network_probe = NetworkProbe(starting.channels)
@@ -95,8 +98,8 @@ class Server:
             monitor = PeerMonitor(joined, network_probe, liars)
             loading = joined.load(starting.span or await monitor.choose_span(num_hosted(starting)))
             presence = RecordPublisher(joined, network_probe, loading)
-            if exporter is not None:
-                exporter.show_state(presence.record, lambda: presence.sessions)
+            if metrics is not None:
+                metrics.show_state(presence.record, lambda: presence.sessions)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
             cleanup.callback(losing_daemon.cancel)
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
@@ -129,6 +132,10 @@ class Server:
             await presence.publish()
             self.ready = True
             await _announce_ready(joined, presence.record(), cache_tokens)
+            if has_live_line(is_off=self.config.no_live_line):
+                line = LiveLine(sys.stderr)
+                showing = asyncio.ensure_future(keep_live_line(line, presence.record, lambda: presence.sessions))
+                cleanup.push_async_callback(end_tasks, [showing])
             await self._serve(presence, mover, judge, losing_daemon)
             await mover.drain()
         if losing_daemon.done() and not losing_daemon.cancelled():
@@ -158,16 +165,24 @@ class Server:
             await end_tasks(tasks)
 
 
-async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitStack) -> Exporter | None:
-    """Start the metrics exporter; this comes before all slow steps, so that a port in use is reported at once."""
-    if config.metrics_port is None:
-        return None
-    from swarm_server.metrics.exporter import Exporter
+async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitStack) -> ServerMetrics | None:
+    """Start telemetry and the metrics exporter, if they are wanted. Return the metrics; None if nobody reads them.
 
-    exporter = Exporter(config.metrics_host, config.metrics_port, counters, asyncio.get_running_loop())
-    cleanup.push_async_callback(asyncio.to_thread, exporter.close)
-    _logger.info("metrics at %s", exporter.url)
-    return exporter
+    This comes before all slow steps, so that a port in use is reported at once.
+    """
+    telemetry = start("swarm-server")
+    cleanup.push_async_callback(asyncio.to_thread, telemetry.close)  # not on the loop, which the last metrics need
+    if config.metrics_port is None and not telemetry.exports_metrics:
+        return None
+    from swarm_server.metrics.exporter import Exporter, ServerMetrics
+
+    metrics = ServerMetrics(counters, asyncio.get_running_loop())
+    if config.metrics_port is not None:
+        exporter = Exporter(config.metrics_host, config.metrics_port, metrics.registry)
+        cleanup.push_async_callback(asyncio.to_thread, exporter.close)
+        _logger.info("metrics at %s", exporter.url)
+    telemetry.export(metrics.registry)
+    return metrics
 
 
 async def _start(

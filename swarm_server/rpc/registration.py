@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from swarm_protocol.errors import AccessDenied, PeerError, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.telemetry.tracing import UNRECORDED, TraceSpan, tracing
 from swarm_protocol.wire.parsing import parse
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import end_with, status_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
 _SERVICE = pb.DESCRIPTOR.services_by_name["Blocks"]
+# Work for a request. The others only ask, or belong to several requests.
+_TRACED = {"Session", "Forward", "Backward", "PutAdapter", "Reroute", "Copy"}
 
 
 @asynccontextmanager
@@ -53,6 +56,14 @@ def add_service(service: BlocksService, server: grpc.aio.Server, counters: Count
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 
 
+def _span(method: MethodDescriptor, context: _Context) -> AbstractContextManager[TraceSpan]:
+    """Return the context in which a call is answered: a span, if the caller traces the request behind it."""
+    if method.name not in _TRACED:
+        return nullcontext(UNRECORDED)
+    attributes = {"rpc.system": "grpc", "rpc.service": _SERVICE.full_name, "rpc.method": method.name}
+    return tracing().call(f"{_SERVICE.full_name}/{method.name}", attributes, context.invocation_metadata() or ())
+
+
 def _handler(service: BlocksService, method: MethodDescriptor, counters: Counters) -> grpc.RpcMethodHandler[Any, Any]:
     """Return a stream handler for any method; a stream of one message looks the same on the wire as a single message.
 
@@ -68,7 +79,8 @@ def _handler(service: BlocksService, method: MethodDescriptor, counters: Counter
         generator = cast(AsyncGenerator[Any, None], aiter(requests))
         # The generator is in a reference cycle, and keeps the last message alive until it is closed or collected.
         async with errors_as_status(context, counters), aclosing(generator) as messages:
-            reply = await (answer if method.client_streaming else answer_one)(messages, context)
+            with _span(method, context):
+                reply = await (answer if method.client_streaming else answer_one)(messages, context)
             if reply is not None:  # None: the handler wrote its replies itself, or refused
                 await context.write(reply)
 

@@ -19,6 +19,7 @@ from swarm_protocol.net.shares import Caller, address_of
 from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
+from swarm_protocol.telemetry.tracing import tracing
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MAX_ECHO_BYTES
@@ -126,10 +127,12 @@ class BlocksService(BlocksServicer):
         bundle = self._bundles.find(request.open.bundle_key, client)
         with nullcontext(reply) if bundle is None else bundle.joined(request.open.session_key, reply) as answer:
             hosted = await host.open(request.open, client, answer)
+            tracing().event("opened", {"swarm.blocks": str(hosted.session.blocks)})  # so long it has waited for room
             try:
                 await hosted.announce()
                 await self._serve(host, hosted, incoming, arrivals, self._callers.membership(context))
             finally:
+                tracing().event("closed", {"swarm.positions": hosted.session.length})
                 try:
                     await incoming.aclose()
                 finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -221,7 +220,8 @@ def _read(path: Path, offset: int, size_bytes: int) -> bytes:
     """Read the bytes. Raise RequestRejected if the file was removed or shortened, because a retry would not help."""
     try:
         with path.open("rb", buffering=0) as opened:
-            data = os.pread(opened.fileno(), size_bytes, offset)
+            opened.seek(offset)
+            data = opened.read(size_bytes)
     except OSError as error:
         raise RequestRejected(f"the file cannot be read any more: {error.strerror}") from None
     if len(data) < size_bytes:

@@ -68,6 +68,9 @@ def _partial(directory: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
+    """Write a file, or the entries of a directory, to the disk; Windows opens no directories, and does so by itself."""
+    if os.name != "posix" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

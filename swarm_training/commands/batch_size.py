@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-_MEMINFO = Path("/proc/meminfo")
+from swarm_protocol.system import available_bytes, peak_resident_bytes
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,29 @@ def find_batch_size(compute: Callable[[int], Trial], limits: BatchSizeLimits) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. CUDA has a class for that error; the CPU's allocator raises a RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Return whether memory ran out. CUDA has a class for that error; others raise a RuntimeError."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")  # of Linux, Windows and mps
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 def computing(model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> Callable[[int], Trial]:
     """Return a function that measures a pass over ``model`` and clears its gradients. ``loss_of``: size → loss."""
-    on_cuda = next(model.parameters()).is_cuda
-    at_first = _peak_bytes(on_cuda)  # the peak of the CPU's memory cannot be reset
+    device = next(model.parameters()).device
+    backend: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    at_first = _peak_bytes(device)  # the peak of the CPU's memory cannot be reset
 
     def compute(batch_size: int) -> Trial:
-        if on_cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        before = _peak_bytes(on_cuda) if on_cuda else at_first
+        if backend is not None:
+            backend.empty_cache()
+            if device.type != "mps":
+                backend.reset_peak_memory_stats()
+        before = at_first if backend is None else _peak_bytes(device)
         began = time.perf_counter()
         try:
             loss_of(batch_size).backward()
-            if on_cuda:
-                torch.cuda.synchronize()
-            return Trial(batch_size, time.perf_counter() - began, _peak_bytes(on_cuda) - before)
+            if backend is not None:
+                backend.synchronize()
+            return Trial(batch_size, time.perf_counter() - began, _peak_bytes(device) - before)
         finally:
             model.zero_grad(set_to_none=True)
 
@@ -94,16 +97,14 @@ def computing(model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> Calla
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Return half of the free CPU memory: the system kills processes that take too much. None: a GPU, or unknown."""
-    if device.type != "cpu" or not _MEMINFO.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 // 2
+    """Return half of the free memory of the CPU, because the system kills processes that take too much; None: a GPU."""
+    return available_bytes() // 2 if device.type == "cpu" else None
 
 
-def _peak_bytes(on_cuda: bool) -> int:
-    if on_cuda:
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "mps":  # no peak is known, but memory that was used stays with the driver for the next use
+        return torch.mps.driver_allocated_memory()
+    if device.type != "cpu":
+        peak: int = torch.get_device_module(device).max_memory_allocated()
+        return peak
+    return peak_resident_bytes()

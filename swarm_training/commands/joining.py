@@ -12,6 +12,7 @@ import platformdirs
 import torch
 from torch import nn
 
+from swarm_models.gpu.devices import best_device, named_device
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.flat_state import load_optimizer
@@ -144,9 +145,10 @@ def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
 def prepare(file: RunFile, who: Joining, part: DataShard | None, device: str, say: Say) -> TrainingSetup:
     """Build everything before any peer is called. Raises ValueError if there is no such model, or no such data."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = best_device()
+    named = named_device(device)
     tokenizer = build_tokenizer(file.model)
-    model = build_model(file.model, len(tokenizer), file.data.block_length).to(device)
+    model = build_model(file.model, len(tokenizer), file.data.block_length).to(named)
     batch_size = fitting_batch_size(file, model)
     say(f"{batch_size} samples at once on {device}")
     reader = DataReader(file.run.name, who.identity.peer_id, part)

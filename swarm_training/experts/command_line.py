@@ -128,7 +128,7 @@ def serve(config: ServerConfig, identity_file: Path | None, membership: Path | N
     stopping = threading.Event()
 
     def stop(number: int, _frame: object) -> None:
-        if number == signal.SIGHUP:
+        if number == signals.HANGUP:
             signals.leave_terminal()
         elif stopping.is_set():
             os._exit(signals.INTERRUPTED)

@@ -17,7 +17,7 @@ from swarm_protocol.process.logs import say_error, start_logging
 from swarm_training.commands.flags import add_joining_flags, joining
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.commands.running import Work, carry_out
+from swarm_training.stages.commands.running import Work, carry_out, device_named
 from swarm_training.stages.routing.router import POLICIES, SHORTEST_DELAY
 
 _PROG = "python -m swarm_training.stages"
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     serve = command("serve", _serve, "hold a stage of the model, until Ctrl-C")
     serve.add_argument("--stage", type=int, metavar="K", help="from 0 on; else that which limits the run")
-    serve.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    serve.add_argument("--device", default="cpu", help="auto, cpu, cuda, cuda:1 or xpu")
     serve.add_argument("--memory", metavar="SIZE", help="that the process may take, such as 4GiB")
     serve.add_argument("--host", metavar="ADDRESS", help="to listen on; by default what leads to the initial peers")
     serve.add_argument("--port", type=int, default=0, help="of the service; 0: any that is free")
@@ -88,6 +88,7 @@ def _serve(args: argparse.Namespace) -> Work:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
     where = {name: getattr(args, name) for name in ("host", "port", "dht_port", "announce_host")}
     memory_bytes = None if args.memory is None else parse_size(args.memory)
+    device = device_named(args.device)
     who = joining(args, file, Role.TRAINER)
     if args.steps is not None and (args.then_serve is None or args.steps < 1):
         raise ValueError(f"--steps is {args.steps}: expected at least 1, and --then-serve")
@@ -100,7 +101,7 @@ def _serve(args: argparse.Namespace) -> Work:
     def work() -> Coroutine[Any, Any, None]:
         from swarm_training.stages.commands.serving import serve
 
-        return serve(file, who, args.stage, say, args.device, afterwards=afterwards, memory_bytes=memory_bytes, **where)
+        return serve(file, who, args.stage, say, device, afterwards=afterwards, memory_bytes=memory_bytes, **where)
 
     return work
 

@@ -127,6 +127,8 @@ WRONG = {  # the first is right
         ["server", "--no-such-flag"],
         ["serve", "--host", "0.0.0.0"],
         ["serve", "--max-active", "0"],
+        ["up", "--quant", "int3"],
+        ["up", "--port", "70000"],
         ["serve", "--api-keys", "/nowhere/keys"],
         ["fly"],
         ["completion", "cmd"],
@@ -183,7 +185,7 @@ def test_a_command_is_wanted(package, tmp_path):
 
 
 def test_an_unknown_command_is_told_which_there_are(tmp_path):
-    others = "generate, chat, serve, finetune, status, doctor, demo, keys"
+    others = "up, generate, chat, serve, finetune, status, doctor, demo, keys"
     before = "server, train, experts, config, completion"
     for package, there_are in {"swarm": f"{before}, {others}", "swarm_client": others}.items():
         codes, _, said = run_in_one_process(package, ["fly"], cache=tmp_path)

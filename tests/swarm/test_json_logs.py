@@ -41,7 +41,11 @@ def test_errors_are_lines_of_json_too(tmp_path):
 def test_loading_blocks_is_shown_to_who_looks(tmp_path, log_format, is_shown):
     with Terminal(*SERVER, "--log-format", log_format, home=tmp_path, module="swarm_server") as terminal:
         assert ("loading blocks:" in terminal.wait_for("ready ")) == is_shown
+        if is_shown:
+            terminal.wait_for(r"online · blocks 0:2 of 20 · 0\.0 tokens/s · 0 sessions · 0 tokens contributed")
         terminal.type(CTRL_C)
+        said = terminal.wait_for_end()
+        assert is_shown or "tokens contributed" not in said
         assert terminal.end() == 0
 
 

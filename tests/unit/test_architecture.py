@@ -42,10 +42,10 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["access"],
         ["net"],
         ["process"],
-        ["wire", "untrusted", "imports"],
+        ["wire", "untrusted", "imports", "telemetry"],
         ["codecs"],
         ["errors"],
-        ["span", "pb", "atomic_file", "file_lock", "config_flags"],
+        ["span", "pb", "atomic_file", "file_lock", "config_flags", "system"],
     ],
     "swarm_models": [
         [DOOR],
@@ -83,6 +83,7 @@ LAYERS = {  # from the top: a room imports from those below it only
     ],
     "swarm_cli": [
         [DOOR],
+        ["up"],
         ["commands"],
         ["chat", "demo", "doctor", "finetune", "keys"],
     ],

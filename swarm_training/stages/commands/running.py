@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -13,15 +14,16 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 def device_named(name: str) -> str:
-    """Return torch's name of a device; ``auto`` is the GPU if there is one. Raises ValueError for an unknown name."""
+    """Return torch's name of a device; ``auto`` is a GPU if one can compute in float64, as sums of losses are.
+
+    Raises:
+        ValueError: the name is unknown, or the device cannot be used here or not in float64.
+    """
     import torch
 
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return str(torch.device(name))
-    except RuntimeError:
-        raise ValueError(f"--device is {name!r}: expected auto, cpu, cuda or cuda:1") from None
+    from swarm_models.gpu.devices import best_device, named_device
+
+    return str(named_device(best_device(torch.float64) if name == "auto" else name, torch.float64))
 
 
 def carry_out(work: Work) -> None:
@@ -35,16 +37,16 @@ async def _unless_ended(work: Work) -> None:
 
     Raises SystemExit after such a signal; a second one ends the process at once.
     """
-    loop, working = asyncio.get_running_loop(), asyncio.ensure_future(work())
+    working = asyncio.ensure_future(work())
     ended_by: list[int] = []
 
-    def end(number: int) -> None:
+    def end(number: signal.Signals) -> None:
         ended_by.append(number)
-        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
         working.cancel()
 
     for number in signals.ending_signals():
-        loop.add_signal_handler(number, end, number)
+        signals.call_on_signal(number, end)
     try:
         await working
     except asyncio.CancelledError:

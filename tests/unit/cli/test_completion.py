@@ -42,6 +42,8 @@ def test_bash_completes_commands_flags_choices_and_files(scripts, tmp_path):
     (tmp_path / "member.key").touch()
     wanted = {
         "swarm st": ["status"],
+        "swarm u": ["up"],
+        "swarm up --no-b": ["--no-browser"],
         "swarm server --log-f": ["--log-format"],
         "swarm server --log-format ": ["text", "json"],
         "swarm train ": ["init", "join", "export", "watch", "ledger", "moderate"],

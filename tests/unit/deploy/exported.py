@@ -32,17 +32,25 @@ def sample_names(text: str) -> set[str]:
 
 
 class _Everything(Collector):
+    def __init__(self, peer_id: str) -> None:
+        self._peer_id = peer_id
+
     def collect(self) -> Iterable[Metric]:
         sessions = SimpleNamespace(num_sessions=0, admission=(), services=SimpleNamespace(budget=CacheBudget(8, 1)))
-        record = ServerRecord("peer", ("127.0.0.1:1",), "model", "revision", 2, Span(0, 1))
+        record = ServerRecord(self._peer_id, ("127.0.0.1:1",), "model", "revision", 2, Span(0, 1))
         yield from families.counted(Counters())
         yield from families.state(record, sessions)
 
 
-def of_servers() -> set[str]:
+def state_text(peer_id: str) -> str:
+    """What a server with this peer id exports."""
     registry = CollectorRegistry()
-    registry.register(_Everything())
-    return sample_names(generate_latest(registry).decode()) | OF_PROCESSES
+    registry.register(_Everything(peer_id))
+    return generate_latest(registry).decode()
+
+
+def of_servers() -> set[str]:
+    return sample_names(state_text("peer")) | OF_PROCESSES
 
 
 def of_gateway() -> set[str]:

@@ -20,7 +20,13 @@ TEMPLATE = (
 
 
 class Cache:
+    """A cache that is its own session."""
+
     length = 0
+
+    @property
+    def session(self) -> Cache:
+        return self
 
     def get_seq_length(self) -> int:
         return self.length
@@ -40,6 +46,7 @@ class Model:
     device, prompts = torch.device("cpu"), None
     _family = SimpleNamespace(cache_argument="past_key_values")
     blocks = SimpleNamespace(max_positions=None)
+    generation_config = SimpleNamespace(eos_token_id=[0])
 
     def __init__(self, *answers: list[int]) -> None:
         self._answers, self._cache = list(answers), Cache()

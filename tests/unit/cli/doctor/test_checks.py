@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
+import os
 import platform
 import socket
+import sys
 import threading
 
 import pytest
+import torch
 
 from swarm_cli.doctor.check import DoctorCheck, Grade, findings_of, ok
 from swarm_cli.doctor.machine import listening, writable
 from swarm_cli.doctor.members import clock, reached, registered, seen
 from swarm_cli.doctor.model_files import model_checks
-from swarm_cli.doctor.software import compiled_kernel, packages, processor
+from swarm_cli.doctor.platform import lacking
+from swarm_cli.doctor.software import compiled_kernel, packages, processor, software_checks
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
@@ -94,6 +99,29 @@ def test_a_processor_without_vectors(monkeypatch):
     assert "with AVX2" in processor({"avx2"}).found
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert processor({"asimd"}).grade == Grade.OK
+
+
+def test_what_a_system_lacks_is_named(monkeypatch):
+    if sys.platform == "linux":
+        assert list(lacking()) == []
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    lines = [finding.found for finding in lacking()]
+    assert all(finding.grade == Grade.OK for finding in lacking()), "there is nothing to do about it"
+    for what in ("pidfd", "huge pages", "safe fork", "abstract sockets", "limit of address space"):
+        assert any(line.startswith(f"no {what}: ") for line in lines), what
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "hivemind", None)
+    first = next(lacking())
+    assert first.grade == Grade.FAILED and first.found.startswith("Windows has no libp2p") and "WSL" in first.to_do
+
+
+def test_an_accelerator_without_kernels_says_what_runs_on_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    (found,) = next(check for check in software_checks() if check.subject == "GPU").run()
+    assert found.found.startswith("mps computes blocks with --quant none; int8, int4, nf4, bnb-int8 have no kernel")
 
 
 def test_directories(tmp_path):

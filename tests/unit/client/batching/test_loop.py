@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.support import TIMEOUT_S
 
 VOCAB, HIDDEN = 60, 16
+REQUEST: ContextVar[str] = ContextVar("request", default="none")
 PROMPTS = ((5, 6, 7), (8,), (9, 10, 11, 12, 13))
 
 
@@ -36,6 +38,7 @@ class Session:
 
     def __init__(self, left: int | None) -> None:
         self.closed = threading.Event()
+        self.requests: set[str] = set()  # for which it has computed
         self._left = left
         self._inputs = torch.empty(1, 0, HIDDEN)
 
@@ -44,6 +47,7 @@ class Session:
         return self._inputs.shape[1]
 
     async def step_on_loop(self, inputs: BlockInput, num_wanted: int) -> torch.Tensor:
+        self.requests.add(REQUEST.get())
         if self._left == 0:
             raise PeerUnavailable("the server is on fire")
         self._left = None if self._left is None else self._left - 1
@@ -186,3 +190,14 @@ def test_a_session_that_fails_ends_its_own_generation_alone(model: Model, loop: 
     assert bad.ids == model.alone(PROMPTS[1], left)
     assert (good.reason, good.ids) == ("length", model.alone(PROMPTS[0], 8))
     assert all(session.closed.wait(TIMEOUT_S) for session in model.sessions)
+
+
+def test_a_generation_is_computed_in_the_context_of_its_request(model: Model, loop: GenerationLoop) -> None:
+    """Which has the request's trace."""
+    heard = []
+    for name, prompt in (("first", PROMPTS[0]), ("second", PROMPTS[1])):
+        token = REQUEST.set(name)
+        heard.append(submitted(loop, prompt, 5))
+        REQUEST.reset(token)
+    assert [each.reason for each in heard] == ["length"] * 2
+    assert [session.requests for session in model.sessions] == [{"first"}, {"second"}]

@@ -6,6 +6,7 @@ import pytest
 
 from swarm_client.core.events import DoubtfulTokens, Move, PartReporter, Recovery, Reporter, Waiting
 from swarm_protocol.span import Span
+from swarm_protocol.telemetry.tracing import tracing
 
 
 def recovery(stall_s: float) -> Recovery:
@@ -45,3 +46,21 @@ def test_seconds_are_said_without_an_exponent(seconds: float, said: str) -> None
 
 def test_doubtful_positions_are_named_with_the_last_one_included() -> None:
     assert str(DoubtfulTokens(("liar",), 3, 7)).startswith("positions 3 to 6 are doubtful")
+
+
+def test_what_happens_is_an_event_of_the_requests_trace() -> None:
+    from tests.unit.recorded import recorded
+
+    with recorded() as found, tracing().span("generation"):
+        Reporter(clock=lambda: 9.0).report(recovery(0.5))
+    (event,) = found.span("generation").events
+    assert event.name == "Recovery"
+    assert dict(event.attributes or {}) == {
+        "swarm.span": "0:2",
+        "swarm.failed": ("failed",),
+        "swarm.reason": "it is gone",
+        "swarm.replacements": ("another",),
+        "swarm.replayed_tokens": 3,
+        "swarm.from_copy": False,
+        "swarm.stall_s": 0.5,
+    }

@@ -50,6 +50,17 @@ def test_positions_count_up_and_may_be_the_same_for_all_rows():
     assert journal.read(0, 4).position_ids.tolist() == [[0, 1, 2, 7]] * 2
 
 
+def test_positions_of_pictures_have_axes():
+    journal = Journal.empty(1).appended(BlockInput(torch.zeros(1, 2, HIDDEN)))
+    picture = torch.tensor([[[2, 2, 2], [2, 2, 3], [2, 3, 2]]])
+    journal = journal.appended(BlockInput(torch.zeros(1, 3, HIDDEN), None, picture))
+    journal = journal.appended(BlockInput(torch.zeros(1, 1, HIDDEN), None, torch.tensor([[4]])))
+    axes = [[0] * 3, [1] * 3, *picture[0].tolist(), [4] * 3]
+    for kept in (journal, journal.compacted()):
+        assert kept.read(0, 6).position_ids.tolist() == [axes]
+        assert kept.read(0, 2).position_ids.tolist() == [[0, 1]]  # as without pictures
+
+
 def test_the_mask_is_the_last_that_was_given():
     journal = Journal.empty(2).appended(inputs([[1.0, 2.0]] * 2, [[0, 1]] * 2, [[0, 1], [1, 1]]))
     assert journal.read(0, 1).attention_mask.tolist() == [[0], [1]]

@@ -27,6 +27,7 @@ from swarm_gateway.batch_api.store import BatchStore
 from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits
 from swarm_gateway.web.models import ServedModel, Traits, not_found
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_protocol.telemetry.exporting import Telemetry
 from tests.unit.gateway.app.tool_families import tokenizer_of
 
 WAIT_S = 30.0  # at most, for what comes at once
@@ -144,7 +145,7 @@ class OneModel:
         return [self.model.name]
 
     async def traits(self, name: str, *, wait: bool = True) -> Traits:
-        capabilities = tuple(capabilities_of(self.model.tokenizer))
+        capabilities = tuple(capabilities_of(self.model.tokenizer, sees=False))
         return Traits(bool(self.model.tokenizer.chat_template), capabilities, self.model.max_positions)
 
     async def get(self, name: str) -> ServedModel:
@@ -224,13 +225,14 @@ def serve(tokenizer: PreTrainedTokenizerBase, ending: list[Running], request: py
         limits: GatewayLimits = DEFAULT_LIMITS,
         keys: Sequence[str] = (),
         batches: BatchStore | None = None,
+        telemetry: Telemetry | None = None,
         **fields: Any,
     ) -> Gateway:
         batcher = ScriptedBatcher()
         config = GenerationConfig(eos_token_id=1)
         model = ServedModel(DEFAULT_MODEL, tokenizer, batcher, 1024, config, len(tokenizer), embed)
         model = replace(model, **fields)
-        app = create_app(OneModel(model), limits, keys, batches=batches)
+        app = create_app(OneModel(model), limits, keys, batches=batches, telemetry=telemetry)
         listener = listen("127.0.0.1", 0)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, args=([listener],), name=request.node.nodeid)

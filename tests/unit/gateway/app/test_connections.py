@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,12 +13,20 @@ import uvicorn
 
 from swarm_gateway.app.connections import IncomingRequests, protocol_of
 from swarm_gateway.app.serving import listen
+from swarm_gateway.grammars.schema_check import limit_resources
 from tests.unit.support import run
 
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HALF_BODY = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def test_there_is_a_limit_where_the_system_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= IncomingRequests.of_this_process()._most <= 1024
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    assert IncomingRequests.of_this_process()._most == 1024
+    limit_resources()  # which limits nothing there
 
 
 async def app(_scope: Any, receive: Any, send: Any) -> None:

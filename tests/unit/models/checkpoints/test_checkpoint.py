@@ -16,7 +16,8 @@ from swarm_models.checkpoints.files import HubUnreachable
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
-from tests.zoo import save_checkpoint
+from tests.vision_zoo import save_seeing
+from tests.zoo import BLOCKS, save_checkpoint
 
 INDEX = "model.safetensors.index.json"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -88,6 +89,21 @@ def test_blocks_and_client_share_out_all_tensors(sharded: Path) -> None:
     assert sorted(name for part in parts for name in part) == sorted(checkpoint.tensor_names)
     assert set(parts[0]) == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert all(name.startswith("model.layers.1.") for name in parts[2])
+
+
+@pytest.mark.parametrize("name", ["llava", "llama4"])
+def test_a_vision_tower_is_the_clients(name: str, tmp_path: Path) -> None:
+    """Its blocks have the same names as the language model's: ``layers.0`` and so on."""
+    save_seeing(name, tmp_path)
+    checkpoint = ModelCheckpoint.open(tmp_path)
+    others = checkpoint.client_tensors()
+    assert any("vision" in tensor and "layers.0." in tensor for tensor in others)
+    inside = {stored.name for index in range(BLOCKS) for stored in checkpoint.block_tensors(index).values()}
+    assert inside and all("language_model" in tensor for tensor in inside)
+    assert inside | others.keys() == set(checkpoint.tensor_names) and not inside & others.keys()
+    assert sum(checkpoint.block_parameters(index) for index in range(BLOCKS)) == sum(
+        stored.read().numel() for index in range(BLOCKS) for stored in checkpoint.block_tensors(index).values()
+    )
 
 
 def test_block_parameters_agree_with_the_shards(sharded: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_type_that_the_zoo_has_not_is_exact(model_type: str) -> None:
 
 
 def test_a_refusal_and_a_difference_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not("gemma3") == "it wraps a text model together with others, expected a text-only checkpoint"
+    assert why_not("gemma3n") == "its blocks share keys, values or embeddings with one another"
     in_order = Swarm.chain
     monkeypatch.setattr(Swarm, "chain", lambda swarm, *spans: in_order(swarm, *reversed(spans)))
     with pytest.raises(AssertionError, match="without a cache"):

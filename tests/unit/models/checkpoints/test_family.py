@@ -28,6 +28,7 @@ def family(model_type: str = "llama", owner: str = "", cache_argument: str = "pa
         neutral=(),
         returns_tuple=False,
         takes_positions=True,
+        position_axes=1,
         cache_argument=cache_argument,
         mask_covers_past=True,
         num_blocks=3,

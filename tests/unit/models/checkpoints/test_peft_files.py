@@ -63,6 +63,14 @@ def saved(tmp_path_factory) -> Path:
 FAMILY = describe(make_config("llama"))
 
 
+def test_blocks_of_a_vision_tower_are_refused(saved, tmp_path):
+    inside = load_file(saved / WEIGHTS_NAME)
+    tower = {name.replace("model.layers", "vision_tower.encoder.layers"): tensor for name, tensor in inside.items()}
+    assert not tower.keys() & inside.keys()
+    with pytest.raises(CheckpointError, match=r"changes blocks of '.*model\.' and of '.*vision_tower\.encoder\.'"):
+        read_adapter(changed(saved, tmp_path, tensors=tower), FAMILY)
+
+
 def changed(saved: Path, tmp_path: Path, *, tensors: dict[str, torch.Tensor] | None = None, **config) -> Path:
     """A copy of the adapter with another config, or with other or further tensors."""
     written = json.loads((saved / "adapter_config.json").read_text()) | config

@@ -117,7 +117,12 @@ class TestKeyFile:
         with pytest.raises(ValueError, match="is a directory, expected a key file"):
             Identity.load_or_create(tmp_path)
 
-    def test_the_copy_for_the_daemon_is_private_and_short_lived(self, identity: Identity) -> None:
+    @pytest.mark.parametrize("where", ["in memory", "on disk"])
+    def test_the_copy_for_the_daemon_is_private_and_short_lived(
+        self, where: str, identity: Identity, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if where == "on disk":  # as on macOS
+            monkeypatch.delattr(os, "memfd_create", raising=False)
         with identity.as_file() as name:
             assert PeerID.from_identity(Path(name).read_bytes()).to_base58() == identity.peer_id
             assert stat.S_IMODE(Path(name).stat().st_mode) == 0o600

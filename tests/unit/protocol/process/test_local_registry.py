@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from swarm_protocol.process import local_registry
 from swarm_protocol.process.local_registry import (
     FRESH_S,
     STALE_S,
@@ -38,8 +40,11 @@ def change(directory: Path, peer_id: str, **fields: object) -> Path:
     return path
 
 
-def started(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+def started(pid: int) -> float:
+    stat = local_registry._PROCESSES / str(pid) / "stat"
+    if not stat.exists():
+        return psutil.Process(pid).create_time()
+    return int(stat.read_text().rpartition(")")[2].split()[19])
 
 
 def make_older(path: Path, age_s: float) -> None:
@@ -73,6 +78,13 @@ def test_a_later_entry_of_a_server_replaces_its_earlier_one(registry: LocalRegis
 
 
 class TestWhoIsDead:
+    @pytest.fixture(autouse=True, params=["with /proc", "without /proc"])
+    def system(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        if request.param == "without /proc":
+            monkeypatch.setattr(local_registry, "_PROCESSES", tmp_path / "nowhere")
+        elif not local_registry._PROCESSES.exists():
+            pytest.skip("this system has no /proc")
+
     def test_a_process_that_is_gone(self, tmp_path: Path, registry: LocalRegistry, process: subprocess.Popen) -> None:
         entry = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
         assert registry.servers()[1] == RegistryEntry("other", (address("other"),), True)
@@ -85,7 +97,8 @@ class TestWhoIsDead:
     ) -> None:
         entry = change(tmp_path, "other", pid=process.pid, started=started(process.pid))
         process.kill()
-        wait_for(lambda: " Z " in Path(f"/proc/{process.pid}/stat").read_text(), "the process is a zombie")
+        is_zombie = lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE  # noqa: E731
+        wait_for(is_zombie, "the process is a zombie")
         assert registry.read() == [address("good")]
         assert not entry.exists()
 

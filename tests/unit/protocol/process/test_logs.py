@@ -1,12 +1,18 @@
-"""``--log-format json``: each line an object."""
+"""``--log-format json``: each line an object; and whose terminal it is."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from swarm_protocol.process.logs import FOREGROUND, is_in_foreground
 
 SCRIPT = """
 import argparse, logging, sys, warnings
@@ -55,3 +61,25 @@ def test_lines_for_people():
     assert lines[:2] == ["2", "lines"] and "error: wrong" in lines
     assert "ready" not in lines
     assert logging.root.level == logging.WARNING  # of this process: nothing was started here
+
+
+@pytest.mark.parametrize(
+    ("group", "part_of", "expected"),
+    [("own", None, True), ("shell", None, False), ("shell", "shell", True), ("other", "shell", False)],
+)
+def test_a_command_is_in_the_foreground_or_the_one_that_it_is_part_of(monkeypatch, group, part_of, expected):
+    groups = {"own": os.getpgrp(), "shell": os.getpgrp() + 1, "other": os.getpgrp() + 2}
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(fileno=lambda: 2))
+    monkeypatch.setattr("os.tcgetpgrp", lambda _descriptor: groups[group])
+    monkeypatch.delenv(FOREGROUND, raising=False)
+    if part_of:
+        monkeypatch.setenv(FOREGROUND, str(groups[part_of]))
+    assert is_in_foreground() is expected
+
+
+def test_a_terminal_that_no_shell_controls_shows_the_command(monkeypatch):
+    def fail(_descriptor):
+        raise OSError("not the controlling terminal")
+
+    monkeypatch.setattr("os.tcgetpgrp", fail)
+    assert is_in_foreground()

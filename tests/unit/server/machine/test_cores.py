@@ -167,7 +167,7 @@ def test_many_processes_at_once(tmp_path):
 
 def test_servers_of_other_machines_that_share_the_directory_do_not_count(tmp_path, monkeypatch):
     with share(tmp_path, TWO) as here:
-        monkeypatch.setattr(cores, "_boot_id", lambda: "another machine")
+        monkeypatch.setattr(cores, "boot_id", lambda: "another machine")
         with share(tmp_path, TWO) as there:
             assert there.threads() == 2
             monkeypatch.undo()

@@ -117,6 +117,15 @@ class TestPositions:
         with pytest.raises(RequestRejected, match="expected int32"):
             VALIDATOR.positions(encode(torch.zeros(2, 3, dtype=dtype))[0], 2, 3)
 
+    def test_pictures_have_axes_where_the_model_has_them(self) -> None:
+        ids = torch.arange(18).view(2, 3, 3)
+        of_pictures = dataclasses.replace(VALIDATOR, position_axes=3)
+        assert torch.equal(of_pictures.positions(encode_positions(ids), 2, 3), ids)
+        assert torch.equal(of_pictures.positions(encode_positions(ids[..., 0]), 2, 3), ids[..., 0])
+        for validator, wrong in ((VALIDATOR, ids), (of_pictures, ids[..., :2]), (of_pictures, ids[..., None])):
+            with pytest.raises(RequestRejected, match="position ids have shape"):
+                validator.positions(encode_positions(wrong), 2, 3)
+
     @pytest.mark.parametrize("ids", [[0, 100], [-1, 5], [2**31 - 1, 0]])
     def test_positions_the_model_does_not_have_are_refused(self, ids: list[int]) -> None:
         with pytest.raises(RequestRejected, match=f"from {min(ids)} to {max(ids)} are outside the model's 100"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
@@ -87,7 +88,12 @@ def claim_any(claim: ExitStack) -> int:
             return port
 
 
-def test_a_port_is_claimed_once_until_it_is_given_up() -> None:
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_a_port_is_claimed_once_until_it_is_given_up(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if system != sys.platform == "linux":
+        monkeypatch.setattr(sys, "platform", system)  # without abstract sockets
+    elif system != sys.platform:
+        pytest.skip("this system has no abstract sockets")
     with ExitStack() as claim:
         port = claim_any(claim)
         with pytest.raises(ValueError, match="the port is in use"), claimed("127.0.0.1", port):

@@ -57,7 +57,7 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[..., object], *ar
         (["--no-prefix-cache"], "--prefix-cache: not together with --train"),
         (["--port", "70000"], "--port is 70000: expected 0 to 65535"),
         (["--announce-address", "here:80"], "--announce-address is 'here:80': expected HOST alone"),
-        (["--device", "abacus"], "--device is 'abacus': expected auto, cpu"),
+        (["--device", "abacus"], "device 'abacus' is unknown: expected cpu, cuda"),
         (["--initial-peers", "here"], "here"),
     ],
 )

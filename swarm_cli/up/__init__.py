@@ -1,0 +1,1 @@
+"""The command ``swarm up``: a server, a gateway and a browser at once."""

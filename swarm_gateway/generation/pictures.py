@@ -1,0 +1,99 @@
+"""Pictures in requests: their bytes, and what a model's processor makes of them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swarm_gateway.limits.admission import ApiError
+from swarm_models.checkpoints.default_model import locate
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import ProcessorMixin
+
+_logger = logging.getLogger(__name__)
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,(.*)", re.IGNORECASE | re.DOTALL)
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_MOST_PIXELS = 40_000_000  # of one picture: 120 MB as RGB
+MOST_PICTURES = 32  # of one request
+
+
+class PictureReader:
+    """The reader of prompts with pictures, for one model. Any thread may use it."""
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        self._processor: Any = processor
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the processor's chat template, which some checkpoints have in the place of the tokenizer's."""
+        template = getattr(self._processor, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    def prompt(self, text: str, urls: Sequence[str]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """Return the token ids of a rendered conversation, and the other arguments of the model's ``forward``.
+
+        ``urls`` are the pictures in their order in the text.
+
+        Raises:
+            ApiError: a picture cannot be read, or the model's processor refuses the pictures.
+        """
+        if len(urls) > MOST_PICTURES:
+            raise ApiError(400, f"{len(urls)} pictures: expected at most {MOST_PICTURES}", param="messages")
+        pictures = list(map(picture_at, urls))
+        try:
+            given = self._processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
+        except Exception as error:  # each processor refuses pictures with its own exceptions
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ApiError(400, f"the model's processor refuses the pictures: {reason}", param="messages") from None
+        ids = given.pop("input_ids")[0].tolist()
+        others = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        others.pop("attention_mask", None)
+        return ids, others
+
+
+def picture_at(url: str) -> Image:
+    """Return the picture in a data URL, in RGB.
+
+    Raises:
+        ApiError: it is no data URL with a PNG, JPEG, WebP or GIF picture, or the picture is too large.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    match = _DATA_URL.fullmatch(url)
+    if match is None:
+        message = "a picture's URL is not data:image/…;base64,…: this server fetches no pictures from elsewhere"
+        raise ApiError(400, message, param="messages")
+    try:
+        picture = Image.open(io.BytesIO(base64.b64decode(match[1], validate=True)), formats=_FORMATS)
+        if picture.width * picture.height > _MOST_PIXELS:
+            size = f"{picture.width} × {picture.height} pixels"
+            raise ApiError(400, f"a picture has {size}: expected at most {_MOST_PIXELS} in all", param="messages")
+        return picture.convert("RGB")
+    except (binascii.Error, UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
+        message = f"a picture cannot be read: expected {', '.join(_FORMATS)} in base64 ({type(error).__name__})"
+        raise ApiError(400, message, param="messages") from None
+
+
+def picture_reader_at(location: str, revision: str | None) -> PictureReader | None:
+    """Return the reader for a model that sees; None if its processor cannot be loaded, which is logged."""
+    from transformers import AutoProcessor, ProcessorMixin
+
+    place = locate(location)
+    try:
+        is_here = Path(place).expanduser().exists()
+        found = AutoProcessor.from_pretrained(place, revision=None if is_here else revision, trust_remote_code=False)
+    except Exception as error:  # a stranger's files may cause any error in the libraries
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        _logger.warning("%s takes text alone, because its processor of pictures cannot be loaded: %s", location, reason)
+        return None
+    return PictureReader(found) if isinstance(found, ProcessorMixin) else None

@@ -1,0 +1,86 @@
+"""Facts about this machine that each system tells in its own way: Linux in files, macOS by sysctl(8)."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CPU_INFO = Path("/proc/cpuinfo")
+_SYSCTL_S = 5.0
+_FEW_FILES, _MANY_FILES = 1024, 4096
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return a text that differs between machines, and on Linux and macOS also between two boots of one machine.
+
+    Elsewhere it is the machine's name.
+    """
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:  # the name of a Mac changes with the network that it is in
+        return sysctl("kern.bootsessionuuid") or platform.node()
+
+
+def sysctl(name: str) -> str:
+    """Return what the kernel of macOS says by this name; an empty string if it says nothing, as other kernels do."""
+    try:
+        asked = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=_SYSCTL_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return asked.stdout.strip()
+
+
+def usable_cpus() -> set[int]:
+    """Return the numbers of the CPUs that this process may use; where that cannot be asked, a number for each core."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    import psutil
+
+    return set(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+
+
+def processor_name() -> str:
+    """Return the name of the processor's model, or of its kind where the system does not say the model."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):  # Linux names no models of ARM
+        return sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+
+
+def available_bytes() -> int:
+    """Return the bytes of memory that programs can still take without swapping."""
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return available
+
+
+def peak_resident_bytes() -> int:
+    """Return the most bytes of memory that this process has used at a time."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        import psutil
+
+        peak: int = psutil.Process().memory_info().peak_wset
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def raise_open_files() -> None:
+    """Raise the limit of open files of this process where it is low: 256 in shells of macOS."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit, or the system refuses
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= soft < _FEW_FILES:
+            most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(_MANY_FILES, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,1 @@
+"""Traces and metrics for OpenTelemetry, which is imported only where the standard ``OTEL_…`` variables ask for it."""

@@ -1,0 +1,196 @@
+"""Models that see: the vision tower is here, the language model's blocks are on servers, and the text is the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from swarm_client import RequestRejected
+from swarm_client.batching.loop import GenerationLoop
+from swarm_client.batching.request import Request
+from swarm_server.node.server import Server
+from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import Pair, connected
+from tests.swarm.test_batching import Heard
+from tests.swarm.tuning import Tuned, assert_close, lora
+from tests.vision_zoo import ONLY_TEXT, SEEING, load_seeing, save_seeing, with_pictures, words
+from tests.zoo import BLOCKS
+
+SPANS = ("0:2", "2:6")
+ROUNDING = 1e-5
+GREEDY = {"do_sample": False, "max_new_tokens": 10}
+WITHOUT_BEAMS = ("llama4",)  # transformers does not repeat its pictures for beams
+IN_PROMISE = ("llava", "qwen2_vl")  # positions in a row, and on three axes
+
+
+def of_models(*names: str) -> pytest.MarkDecorator:
+    marks = pytest.mark.promise("a model that sees writes what the local model writes")
+    return pytest.mark.parametrize(
+        "pair", [pytest.param(name, marks=marks) if name in IN_PROMISE else name for name in names], indirect=True
+    )
+
+
+@pytest.fixture
+def name(request) -> str:
+    return request.node.callspec.params["pair"]
+
+
+@pytest.fixture(scope="module")
+def pair(request, tmp_path_factory) -> Iterator[SeeingPair]:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_seeing(request.param, directory)
+    with served(directory) as pair:
+        yield pair
+
+
+@dataclass(frozen=True)
+class SeeingPair(Pair):
+    """The whole model, and the same model through servers; ``started`` are the first servers, of ``SPANS``."""
+
+    started: list[Server]
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[SeeingPair]:
+    with InProcessServers(directory, cache_tokens=16384, memory_dht=True) as servers:
+        started = servers.start(*SPANS)
+        with connected(servers) as remote:
+            yield SeeingPair(load_seeing(directory), remote, servers, started)
+
+
+@of_models(*SEEING)
+def test_the_whole_path(pair, name):
+    """Hidden states after every block, logits with and without a cache, beams, and gradients of the vision tower."""
+    given = with_pictures(name, rows=2)
+    attended = given["attention_mask"].bool()
+    with torch.no_grad():
+        whole = pair.whole(**given, output_hidden_states=True)
+        for use_cache in (False, True):
+            remote = pair.remote(**given, use_cache=use_cache, output_hidden_states=True)
+            for found, expected in zip(remote.hidden_states, whole.hidden_states, strict=True):
+                assert_close(found[attended], expected[attended], ROUNDING)
+            assert_close(remote.logits[attended], whole.logits[attended], ROUNDING)
+    beams = {} if name in WITHOUT_BEAMS else {"num_beams": 2}
+    assert torch.equal(*(model.generate(**given, **beams, **GREEDY) for model in (pair.whole, pair.remote)))
+    grads = []
+    for model in (pair.whole, pair.remote):
+        pixels = given["pixel_values"].clone().requires_grad_(True)
+        model(**given | {"pixel_values": pixels}).logits[attended].square().sum().backward()
+        grads.append(pixels.grad)
+    assert grads[0].abs().max() > 0
+    assert_close(grads[1], grads[0], 1e-4)
+
+
+@of_models(*SEEING, *ONLY_TEXT)
+def test_text_alone(pair):
+    ids = words(1, 11)
+    assert torch.equal(*(model.generate(ids, **GREEDY) for model in (pair.whole, pair.remote)))
+
+
+@of_models(*ONLY_TEXT)
+def test_pictures_that_servers_cannot_compute_are_refused(pair, name):
+    with pytest.raises(RequestRejected, match="give it text alone"):
+        pair.remote.generate(**with_pictures(name, rows=1), **GREEDY)
+
+
+class _Once(LogitsProcessor):
+    """Calls a function before the third token is chosen."""
+
+    def __init__(self, function) -> None:
+        self._function, self._num_calls = function, 0
+
+    def __call__(self, _ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._num_calls += 1
+        if self._num_calls == 3:
+            self._function()
+        return scores
+
+
+@pytest.mark.parametrize("pair", IN_PROMISE, indirect=True)
+def test_a_loop_of_many_generations(pair, name):
+    """One with a picture and two of words alone, at once; the gateway computes them so."""
+    given = with_pictures(name, rows=1)
+    ids, others = given.pop("input_ids"), {key: value for key, value in given.items() if key != "attention_mask"}
+    config = GenerationConfig(**GREEDY)
+    asked = [Request(tuple(ids[0].tolist()), config, pictures=others)]
+    asked += [Request(tuple(words(1, length, seed=length)[0].tolist()), config) for length in (7, 12)]
+    with GenerationLoop(pair.remote) as loop:
+        heard = [Heard() for _ in asked]
+        for request, listener in zip(asked, heard, strict=True):
+            loop.submit(request, listener)
+        found = [listener.ids for listener in heard]
+    for request, new in zip(asked, found, strict=True):
+        prompt = torch.tensor([request.prompt])
+        expected = pair.whole.generate(prompt, **request.pictures, **GREEDY)
+        assert [*request.prompt, *new] == expected[0].tolist()
+
+
+def test_an_adapter_of_the_language_model_is_trained_on_pictures(tmp_path):
+    """The vision tower has layers of the same names, which stay as they are."""
+    save_seeing("llava", tmp_path)
+    given = with_pictures("llava", rows=2)
+    with served(tmp_path) as pair:
+        config = lora(exclude_modules=pair.remote.outside_blocks())
+        torch.manual_seed(0)
+        local = get_peft_model(pair.whole, copy.deepcopy(config))
+        torch.manual_seed(0)
+        pair.remote.add_adapter(config)
+        both = Tuned(local, pair.remote)
+        assert all(len(parameters) == 2 * 2 * BLOCKS for parameters in both.parameters)
+        both.train(2, lambda model: model(**given, labels=given["input_ids"]).loss)
+        both.assert_same_weights()
+        both.assert_same_logits(**given)
+
+
+@pytest.mark.parametrize("name", IN_PROMISE)
+def test_a_server_leaves_after_the_picture(tmp_path, name):
+    """The positions of a picture go to the server that takes over."""
+    save_seeing(name, tmp_path)
+    given = with_pictures(name, rows=2)
+    with served(tmp_path) as pair:
+
+        def replace() -> None:
+            pair.servers.start("0:2")
+            pair.servers.stop(pair.started[0])
+
+        found = pair.remote.generate(**given, **GREEDY, logits_processor=LogitsProcessorList([_Once(replace)]))
+        assert torch.equal(found, pair.whole.generate(**given, **GREEDY))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_names_of_older_checkpoints(tmp_path, name):
+    """Before its version 4.52, transformers wrote the language model under other names."""
+    save_seeing(name, tmp_path)
+    renamed = {
+        "llava": {
+            "model.language_model.": "language_model.model.",
+            "lm_head.": "language_model.lm_head.",
+            "model.": "",
+        },
+        "qwen2_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
+    }[name]
+
+    def old(tensor: str) -> str:
+        beginning = next((new for new in renamed if tensor.startswith(new)), None)
+        return tensor if beginning is None else renamed[beginning] + tensor.removeprefix(beginning)
+
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for shard in set(content["weight_map"].values()):
+        tensors = load_file(tmp_path / shard)
+        save_file({old(tensor): value for tensor, value in tensors.items()}, tmp_path / shard, {"format": "pt"})
+    content["weight_map"] = {old(tensor): shard for tensor, shard in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    given = with_pictures(name, rows=1)
+    with served(tmp_path) as pair:
+        assert torch.equal(*(model.generate(**given, **GREEDY) for model in (pair.whole, pair.remote)))
