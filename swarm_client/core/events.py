@@ -227,8 +227,10 @@ class PartReporter(Reporter):
 
 def _attributes(event: Event) -> dict[str, bool | int | float | str | tuple[str, ...]]:
     """Return the event's fields as attributes of an event of a trace."""
-    plain = bool | int | float | str | tuple
-    return {f"swarm.{name}": value if isinstance(value, plain) else str(value) for name, value in vars(event).items()}
+    return {
+        f"swarm.{name}": value if isinstance(value, bool | int | float | str | tuple) else str(value)
+        for name, value in vars(event).items()
+    }
 
 
 def _seconds(seconds: float) -> str:

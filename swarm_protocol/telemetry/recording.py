@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from opentelemetry.trace import Span as RecordedSpan
 from opentelemetry.trace import SpanKind, StatusCode, Tracer, get_current_span, use_span
@@ -34,7 +35,7 @@ class RecordedTracing(Tracing):
         return self._tracer.start_span(name)
 
     @contextmanager
-    def call(self, name: str, attributes: Attributes, headers: Headers) -> Iterator[TraceSpan]:
+    def call(self, name: str, attributes: Attributes, headers: Iterable[tuple[str, Any]]) -> Iterator[TraceSpan]:
         context = _propagator.extract({key: value for key, value in headers if key == _HEADER})
         if not get_current_span(context).get_span_context().is_valid:
             yield UNRECORDED

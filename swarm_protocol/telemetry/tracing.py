@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, Protocol
 
 Attributes = Mapping[str, Any]  # values: str, bool, int, float, or sequences of these; never a user's text
-Headers = Sequence[tuple[str, Any]]
+Headers = Sequence[tuple[str, str]]
 NO_ATTRIBUTES: Attributes = MappingProxyType({})
 
 
@@ -42,7 +42,9 @@ class Tracing:
         """Begin a child of the current span without making it the current one. The caller must end it."""
         return UNRECORDED
 
-    def call(self, name: str, attributes: Attributes, headers: Headers) -> AbstractContextManager[TraceSpan]:
+    def call(
+        self, name: str, attributes: Attributes, headers: Iterable[tuple[str, Any]]
+    ) -> AbstractContextManager[TraceSpan]:
         """Return ``span`` for a call from another process. Nothing is recorded unless its headers name a trace."""
         return nullcontext(UNRECORDED)
 

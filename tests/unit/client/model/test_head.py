@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from swarm_client import DistributedModel
-from swarm_client.model.head import Int8Head, float_head, quantize_head_
+from swarm_client.model.head import Int8Head, check_head_quant, float_head, quantize_head_
 from swarm_client.model.model import load_client
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
@@ -174,7 +174,9 @@ def test_wrong_wish_is_explained():
     with pytest.raises(ValueError, match="head_quant 'int4' is unknown: expected none or int8"):
         DistributedModel.from_pretrained(head_quant="int4")
     with pytest.raises(ValueError, match="head_quant 'int8' runs on cpu, not on cuda: choose 'none'"):
-        DistributedModel.from_pretrained(head_quant="int8", device="cuda")
+        check_head_quant("int8", torch.device("cuda"))
+    with pytest.raises(ValueError, match="device 'abacus' is unknown: expected cpu, cuda"):
+        DistributedModel.from_pretrained(device="abacus")
 
 
 def test_head_that_is_not_linear_is_refused(tmp_path):

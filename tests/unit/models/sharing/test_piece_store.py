@@ -49,6 +49,26 @@ def test_pieces_come_in_any_order_and_stay(manifest: Manifest, tmp_path: Path) -
     assert opened(manifest, tmp_path).held(file) == set(order)
 
 
+def test_whole_files_have_their_names_where_symbolic_links_are_forbidden(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError("A required privilege is not held by the client")  # as Windows says
+
+    monkeypatch.setattr(Path, "symlink_to", forbidden)
+    store, file = opened(manifest, tmp_path), manifest.files[1]
+    for index in range(len(file.pieces)):
+        store.write(file, index, piece(tmp_path, file, index))
+    path = store.snapshot / file.name
+    assert store.path(file) == path and path.read_bytes() == (tmp_path / "source" / file.name).read_bytes()
+    assert path.samefile(store.snapshot / "../../blobs" / file.sha256.hex())  # no second copy
+    path.write_bytes(b"")  # the blob, too, is cut off
+    assert store.path(file) != path
+    path.unlink()
+    path.write_bytes(b"another file")
+    assert store.path(file) != path
+
+
 def test_another_piece_is_refused_and_does_not_count(manifest: Manifest, tmp_path: Path) -> None:
     store, file = opened(manifest, tmp_path), manifest.files[1]
     right = piece(tmp_path, file, 2)
