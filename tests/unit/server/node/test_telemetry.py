@@ -2,52 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
-import tests.unit.recorded  # noqa: F401  # skips this module where OpenTelemetry is not there
+from swarm_protocol.telemetry.exporting import Telemetry
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
-from swarm_server.node.server import _export
+from swarm_server.node import server
+from tests.unit.recorded import recorded
 from tests.unit.support import run, server_record
 
 
-def exported(capsys: pytest.CaptureFixture[str]) -> dict[str, list[dict[str, object]]]:
-    """What the server writes at its end: it also has its state then, which its event loop has to tell."""
+def has_metrics() -> bool:
+    """Whether a server collects any during its life, in which it decodes 7 positions."""
 
-    async def life() -> None:
+    async def life() -> bool:
         counters = Counters()
-        counters.positions["decode"] += 7
         async with AsyncExitStack() as cleanup:
-            metrics = await _export(ServerConfig(), counters, cleanup)
+            metrics = await server._export(ServerConfig(), counters, cleanup)
             if metrics is not None:
                 metrics.show_state(server_record, lambda: None)
-            await asyncio.sleep(0)
+            counters.positions["decode"] += 7
+        return metrics is not None
 
-    run(life())
-    out = capsys.readouterr().out
-    if not out:
-        return {}
-    (resource,) = json.loads(out)["resource_metrics"]
-    assert resource["resource"]["attributes"]["service.name"] == "swarm-server"
-    (scope,) = resource["scope_metrics"]
-    return {metric["name"]: metric["data"]["data_points"] for metric in scope["metrics"]}
+    return run(life())
 
 
-def test_the_last_metrics_are_written_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "console")
-    found = exported(capsys)
-    (decode,) = found["swarm_server_positions"]
-    assert decode["attributes"] == {"kind": "decode"} and decode["value"] == 7
-    online = [point["value"] for point in found["swarm_server_state"] if point["attributes"] == {"state": "online"}]
-    assert online == [1]
+def test_the_last_metrics_are_exported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the state, which the event loop has to tell meanwhile."""
+    services: list[str] = []
+    with recorded() as found:
+        telemetry = found.telemetry
+        monkeypatch.setattr(server, "start", lambda service: services.append(service) or telemetry)
+        assert has_metrics()
+    assert services == ["swarm-server"]
+    (scope,) = found.metrics.kept[0].resource_metrics[0].scope_metrics
+    points: dict[str, Any] = {metric.name: metric.data.data_points for metric in scope.metrics}
+    (decode,) = points["swarm_server_positions"]
+    assert decode.attributes == {"kind": "decode"} and decode.value == 7
+    assert [point.value for point in points["swarm_server_state"] if point.attributes == {"state": "online"}] == [1]
 
 
-def test_without_variables_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("OTEL_METRICS_EXPORTER", raising=False)
-    assert exported(capsys) == {}
+def test_metrics_that_nobody_reads_are_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "start", lambda _service: Telemetry())
+    assert not has_metrics()
