@@ -1,1 +1,1 @@
-"""What a server counts, for people at its terminal, and for Prometheus. ``exporter`` needs prometheus_client."""
+"""A server's metrics, for people at its terminal and for Prometheus. ``exporter`` needs prometheus_client."""

@@ -61,12 +61,11 @@ def test_wrong_answers_are_asked_for_again() -> None:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """``swarm`` without a word, on a terminal; the arguments of the command lines that it runs."""
-    ran: list[list[str]] = []  # ``capsys`` has replaced the streams by now
+    ran: list[list[str]] = []
     monkeypatch.setattr("sys.argv", ["/usr/bin/swarm"])
-    for stream in ("stdin", "stdout"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(entry, "_is_at_terminal", lambda: True)
     monkeypatch.setattr("swarm_cli.command_line.main", lambda argv, *_: ran.append(argv))
     return ran
 
@@ -95,10 +94,8 @@ def test_the_end_of_the_input_and_ctrl_c_leave(
     assert capsys.readouterr().err == ""
 
 
-def test_without_a_terminal_there_is_help(
-    terminal: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False)
+def test_without_a_terminal_there_is_help(terminal: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "_is_at_terminal", lambda: False)
     monkeypatch.setattr(menu, "choose", lambda: pytest.fail("a menu was shown"))
     entry.main()
     assert terminal == [[]]  # which prints the help
