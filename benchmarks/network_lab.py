@@ -27,7 +27,7 @@ from typing import TypeVar
 T = TypeVar("T")
 _SOURCE = Path(__file__).with_name("link_emulator.c")
 _CLONE_NEWNET = 0x40000000  # setns(2)
-_PREFIX = "lab"  # of namespaces; then the process id, the number of the lab, and the host
+PREFIX = "lab"  # of namespaces; then the process id, the number of the lab, and the host
 _ROUTER = "router"
 _DEVICE = "eth0"
 _counter = itertools.count()
@@ -75,7 +75,7 @@ class NetworkLab:
         self._links, self._settings = dict(links), settings
         self._mtu = mtu
         self._numbers = {host: number for number, host in enumerate(links)}
-        self._tag = f"{_PREFIX}{os.getpid()}-{next(_counter)}"
+        self._tag = f"{PREFIX}{os.getpid()}-{next(_counter)}"
         self.router = f"{self._tag}-{_ROUTER}"
         # Namespaces share nothing, so several labs may use the same addresses.
         self.addresses = {host: f"10.77.{number}.2" for host, number in self._numbers.items()}
@@ -199,7 +199,7 @@ def _remove(namespace: str) -> None:
 def _remove_leftovers() -> None:
     """Of labs whose process is gone."""
     for line in _run("ip", "netns", "list").splitlines():
-        found = re.match(rf"({_PREFIX}(\d+)-\d+-\S+)", line)
+        found = re.match(rf"({PREFIX}(\d+)-\d+-\S+)", line)
         if found and not os.path.exists(f"/proc/{found[2]}"):
             _remove(found[1])
 

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Iterable
 from typing import Any
 
+from PIL import Image
+
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.swarm.waiting import DEADLINE_S
+
+
+def saved(image: Image.Image, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def picture(color: str, size: tuple[int, int] = (40, 40), kind: str = "PNG") -> bytes:
+    return saved(Image.new("RGB", size, color), kind)
+
+
+def kind_of(content: bytes) -> str:
+    return {b"\x89PNG": "image/png", b"GIF8": "image/gif"}.get(content[:4], "text/plain")
 
 
 class ChatPage:
@@ -50,6 +67,15 @@ class ChatPage:
         self.page.fill("#message", text)
         self.page.keyboard.press("Enter")
         return self
+
+    def attach(self, *contents: bytes) -> ChatPage:
+        """Chooses files, 0.png and so on, by the button; at least one must be a picture."""
+        with self.page.expect_file_chooser() as chooser:
+            self.button("Attach pictures").click()
+        chooser.value.set_files(
+            [{"name": f"{i}.png", "mimeType": kind_of(each), "buffer": each} for i, each in enumerate(contents)]
+        )
+        return self.until("!document.querySelector('#send').disabled")
 
     def wait_written(self) -> ChatPage:
         """Until no answer is under way."""
@@ -99,11 +125,10 @@ class ChatPage:
 
     # ------------------------------------------------------------ in place of the swarm
 
-    def has_template(self) -> ChatPage:
-        """The model says that it has one."""
-        self.page.route(
-            "**/v1/models/*", lambda route: route.fulfill(json={"id": DEFAULT_MODEL, "chat_template": True})
-        )
+    def has_template(self, *capabilities: str) -> ChatPage:
+        """The model says that it has one, and what it can do."""
+        model = {"id": DEFAULT_MODEL, "chat_template": True, "capabilities": ["completion", *capabilities]}
+        self.page.route("**/v1/models/*", lambda route: route.fulfill(json=model))
         return self
 
     def answers(self, *texts: str, swarm: Iterable[dict[str, Any]] = (), reasoning: str = "") -> ChatPage:

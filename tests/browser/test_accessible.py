@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser.chat_page import ChatPage
+from tests.browser.chat_page import ChatPage, picture
 from tests.browser.conftest import PHONE, WIDE, NewPage, Swarm
 
 ANSWER = (
@@ -73,3 +73,24 @@ def test_axe_finds_nothing_serious(new_page: NewPage, swarm: Swarm, scheme: str,
         chat.button("Conversations").click()
         assert serious(chat) == [], "with the drawer"
     page.problems[:] = [each for each in page.problems if "503" not in each]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_axe_finds_nothing_serious_with_pictures(
+    new_page: NewPage, swarm: Swarm, scheme: str, viewport: dict[str, int]
+) -> None:
+    page = new_page(color_scheme=scheme, viewport=viewport)
+    chat = ChatPage(page, swarm.url).answers("Red.").has_template("vision").open()
+    chat.attach(picture("red"), picture("blue"), b"no picture")
+    page.get_by_role("alert").wait_for()
+    assert serious(chat) == [], "with thumbnails and a line about a file"
+    chat.send("What is it?").wait_written()
+    assert serious(chat) == [], "with pictures in the thread"
+    chat.button("Picture 1").click()
+    assert serious(chat) == [], "with a picture in the dialog"
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="detached")
+    page.locator(".user").hover()
+    chat.button("Edit").click()
+    assert serious(chat) == [], "with an editor"

@@ -18,6 +18,7 @@ HOSTILE = [
     "[a](javascript:window.hacked=true) [b](JaVaScRiPt&#58;window.hacked=true) <javascript:window.hacked=true>",
     "[c](data:text/html,<script>hacked=1</script>) [d](vbscript:x) [e](/v1/models)",
     '![picture](https://elsewhere.example/pixel.png) ![x](x"onerror="window.hacked=true)',
+    "![picture](data:image/gif;base64,R0lGODlhAQABAAAAACw=) ![picture](/static/icon.svg)",
     '```html" onmouseover="window.hacked=true\n<img src=x onerror=window.hacked=true>\n```',
     "```html\n</code></pre><script>window.hacked = true</script>\n```",
     "| <img src=x onerror=window.hacked=true> |\n|---|\n| <form action=//elsewhere.example><input></form> |",

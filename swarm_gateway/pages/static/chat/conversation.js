@@ -1,7 +1,8 @@
 // A conversation: a tree of messages, of which one path from the root is shown. Uses neither the page nor the network.
 //
 // A node is {id, parent, role, text, children, shown}: `children` are ids, `shown` the index of the child on the path.
-// An answer also has `status` (writing, done, stopped, failed, cut) and the fields that `answering.js` sets.
+// A user's message may have `pictures` (see `pictures.js`). An answer also has `status` (writing, done, stopped, failed,
+// cut) and the fields that `answering.js` sets.
 
 export const ROOT = "root";
 
@@ -52,11 +53,12 @@ export function isWriting(conversation) {
 }
 
 /** Add a new message after `parent`, show it, and return it. */
-export function append(conversation, parent, role, text) {
+export function append(conversation, parent, role, text, pictures = []) {
   const node = { id: randomId(), parent: parent.id, role, text, children: [], shown: 0 };
+  if (pictures.length) node.pictures = pictures;
   conversation.nodes[node.id] = node;
   parent.shown = parent.children.push(node.id) - 1;
-  if (conversation.title === null && role === "user") conversation.title = titleOf(text);
+  if (conversation.title === null && role === "user") conversation.title = titleOf(text || "Pictures");
   return node;
 }
 
@@ -77,12 +79,22 @@ function titleOf(text) {
 /** Return the API's `messages` for an answer after `parent`. The turns alternate, as some templates require. */
 export function messagesFor(conversation, parent) {
   const turns = [];
-  for (const { role, text } of wayTo(conversation, parent)) {
-    if (!text) continue; // an answer that failed at once
-    if (turns.at(-1)?.role === role) turns.at(-1).content += (role === "user" ? "\n\n" : "") + text;
-    else turns.push({ role, content: text });
+  for (const { role, text, pictures = [] } of wayTo(conversation, parent)) {
+    if (!text && !pictures.length) continue; // an answer that failed at once
+    if (turns.at(-1)?.role !== role) turns.push({ role, texts: [], pictures: [] });
+    turns.at(-1).pictures.push(...pictures);
+    if (text) turns.at(-1).texts.push(text);
   }
-  return conversation.system.trim() ? [{ role: "system", content: conversation.system }, ...turns] : turns;
+  const messages = turns.map(({ role, texts, pictures }) => {
+    const text = texts.join(role === "user" ? "\n\n" : "");
+    return { role, content: pictures.length ? [...pictures, ...(text ? [{ type: "text", text }] : [])] : text };
+  });
+  return conversation.system.trim() ? [{ role: "system", content: conversation.system }, ...messages] : messages;
+}
+
+/** Return the pictures of these messages. */
+export function picturesOf(nodes) {
+  return nodes.flatMap((node) => node.pictures ?? []);
 }
 
 /** Return the API's `prompt`: all text up to `parent`. */

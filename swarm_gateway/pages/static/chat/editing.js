@@ -6,12 +6,12 @@ import { el } from "../base.js";
  * Put a form in the place of `element`, until the user submits or cancels.
  *
  * `submit` gets the text, if it `isValid` (by default: not empty); `close` is called before that, and on cancelling.
- * `sendsOnEnter`: Enter submits, Shift+Enter begins a line.
+ * `sendsOnEnter`: Enter submits, Shift+Enter begins a line. `above`: an element to show above the text.
  */
 export function editInPlace(
   element,
   text,
-  { label, hint, button, submit, close, className = "", sendsOnEnter = false, isValid = (value) => value !== "" },
+  { label, hint, button, submit, close, above = null, className = "", sendsOnEnter = false, isValid = (value) => value !== "" },
 ) {
   const area = el("textarea", { class: `input ${className}`.trim(), "aria-label": label, rows: "3" });
   area.value = text;
@@ -24,7 +24,7 @@ export function editInPlace(
     el("button", { type: "button", class: "button", onclick: leave }, "Cancel"),
     el("button", { class: "button primary" }, button),
   ];
-  const form = el("form", { class: "edit" }, area, el("div", { class: "edit-actions" }, ...buttons));
+  const form = el("form", { class: "edit" }, above, area, el("div", { class: "edit-actions" }, ...buttons));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const value = area.value;

@@ -3,17 +3,19 @@
 import { el, icon, iconButton, showHeader, store, stored } from "../base.js";
 import { Announcer } from "./announcer.js";
 import { answer } from "./answering.js";
-import { ROOT, append, drop, lastNode, newConversation, reopened, shownNodes } from "./conversation.js";
+import { ROOT, append, drop, lastNode, newConversation, picturesOf, reopened, shownNodes } from "./conversation.js";
 import { Document } from "./document.js";
 import { fit } from "./editing.js";
 import { examplesFor } from "./examples.js";
 import { Models, showChoice } from "./models.js";
 import { askForName, askForOptions, confirmDelete, showKeys } from "./options.js";
+import { Attachments } from "./pictures.js";
 import { Sidebar, exportJson } from "./sidebar.js";
 import { openStore } from "./store.js";
 import { Thread } from "./thread.js";
 
 const SAVE_EVERY_MS = 300;
+const SAVE_PICTURES_EVERY_MS = 5000; // of conversations with pictures, each save of which writes megabytes
 const LOOK_EVERY_MS = 500; // between checks of how long an answer has paused
 const LEAVING_MS = 3000;
 const CURRENT = "swarm.conversation";
@@ -26,6 +28,8 @@ class Chat {
   #running = new Map(); // the AbortController of each conversation, by id
   #models = new Models();
   #announcer = new Announcer(find("announcer"));
+  #seeing = new Set(); // names of models that see
+  #attachments = new Attachments(find("composer"), () => picturesOf(shownNodes(this.#current)), () => this.draw());
   #withChosenMode = null; // the conversation whose mode the user has chosen
   #view = null; // a Thread or a Document
   #unsaved = new Set();
@@ -139,8 +143,10 @@ class Chat {
     const isNew = lastNode(conversation).id === ROOT;
     if (isNew && this.#models.names.length && !this.#models.names.includes(conversation.model)) conversation.model = this.#models.names[0];
     if (conversation.model === null || !this.#models.names.includes(conversation.model)) return;
-    const hasTemplate = await this.#models.hasTemplate(conversation.model);
-    if (conversation !== this.#current) return;
+    const { model } = conversation;
+    const { hasTemplate, sees } = await this.#models.traits(model);
+    if (sees) this.#seeing.add(model);
+    if (conversation !== this.#current || conversation.model !== model) return;
     this.hasTemplate = hasTemplate;
     const isFree = lastNode(conversation).id === ROOT && conversation !== this.#withChosenMode;
     if (isFree && hasTemplate !== null) conversation.mode = hasTemplate ? "chat" : "complete";
@@ -149,22 +155,23 @@ class Chat {
 
   // ---------------------------------------------------------------- messages
 
-  /** Send the text; return whether there was something to send. */
+  /** Send the text with the attached pictures; return whether there was something to send. */
   send(text) {
     const conversation = this.#current;
-    if (this.isRunning || !conversation.model) return false;
+    if (this.isRunning || this.#attachments.isReading || !conversation.model) return false;
     const last = lastNode(conversation);
     const goesOn = conversation.mode === "complete" && last.id !== ROOT;
-    if (!text.trim() && !goesOn) return false;
+    const isSaid = text.trim() || this.#attachments.pictures.length;
+    if (!isSaid && !goesOn) return false;
     const parted = goesOn && !/^\s/.test(text) && !last.text.endsWith("\n") ? `\n\n${text}` : text;
-    this.#ask(text.trim() ? append(conversation, last, "user", parted) : last);
+    this.#ask(isSaid ? append(conversation, last, "user", text.trim() && parted, this.#attachments.take()) : last);
     toEnd();
     return true;
   }
 
-  edit(node, text) {
+  edit(node, text, pictures) {
     if (this.isRunning) return;
-    this.#ask(append(this.#current, this.#current.nodes[node.parent], "user", text));
+    this.#ask(append(this.#current, this.#current.nodes[node.parent], "user", text, pictures));
     find("message").focus();
   }
 
@@ -225,7 +232,8 @@ class Chat {
   #save(conversation) {
     if (this.#unsaved.has(conversation)) return;
     this.#unsaved.add(conversation);
-    setTimeout(() => this.#write(conversation), SAVE_EVERY_MS);
+    const hasPictures = picturesOf(Object.values(conversation.nodes)).length > 0;
+    setTimeout(() => this.#write(conversation), hasPictures ? SAVE_PICTURES_EVERY_MS : SAVE_EVERY_MS);
   }
 
   async #write(conversation) {
@@ -339,7 +347,9 @@ class Chat {
     const isRunning = this.isRunning;
     find("stop").hidden = !isRunning;
     find("send").hidden = isRunning;
-    find("send").disabled = !this.#current.model || !(message.value.trim() || goesOn);
+    this.#attachments.show(!isComplete && this.#seeing.has(this.#current.model));
+    const isSaid = message.value.trim() || this.#attachments.pictures.length;
+    find("send").disabled = !this.#current.model || this.#attachments.isReading || !(isSaid || goesOn);
     const label = goesOn && !message.value.trim() ? "Go on" : "Send";
     find("send").setAttribute("aria-label", label);
     find("send").title = label;

@@ -6,7 +6,7 @@ import { apiJson, el } from "../base.js";
 export class Models {
   names = [];
   error = null; // the reason why the names are unknown
-  #templates = new Map(); // promises of whether a model has a chat template; null: not known
+  #traits = new Map(); // promises, by name
 
   async refresh() {
     try {
@@ -17,20 +17,21 @@ export class Models {
     }
   }
 
-  hasTemplate(name) {
-    if (!this.#templates.has(name)) this.#templates.set(name, this.#askForTemplate(name));
-    return this.#templates.get(name);
+  /** Resolve to whether the model `hasTemplate` for chats (null: not known), and whether it `sees`. */
+  traits(name) {
+    if (!this.#traits.has(name)) this.#traits.set(name, this.#askForTraits(name));
+    return this.#traits.get(name);
   }
 
-  async #askForTemplate(name) {
+  async #askForTraits(name) {
+    let found = { chat_template: null };
     try {
-      const found = (await apiJson(`/v1/models/${name.split("/").map(encodeURIComponent).join("/")}`)).chat_template;
-      if (found === null) this.#templates.delete(name);
-      return found;
+      found = await apiJson(`/v1/models/${name.split("/").map(encodeURIComponent).join("/")}`);
     } catch {
-      this.#templates.delete(name);
-      return null;
+      // as if the server did not know yet
     }
+    if (found.chat_template === null) this.#traits.delete(name);
+    return { hasTemplate: found.chat_template, sees: found.capabilities?.includes("vision") ?? false };
   }
 }
 

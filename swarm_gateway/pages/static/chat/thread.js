@@ -4,11 +4,15 @@ import { el, iconButton } from "../base.js";
 import { isWriting, shownNodes } from "./conversation.js";
 import { editInPlace } from "./editing.js";
 import { copyButton, showMarkdown } from "./markdown.js";
+import { Thumbnails, pictureButtons } from "./pictures.js";
 import { ServerLine } from "./servers.js";
 
 const CUT = "The page was closed while this was written.";
 
-/** The thread. `act`: the page's actions edit(node, text), retry(node) and turn(node, by), unless it `isRunning`. */
+/**
+ * The thread. `act`: the page's actions edit(node, text, pictures), retry(node) and turn(node, by), unless it
+ * `isRunning`.
+ */
 export class Thread {
   element = el("div", { class: "thread" });
   #act;
@@ -68,6 +72,7 @@ class UserMessage {
   #node;
   #act;
   #text = el("div", { class: "bubble" });
+  #pictures;
   #versions;
   #editButton = iconButton("edit", "Edit", () => this.edit());
   #actions;
@@ -76,8 +81,11 @@ class UserMessage {
     this.#node = node;
     this.#act = act;
     this.#versions = new Versions(act);
-    this.#actions = el("div", { class: "actions" }, this.#versions.element, copyButton("Copy message", () => this.#node.text), this.#editButton);
-    this.element = el("article", { class: "message user", "aria-label": "You" }, this.#text, this.#actions);
+    const copying = node.text ? copyButton("Copy message", () => this.#node.text) : null;
+    this.#text.hidden = !node.text;
+    this.#pictures = el("div", { class: "pictures", hidden: !node.pictures }, pictureButtons(node.pictures ?? []));
+    this.#actions = el("div", { class: "actions" }, this.#versions.element, copying, this.#editButton);
+    this.element = el("article", { class: "message user", "aria-label": "You" }, this.#pictures, this.#text, this.#actions);
   }
 
   show(node, conversation) {
@@ -87,16 +95,20 @@ class UserMessage {
   }
 
   edit() {
+    const kept = new Thumbnails(this.#node.pictures ?? []);
     this.#actions.hidden = true;
+    this.#pictures.hidden = true;
     editInPlace(this.#text, this.#node.text, {
+      above: kept.element,
       label: "Edit your message",
       hint: "What came after stays in the version before.",
       button: "Send",
       sendsOnEnter: true,
-      isValid: (text) => text.trim() !== "" && !this.#act.isRunning,
-      submit: (text) => this.#act.edit(this.#node, text),
+      isValid: (text) => (text.trim() !== "" || kept.pictures.length > 0) && !this.#act.isRunning,
+      submit: (text) => this.#act.edit(this.#node, text.trim() && text, kept.pictures),
       close: () => {
         this.#actions.hidden = false;
+        this.#pictures.hidden = !this.#node.pictures;
         this.#editButton.focus();
       },
     });
