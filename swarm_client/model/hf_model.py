@@ -393,9 +393,8 @@ def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
 
 def _padding_mask(mask: Any) -> Any:
     """Return the padding mask from which a model with pictures has made the masks of each kind of block."""
-    if isinstance(mask, dict):
-        mask = next(iter(mask.values()), None)
-    return getattr(mask, "padding", mask)
+    first = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
+    return first.padding if hasattr(first, "padding") else mask
 
 
 def _refuse_additions(given: dict[str, Any]) -> None:

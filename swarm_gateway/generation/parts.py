@@ -81,16 +81,25 @@ def _joined(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "image_url"):
-            message = f"content of type {kind!r} is not supported: expected text or image_url"
-            raise ApiError(400, message, param="messages")
-        if kind == "text" and (
-            part.keys() - {"cache_control"} != {"type", "text"} or not isinstance(part["text"], str)
-        ):
-            raise ApiError(400, 'a part of content is not {"type": "text", "text": "…"}', param="messages")
+        _check_part(part)
     is_text = all(part["type"] == "text" for part in content)
     return "".join(part["text"] for part in content) if is_text else content
+
+
+def _check_part(part: Any) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        form = '{"type": "text", "text": "…"}'
+        is_right = part.keys() - {"cache_control"} == {"type", "text"} and isinstance(part["text"], str)
+    elif kind == "image_url":
+        form = '{"type": "image_url", "image_url": {"url": "data:image/…"}}'
+        shown = part.get("image_url")
+        is_right = isinstance(shown, dict) and isinstance(shown.get("url"), str)
+    else:
+        message = f"content of type {kind!r} is not supported: expected text or image_url"
+        raise ApiError(400, message, param="messages")
+    if not is_right:
+        raise ApiError(400, f"a part of content is not {form}", param="messages")
 
 
 Part = Annotated[TextPart | PicturePart, Field(discriminator="type")]

@@ -25,11 +25,11 @@ from swarm_client.generation.opening import tokenizer_at
 from swarm_client.model.model import DistributedModel
 from swarm_client.weights.opening import ModelOpening
 from swarm_gateway.answers.capabilities import capabilities_of
-from swarm_gateway.generation.pictures import PictureReader, picture_reader_at
 from swarm_gateway.grammars.compiler import GrammarCompiler
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.monitor.model_monitor import ModelStatus
 from swarm_gateway.monitor.monitor import Monitor, SwarmSnapshot
+from swarm_gateway.web.pictures import PictureReader, picture_reader_at
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_models.checkpoints.family import max_positions, sees

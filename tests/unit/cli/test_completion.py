@@ -49,7 +49,6 @@ def test_bash_completes_commands_flags_choices_and_files(scripts, tmp_path):
         "swarm train ": ["init", "join", "export", "watch", "ledger", "moderate"],
         "swarm train join --as ": ["stage", "trainer"],
         "swarm server --tra": ["--train"],
-        "swarm train join --device c": ["cpu", "cuda"],
         "swarm keys grant --ro": ["--role"],
         f"swarm chat --membership {tmp_path}/mem": [f"{tmp_path}/member.key"],
         "swarm completion ": list(SHELLS),

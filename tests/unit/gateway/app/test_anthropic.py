@@ -136,7 +136,11 @@ def test_the_number_of_tokens(caller: Gateway) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "of type 'image' is not"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "of type 'document' is not",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image.source.type"),
         ({"messages": [{"role": "assistant", "content": "So"}]}, "the last message is the assistant's"),
         ({"messages": []}, "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, LlamaConfig
 
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.limits.admission import ApiError
@@ -54,7 +54,7 @@ class Loads:
             close=lambda: self.closed.append("model"),
             blocks=SimpleNamespace(max_positions=64),
             generation_config=GenerationConfig(),
-            config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=100)),
+            config=LlamaConfig(vocab_size=100),
         )
 
     def make_batcher(self, _model: Any) -> Any:

@@ -130,7 +130,7 @@ def test_embeddings(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"messages": [{"role": "user", "content": "See", "images": ["aGk="]}]}, "images is not supported"),
+        ({"messages": [{"role": "user", "content": "See", "images": ["aGk="]}]}, "this model does not see"),
         ({"options": {"mirostat": 1}}, "mirostat is not supported"),
         ({"options": {"nonsense": 1}}, "there is no field options.nonsense"),
         ({"options": {"num_predict": 0}}, "max_tokens"),

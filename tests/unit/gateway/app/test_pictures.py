@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from swarm_gateway.generation.pictures import MOST_PICTURES, PictureReader
+from swarm_gateway.web.pictures import MOST_PICTURES, PictureReader
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 
 SIDE, PATCH = 28, 14
