@@ -120,7 +120,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         owner = self._owners[0]
         if self.config.get_text_config(decoder=True) is self.config:
             return None
-        path = next(name for name, module in self.named_modules() if module is owner)  # type: ignore[attr-defined]
+        path = next(name for name, module in self.named_modules() if module is owner)
         return rf"(?!{re.escape(path)}\.).*"
 
     def new_cache(self, reserve_tokens: int = 0, **options: Any) -> RemoteCache:
@@ -393,7 +393,7 @@ def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
 
 def _padding_mask(mask: Any) -> Any:
     """Return the padding mask from which a model with pictures has made the masks of each kind of block."""
-    first = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
+    first: Any = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
     return first.padding if hasattr(first, "padding") else mask
 
 

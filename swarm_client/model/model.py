@@ -222,7 +222,7 @@ def _stock_class(auto_class: Any, whole: PreTrainedConfig, text: PreTrainedConfi
     sees = text is not whole and auto_class is AutoModelForCausalLM
     for auto in (AutoModelForImageTextToText, auto_class) if sees else (auto_class,):
         if type(whole) in auto._model_mapping:
-            found: type[PreTrainedModel] = auto._model_mapping[type(whole)]
+            found: Any = auto._model_mapping[type(whole)]
             return found
     raise UnsupportedModel(f"models of type {whole.model_type!r} have no {auto_class.__name__}")
 

@@ -47,7 +47,7 @@ class BlockInput:
         return cls(torch.cat([part.hidden for part in parts]), mask, torch.cat(with_same_axes(positions)))
 
 
-def with_same_axes(positions: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def with_same_axes(positions: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return position ids that can be joined: if some have axes, those without get the same value on each axis."""
     axes = next((each.shape[2] for each in positions if each.dim() == 3), None)
     if axes is None:
