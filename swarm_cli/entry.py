@@ -17,10 +17,11 @@ _GRANT = ["moderate", "grant"]  # of a run: the same as of a private swarm
 
 
 def main() -> None:
-    from swarm_protocol.errors import SwarmError
     from swarm_protocol.process.signals import exit_on_interrupt
 
     exit_on_interrupt()
+    from swarm_protocol.errors import SwarmError
+
     try:
         _run()
     except SwarmError as error:  # from an import, where no libp2p can be installed: commands show their own errors

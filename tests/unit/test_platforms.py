@@ -14,7 +14,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.imports.libp2p import require_libp2p, why_no_libp2p
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [path.name for path in sorted(ROOT.glob("swarm_*")) if path.is_dir()]
+PACKAGES = [path.parent.name for path in sorted(ROOT.glob("swarm_*/__init__.py"))]
 MODULES = {"curses", "fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "termios", "tty", "uvloop"}
 MISSING = {  # on Windows, or on macOS
     "os": {
