@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from swarm_client.batching.request import Batcher, FinishReason, Request, Servers, Token
+from swarm_client.batching.request import Batcher, FinishReason, Generation, Request, Servers, Token
 from swarm_client.core.events import Event
 
 
@@ -52,10 +52,7 @@ async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, Non
         SwarmError: see ``swarm_protocol.errors``.
     """
     queue = _Queue()
-    if request.pictures:  # which the vision tower computes meanwhile
-        generation = await asyncio.to_thread(batcher.submit, request, queue)
-    else:
-        generation = batcher.submit(request, queue)
+    generation = await _submitted(batcher, request, queue) if request.pictures else batcher.submit(request, queue)
     try:
         while True:
             item = await queue.items.get()
@@ -66,3 +63,18 @@ async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, Non
                 return
     finally:
         generation.cancel()
+
+
+async def _submitted(batcher: Batcher, request: Request, queue: _Queue) -> Generation:
+    """Submit a request on another thread, as its vision tower takes time; cancel it if the reader stops meanwhile."""
+    submitting = asyncio.ensure_future(asyncio.to_thread(batcher.submit, request, queue))
+
+    def cancel(done: asyncio.Future[Generation]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().cancel()
+
+    try:
+        return await asyncio.shield(submitting)
+    except asyncio.CancelledError:
+        submitting.add_done_callback(cancel)
+        raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import logging
 import re
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,(.*)", re.IGNORECASE | re.DOTALL)
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_MOST_PIXELS = 40_000_000  # of one picture: 120 MB as RGB
+_MOST_PIXELS = 40_000_000  # of one request: 120 MB as RGB
 MOST_PICTURES = 32  # of one request
 
 
@@ -49,7 +48,7 @@ class PictureReader:
         """
         if len(urls) > MOST_PICTURES:
             raise ApiError(400, f"{len(urls)} pictures: expected at most {MOST_PICTURES}", param="messages")
-        pictures = list(map(picture_at, urls))
+        pictures = pictures_at(urls)
         try:
             given = self._processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
         except Exception as error:  # each processor refuses pictures with its own exceptions
@@ -61,27 +60,48 @@ class PictureReader:
         return ids, others
 
 
-def picture_at(url: str) -> Image:
-    """Return the picture in a data URL, in RGB.
+def pictures_at(urls: Sequence[str]) -> list[Image]:
+    """Return the pictures in data URLs, in RGB. Their sizes are checked before any of them is decoded.
 
     Raises:
-        ApiError: it is no data URL with a PNG, JPEG, WebP or GIF picture, or the picture is too large.
+        ApiError: one is no data URL with a PNG, JPEG, WebP or GIF picture, or they have too many pixels.
     """
-    from PIL import Image, UnidentifiedImageError
+    opened = list(map(_opened, urls))
+    sizes = [picture.width * picture.height for picture in opened]
+    for picture, size in zip(opened, sizes, strict=True):
+        if size > _MOST_PIXELS:
+            shown = f"{picture.width} × {picture.height} pixels"
+            raise ApiError(400, f"a picture has {shown}: expected at most {_MOST_PIXELS} in all", param="messages")
+    if sum(sizes) > _MOST_PIXELS:
+        message = f"the pictures have {sum(sizes)} pixels: expected at most {_MOST_PIXELS} in all"
+        raise ApiError(400, message, param="messages")
+    return list(map(_decoded, opened))
+
+
+def _opened(url: str) -> Image:
+    """Return a picture of which only the header is read."""
+    from PIL import Image
 
     match = _DATA_URL.fullmatch(url)
     if match is None:
         message = "a picture's URL is not data:image/…;base64,…: this server fetches no pictures from elsewhere"
         raise ApiError(400, message, param="messages")
     try:
-        picture = Image.open(io.BytesIO(base64.b64decode(match[1], validate=True)), formats=_FORMATS)
-        if picture.width * picture.height > _MOST_PIXELS:
-            size = f"{picture.width} × {picture.height} pixels"
-            raise ApiError(400, f"a picture has {size}: expected at most {_MOST_PIXELS} in all", param="messages")
+        return Image.open(io.BytesIO(base64.b64decode(match[1], validate=True)), formats=_FORMATS)
+    except Exception as error:  # a stranger's bytes may cause any error in the decoders
+        raise _unreadable(error) from None
+
+
+def _decoded(picture: Image) -> Image:
+    try:
         return picture.convert("RGB")
-    except (binascii.Error, UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
-        message = f"a picture cannot be read: expected {', '.join(_FORMATS)} in base64 ({type(error).__name__})"
-        raise ApiError(400, message, param="messages") from None
+    except Exception as error:  # as above
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: Exception) -> ApiError:
+    message = f"a picture cannot be read: expected {', '.join(_FORMATS)} in base64 ({type(error).__name__})"
+    return ApiError(400, message, param="messages")
 
 
 def picture_reader_at(location: str, revision: str | None) -> PictureReader | None:

@@ -153,6 +153,14 @@ def test_too_many_pictures_are_refused(seeing: Any) -> None:
         by_openai(seeing, [RED] * (MOST_PICTURES + 1))
 
 
+def test_pictures_are_too_large_together(seeing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is decoded only once all are known to fit."""
+    monkeypatch.setattr("swarm_gateway.web.pictures._MOST_PIXELS", 2 * SIDE**2 - 1)
+    assert by_openai(seeing, [RED]) == "a red square"
+    with pytest.raises(openai.BadRequestError, match=f"the pictures have {2 * SIDE**2} pixels"):
+        by_openai(seeing, [RED, BLUE])
+
+
 def test_only_users_show_pictures(seeing: Any) -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(RED)}}
     with pytest.raises(openai.BadRequestError, match="pictures are a user's"):
