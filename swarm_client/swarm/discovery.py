@@ -53,8 +53,8 @@ class Discovery:
     async def accusations(self, model: str) -> list[tuple[str, pb.Accusations]]:
         """Return unverified accusations, each with its publisher's peer id; empty if the DHT cannot be read."""
         try:
-            reading = self._joined.accusations(model).read()
-            return await asyncio.wait_for(reading, self._config.timeouts.read_s)
+            async with asyncio.timeout(self._config.timeouts.read_s):
+                return await self._joined.accusations(model).read()
         except (TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             return []
@@ -74,7 +74,8 @@ class Discovery:
 
     async def _read(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
         try:
-            return await asyncio.wait_for(self._joined.view(model, num_blocks, part), self._config.timeouts.read_s)
+            async with asyncio.timeout(self._config.timeouts.read_s):
+                return await self._joined.view(model, num_blocks, part)
         except (TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             return None

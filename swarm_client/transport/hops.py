@@ -181,7 +181,8 @@ class HopSession:
     async def open(self, request: pb.Open, timeout_s: float) -> None:
         server, span = self.hop.server, self.hop.span
         try:
-            reply = await asyncio.wait_for(self._opened(request), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                reply = await self._opened(request)
         except TimeoutError:
             self._stream.cancel()
             raise no_answer(server, span, timeout_s) from None
@@ -275,7 +276,8 @@ class HopSession:
             return
         self._end()
         try:
-            await asyncio.wait_for(self._say_goodbye(), self._timeouts.close_s)
+            async with asyncio.timeout(self._timeouts.close_s):
+                await self._say_goodbye()
         except (TimeoutError, SwarmError, asyncio.CancelledError):
             self._stream.cancel()
 

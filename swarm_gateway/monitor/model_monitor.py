@@ -215,7 +215,8 @@ class ModelMonitor:
     async def _ask(self, swarm: Swarm, record: ServerRecord) -> None:
         async with self._limit:
             try:
-                answer = await asyncio.wait_for(swarm.ask(record), _ANSWER_S)
+                async with asyncio.timeout(_ANSWER_S):
+                    answer = await swarm.ask(record)
             except TimeoutError:
                 answer = None
         rtt_s = swarm.costs().rtts_s.get(record.peer_id)

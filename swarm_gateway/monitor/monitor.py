@@ -122,7 +122,8 @@ class Monitor:
     async def _read(self) -> None:
         self._began_s = now_s()
         try:
-            self._readable = await asyncio.wait_for(self._read_models(), _READ_S)
+            async with asyncio.timeout(_READ_S):
+                self._readable = await self._read_models()
         except (TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             self._readable = False

@@ -130,7 +130,8 @@ async def _stream(recorder: HistoryRecorder, after: int) -> AsyncGenerator[bytes
                 yield f"id: {stored.id}\n".encode() + event(flat.event_json(stored))
             yield b"event: tick\ndata: " + as_json({"time": recorder.latest.time}) + b"\n\n"
             try:
-                await asyncio.wait_for(looked.wait(), _SILENCE_S)
+                async with asyncio.timeout(_SILENCE_S):
+                    await looked.wait()
             except TimeoutError:
                 continue
     finally:

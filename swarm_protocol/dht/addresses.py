@@ -74,7 +74,8 @@ def _is_peer_id(text: str) -> bool:
 async def connects(host: str, port: int) -> bool:
     """Return whether a TCP connection to this address succeeds."""
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), CONNECT_TIMEOUT_S)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
     except (TimeoutError, OSError, UnicodeError):  # UnicodeError: not a possible host name
         return False
     writer.close()

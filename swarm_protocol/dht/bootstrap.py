@@ -57,7 +57,8 @@ async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = Fa
     answers = await asyncio.gather(*(_meets(node, address, joins) for address in dict.fromkeys(addresses)))
     if any(answers):  # like hivemind at node start: nodes with nearby ids store nearby keys
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(node.find_nearest_nodes([node.node_id]), _SEARCH_TIMEOUT_S)
+            async with asyncio.timeout(_SEARCH_TIMEOUT_S):
+                await node.find_nearest_nodes([node.node_id])
     return any(answers)
 
 
@@ -156,8 +157,8 @@ async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
     if peer == node.peer_id or (target is not None and not await connects(*target)):
         return False
     try:
-        connecting = _connect(node, peer, Multiaddr(transport))
-        await asyncio.wait_for(connecting, _BACKOFF_S + _CONNECT_TIMEOUT_S)
+        async with asyncio.timeout(_BACKOFF_S + _CONNECT_TIMEOUT_S):
+            await _connect(node, peer, Multiaddr(transport))
     # The daemon has another identity, or does not answer.
     except (TimeoutError, ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError):
         return False

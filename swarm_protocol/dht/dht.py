@@ -209,7 +209,8 @@ class Dht:
     async def peers(self) -> list[str]:
         """Return multiaddrs of some connected nodes of this DHT, through which other nodes can join."""
         with suppress(P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
-            peers = await asyncio.wait_for(self._node.p2p.list_peers(), CONNECT_TIMEOUT_S)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                peers = await self._node.p2p.list_peers()
             known = [peer for peer in peers if peer.peer_id in self._node.protocol.routing_table and peer.addrs]
             return [f"{peer.addrs[0]}/p2p/{peer.peer_id.to_base58()}" for peer in known[:_MAX_REMEMBERED]]
         return []
@@ -241,7 +242,8 @@ class Dht:
         """Store the record, signed with the node's identity; return whether a node accepted it."""
         assert record.peer_id == self.peer_id
         try:
-            stored = await asyncio.wait_for(self._publish(record, lifetime_s), _PUBLISH_TIMEOUT_S)
+            async with asyncio.timeout(_PUBLISH_TIMEOUT_S):
+                stored = await self._publish(record, lifetime_s)
             return stored and self.is_alive  # without a daemon, only this node itself has stored it
         except TimeoutError:  # hivemind waits for ever for a daemon that is gone
             return False

@@ -52,8 +52,8 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
     except (P2PDaemonError, OSError) as error:
         raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
     try:
-        return await asyncio.wait_for(
-            _Node.create(
+        async with asyncio.timeout(_NODE_TIMEOUT_S):
+            return await _Node.create(
                 p2p=p2p,
                 node_id=node_id,
                 client_mode=listening.host is None,
@@ -61,9 +61,7 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
                 cache_refresh_before_expiry=0,
                 cache_nearest=0,  # otherwise a reader sends all that it has read to one more node,
                 cache_on_store=False,  # and a server that has read a key reads it again at each store
-            ),
-            _NODE_TIMEOUT_S,
-        )
+            )
     except TimeoutError:
         await _stop_daemon(p2p)
         raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
@@ -97,13 +95,15 @@ def set_serving(node: DHTNode, serves: bool) -> None:
 async def stop(node: DHTNode) -> None:
     with suppress(asyncio.TimeoutError):  # hivemind waits for ever for a daemon that is gone
         if is_alive(node):
-            await asyncio.wait_for(node.shutdown(), _SHUTDOWN_TIMEOUT_S)
+            async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
+                await node.shutdown()
     await _stop_daemon(node.p2p)
 
 
 async def _stop_daemon(p2p: P2P) -> None:
     with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(p2p.shutdown(), _SHUTDOWN_TIMEOUT_S)
+        async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
+            await p2p.shutdown()
     Path(p2p._daemon_listen_maddr["unix"]).unlink(missing_ok=True)  # a killed daemon leaves it behind
 
 

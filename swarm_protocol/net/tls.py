@@ -86,8 +86,8 @@ class ClientCredentials:
         host, _, port = address.rpartition(":")
         shown = printable(address, _SHOWN_CHARS)
         try:
-            connecting = asyncio.open_connection(host.strip("[]"), int(port), ssl=self._context)
-            _, writer = await asyncio.wait_for(connecting, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=self._context)
         except TimeoutError:
             raise PeerUnavailable(f"no server answered at {shown} within {timeout_s:g} s") from None
         except OSError as error:

@@ -31,7 +31,8 @@ async def read_run(reader: asyncio.StreamReader) -> bytes:
 async def read_message(reader: asyncio.StreamReader, kind: type[M], timeout_s: float) -> M:
     """Read a message; raise BadReply if it is of another kind, late, or cut off."""
     try:
-        return kind.FromString(await asyncio.wait_for(read_run(reader), timeout_s))
+        async with asyncio.timeout(timeout_s):
+            return kind.FromString(await read_run(reader))
     except (TimeoutError, asyncio.IncompleteReadError, OSError, DecodeError) as error:
         raise BadReply(f"no {kind.DESCRIPTOR.name} came: {error!r}") from None
 

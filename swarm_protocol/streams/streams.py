@@ -84,8 +84,8 @@ class DaemonStreams:
         transport, _, name = peer.rpartition("/p2p/")
         try:
             p2p, peer_id = self._p2p(), PeerID.from_base58(name)
-            opening = _open(p2p, peer_id, transport, protocol)
-            info, reader, writer = await asyncio.wait_for(opening, OPEN_TIMEOUT_S)
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                info, reader, writer = await _open(p2p, peer_id, transport, protocol)
         except TimeoutError:
             raise PeerUnavailable(f"no stream to {printable(peer, 80)} within {OPEN_TIMEOUT_S:g} s", name) from None
         except _FAILURES as error:

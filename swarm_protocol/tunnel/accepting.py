@@ -62,7 +62,8 @@ class Acceptor:
                     return
                 with hole, self._punching.taken(stream.caller):
                     await write_message(stream.writer, pb.Opened(host=own_host, port=hole.port))
-                    await asyncio.wait_for(read_run(stream.reader), HELLO_TIMEOUT_S)
+                    async with asyncio.timeout(HELLO_TIMEOUT_S):
+                        await read_run(stream.reader)
                     direct = await hole.through(caller, *met)
                 stream.close()
                 if direct is not None:

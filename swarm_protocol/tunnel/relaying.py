@@ -85,7 +85,11 @@ class Relay:
         try:
             await write_message(stream.writer, pb.Reserved(host=stream.host))
             pause_s = min(max(keepalive_s, 1.0), _MAX_PAUSE_S)
-            while self.offers and (sign := await asyncio.wait_for(stream.reader.read(1), _LATE * pause_s)):
+            while self.offers:
+                async with asyncio.timeout(_LATE * pause_s):
+                    sign = await stream.reader.read(1)
+                if not sign:
+                    break
                 await write(stream.writer, sign)
         except TimeoutError:
             _logger.info("server %s is silent, no more is relayed for it", printable(stream.peer_id[-6:]))

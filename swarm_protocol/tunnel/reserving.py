@@ -46,11 +46,14 @@ class RelayReservation:
 
     async def _exchange(self, keepalive_s: float) -> None:
         try:
-            if not await asyncio.wait_for(self._stream.reader.read(1), keepalive_s):
+            async with asyncio.timeout(keepalive_s):
+                sign = await self._stream.reader.read(1)
+            if not sign:
                 raise ConnectionResetError("the relay has closed the stream")
         except TimeoutError:  # no message arrives between two keepalives
             await write(self._stream.writer, _SIGN)
-            await asyncio.wait_for(self._stream.reader.readexactly(1), _ANSWER_S)
+            async with asyncio.timeout(_ANSWER_S):
+                await self._stream.reader.readexactly(1)
 
     def close(self) -> None:
         self.lost.cancel()

@@ -75,7 +75,8 @@ class Neighbours:
     async def _read_records(self) -> None:
         self._read_s = asyncio.get_running_loop().time()
         try:
-            view = await asyncio.wait_for(self._read(), _READ_TIMEOUT_S)
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                view = await self._read()
         except Exception as error:  # for any failure of the DHT: outputs can go through the client
             _logger.warning("the servers of the swarm cannot be read: %s", error)
             return

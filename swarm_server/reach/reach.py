@@ -128,7 +128,8 @@ class Reach:
             self._own.move(host)
             self._attached.clear()
             self._dht.move(host)
-            await asyncio.wait_for(self._attached.wait(), _RESTART_S)  # nothing can be published before
+            async with asyncio.timeout(_RESTART_S):
+                await self._attached.wait()  # nothing can be published before
             self._asked_s = -inf
         self._forget_lost()
         await self._find_own()
@@ -205,7 +206,8 @@ class Reach:
 
     async def _pause(self) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), _LOOK_S)
+            async with asyncio.timeout(_LOOK_S):
+                await self._wake.wait()
         except TimeoutError:
             return
         self._wake.clear()

@@ -165,7 +165,8 @@ class SessionManager:
         while self._sessions and (left_s := deadline - clock()) > 0:
             self._closed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._closed.wait()
 
     @property
     def num_sessions(self) -> int:

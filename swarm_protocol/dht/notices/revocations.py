@@ -40,7 +40,8 @@ class Revocations:
     async def publish(self, grant_id: bytes, data: bytes) -> bool:
         """Store a signed revocation; return whether a node accepted it."""
         try:
-            return await asyncio.wait_for(self._store(grant_id, data), _PUBLISH_TIMEOUT_S)
+            async with asyncio.timeout(_PUBLISH_TIMEOUT_S):
+                return await self._store(grant_id, data)
         except TimeoutError:
             return False
 

@@ -85,7 +85,8 @@ class TaskPool:
             due_in_s = self._queue.due_in_s(clock())
             if due_in_s is None or due_in_s > 0:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._filled.wait(), due_in_s)
+                    async with asyncio.timeout(due_in_s):
+                        await self._filled.wait()
                 continue
             key, tasks = self._queue.take()
             await self._answer(

@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from swarm_protocol.errors import PeerMoved
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.bitmap import contains
 from swarm_training.core.moment import Moment
@@ -194,9 +195,7 @@ class StagePeer:
                 await self._advance()
                 await self._wait()
         finally:
-            relaying.cancel()
-            with suppress(asyncio.CancelledError):
-                await relaying
+            await end_tasks([relaying])
 
     async def join(self, look_s: float = LOOK_S) -> None:
         """Take over the state of the stage from a mate. If none is found for ``look_s``, the first joining peer by id
@@ -378,9 +377,7 @@ class StagePeer:
                     waiting.cancel()
             return averaging.result()
         finally:
-            averaging.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(averaging, return_exceptions=True)
+            await end_tasks([averaging])
 
     async def _may_step(self) -> bool:
         """Wait for the other stages; return False if the run goes back instead."""
