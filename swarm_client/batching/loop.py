@@ -21,6 +21,7 @@ from swarm_client.batching.row import BatchRow
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.batching.sampler import Choice, choose, token_of
 from swarm_client.core import background
+from swarm_client.sessions.opening import SessionPurpose
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.choosing import verify
 from swarm_client.speculation.generating import Ends, GeneratedText, has_room, ranking_of
@@ -98,7 +99,7 @@ class GenerationLoop:
             len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS),
             on_event=listener.happened if request.with_servers else None,
             is_bundled=True,
-            user=request.user,
+            purpose=SessionPurpose(request.user, request.is_background),
         )
         first = self._batched.first_input(prompt, session, request.pictures) if request.pictures else None
         ranking = ranking_of(config, choice.processors, choice.generator)

@@ -32,6 +32,8 @@ class Request:
         with_servers: whether the listener gets events of its servers, instead of ``on_event`` of the client's config.
         user: the name of the user, which servers see. Servers share their work for this client equally among its
             users. The name should mean nothing to anybody else.
+        is_background: whether nobody waits for the answer: servers compute it while they have nothing else to do, and
+            in one turn of eight.
         pictures: the arguments of the model's ``forward``, besides the token ids, that hold the prompt's pictures, as
             the model's processor returns them; empty if there are none.
     """
@@ -45,6 +47,7 @@ class Request:
     scores_prompt: bool = False
     with_servers: bool = False
     user: str = ""
+    is_background: bool = False
     pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 

@@ -19,6 +19,7 @@ from swarm_client.model.hollow_blocks import INSTEAD, HollowBlocks, Inside
 from swarm_client.model.left_out import require_padding_mask
 from swarm_client.model.model_pass import ModelPass, needs_grad, starts_of
 from swarm_client.passes.passes import backward, forward
+from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
 from swarm_client.sessions.session import RemoteSession, check_length
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import RequestRejected
@@ -103,7 +104,7 @@ class RemoteSpan:
         on_event: OnEvent | None = None,
         is_bundled: bool = False,
         row_unit: int = 1,
-        user: str = "",
+        purpose: SessionPurpose = INTERACTIVE,
     ) -> RemoteSession:
         """Return a session over these blocks.
 
@@ -114,7 +115,7 @@ class RemoteSpan:
             on_event: see ``DistributedModel.from_pretrained``, which gives the default.
             is_bundled: whether steps share a message with steps of other sessions that are ready at the same time.
             row_unit: the number of rows, such as the beams of one text, that are reordered among themselves.
-            user: the user of the session; see ``swarm_client.batching.request.Request``.
+            purpose: whom the session is for, and whether somebody waits for it.
         """
         return RemoteSession(
             self.swarm,
@@ -126,7 +127,7 @@ class RemoteSpan:
             adapter=lambda: self.added.snapshot(),
             is_bundled=is_bundled,
             row_unit=row_unit,
-            user=user,
+            purpose=purpose,
         )
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from swarm_client.routing.own_load import SessionLoad
 from swarm_client.routing.routing import Route
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.listener import ChainListener, Failures
-from swarm_client.sessions.opening import Opener, Terms, close
+from swarm_client.sessions.opening import INTERACTIVE, Opener, SessionPurpose, Terms, close
 from swarm_client.sessions.replacement import HopReplacer
 from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.swarm import Swarm, closed_error
@@ -50,7 +50,7 @@ class Chain:
         standby: bool,
         reporter: Reporter,
         is_bundled: bool = False,
-        user: str = "",
+        purpose: SessionPurpose = INTERACTIVE,
     ) -> None:
         self.hops: list[HopSession] = []
         self.number = FIRST_STEP - 1
@@ -59,7 +59,7 @@ class Chain:
         self._blocks = blocks
         self._reporter = reporter
         inbox = Inbox(self._hop_leaves)
-        self._opener = opener = Opener(swarm, inbox, is_bundled, user)
+        self._opener = opener = Opener(swarm, inbox, is_bundled, purpose)
         self._terms = terms = Terms(max_positions, reserve_tokens)
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)

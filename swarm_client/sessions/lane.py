@@ -12,6 +12,7 @@ from swarm_client.core.events import PartReporter, Reporter
 from swarm_client.failover.journal import Journal
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.chain import Chain
+from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.changes import merged
 from swarm_client.verification.session_checks import SessionChecks
@@ -31,7 +32,7 @@ class LaneSettings:
     standby: bool
     is_bundled: bool
     reporter: Reporter
-    user: str = ""
+    purpose: SessionPurpose = INTERACTIVE
 
 
 class Lane:
@@ -57,7 +58,7 @@ class Lane:
             setting.standby,
             self._reporter,
             setting.is_bundled,
-            setting.user,
+            setting.purpose,
         )
         self._checks = SessionChecks(setting.swarm, self._reporter)
         self._journal = journal  # the positions that the servers know

@@ -109,6 +109,22 @@ class Terms:
         )
 
 
+@dataclass(frozen=True)
+class SessionPurpose:
+    """What a session is for.
+
+    Attributes:
+        user: the name of the user, see ``swarm_client.batching.request.Request``.
+        is_background: whether nobody waits for the answers, so that servers compute other work first.
+    """
+
+    user: str = ""
+    is_background: bool = False
+
+
+INTERACTIVE = SessionPurpose()
+
+
 class Opener:
     """A session's opener of hops. All answers go to one inbox, and ``adapter`` is added to the hops' blocks.
 
@@ -119,12 +135,14 @@ class Opener:
         is_choosing: a chain is being chosen.
     """
 
-    def __init__(self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False, user: str = "") -> None:
-        """Take the options of all hops. ``is_bundled``: see ``ServerConnection.open``; ``user``: see ``Open``."""
+    def __init__(
+        self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False, purpose: SessionPurpose = INTERACTIVE
+    ) -> None:
+        """Take the options of all hops. ``is_bundled``: see ``ServerConnection.open``."""
         self._swarm = swarm
         self._inbox = inbox
         self._is_bundled = is_bundled
-        self._user = user
+        self._purpose = purpose
         self.adapter = NOTHING
         self.planned: Route = ()
         self.opening: Route = ()
@@ -341,7 +359,8 @@ class Opener:
             records_past=opening.records_past,
             spare_tokens=opening.spare_tokens,
             last_number=opening.last_number,
-            user=self._user,
+            user=self._purpose.user,
+            is_background=self._purpose.is_background,
         )
         server = await self._swarm.server(hop.server)
         request.wait_s = wait_s()

@@ -19,6 +19,7 @@ from swarm_client.routing.pipelining import divided, most_lanes
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.lane import Lane, LaneSettings, joined
+from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -56,13 +57,12 @@ class RemoteSession:
         adapter: Callable[[], AdapterSnapshot] = AdapterSnapshot,
         is_bundled: bool = False,
         row_unit: int = 1,
-        user: str = "",
+        purpose: SessionPurpose = INTERACTIVE,
     ) -> None:
         """Create the session without servers. ``adapter`` is called once, at the first step, for the blocks' adapter.
 
         ``is_bundled``: the steps travel in one message with steps of other sessions that are ready at the same time.
         ``row_unit``: the size of a group of rows, such as the beams of one text, that are reordered among themselves.
-        ``user``: see ``Request``.
 
         Raises ValueError if ``row_unit`` is less than one.
         """
@@ -71,7 +71,9 @@ class RemoteSession:
         standby = swarm.config.standby if standby is None else standby
         self._on_event = on_event
         reporter = Reporter(on_event or swarm.config.on_event)
-        self._setting = LaneSettings(swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter, user)
+        self._setting = LaneSettings(
+            swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter, purpose
+        )
         self._adapter = adapter
         self._row_unit = row_unit
         self._lanes = [Lane(self._setting)]
@@ -129,7 +131,7 @@ class RemoteSession:
                 adapter=self._adapter,
                 is_bundled=setting.is_bundled,
                 row_unit=self._row_unit,
-                user=setting.user,
+                purpose=setting.purpose,
             )
             other._continue(self)
         return other

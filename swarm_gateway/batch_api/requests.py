@@ -85,4 +85,6 @@ def _read_line(number: int, text: bytes, endpoint: str) -> BatchLine:
     asked = validated(KINDS[endpoint], line.body)
     if getattr(asked, "stream", False):
         raise ApiError(400, "answers in a batch are no streams: leave stream out", param="body.stream")
+    if not isinstance(asked, EmbeddingRequest):
+        asked.service_tier = "flex"
     return BatchLine(number, line.custom_id, asked, len(text))

@@ -33,7 +33,6 @@ _COMMON: dict[str, Values] = {
     "safety_identifier": None,
     "user": None,
     "store": None,  # nothing is stored
-    "service_tier": None,
 }
 _CHAT: dict[str, Values] = _COMMON | {
     "audio": (),
@@ -85,6 +84,7 @@ class _Generating(Fields):
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias] = Field(default={})
     max_tokens: int | None = Field(default=None, ge=1)
     ignore_eos: bool = False
+    service_tier: str = "auto"  # "flex": servers compute other work first; all others are the same
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default=[], max_length=128)
 
     @model_validator(mode="after")
@@ -100,6 +100,10 @@ class _Generating(Fields):
             message = "stream_options is only for streams: expected stream to be true"
             raise ApiError(400, message, param="stream_options")
         return self
+
+    @property
+    def is_background(self) -> bool:
+        return self.service_tier == "flex"
 
     @property
     def wants_usage(self) -> bool:

@@ -79,6 +79,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
                 num_logprobs=asked.num_logprobs,
                 scores_prompt=asked.num_logprobs is not None and isinstance(asked, CompletionRequest) and asked.echo,
                 with_servers=asked.wants_servers,
+                is_background=asked.is_background,
                 pictures=pictures,
             )
             for choice in range(asked.n)

@@ -34,7 +34,6 @@ _REQUEST: dict[str, Values] = {
     "prompt_cache_options": None,
     "prompt_cache_retention": None,
     "safety_identifier": None,
-    "service_tier": None,
     "stream_options": ({}, {"include_obfuscation": False}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -209,6 +208,7 @@ class ResponsesRequest(Fields):
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
     metadata: dict[str, str] = Field(default={})
+    service_tier: str = "auto"
 
     def as_chat(self, before: Sequence[Item]) -> ChatRequest:
         """Return the chat request that says the same after the items ``before``. Raise ApiError if there is none."""
@@ -226,6 +226,7 @@ class ResponsesRequest(Fields):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
             "verbosity": self.text.verbosity,
+            "service_tier": self.service_tier,
             "response_format": None if self.text.format is None else self.text.format.as_chat(),
         }
         return validated(ChatRequest, fields)

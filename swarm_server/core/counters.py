@@ -47,7 +47,8 @@ class Counters:
         blocks_run: the number of runs of a block, for any number of positions.
         batches: the number of batches that the compute thread has finished.
         batch_rows: the number of rows of each batch of steps.
-        wait_s: the time from submission to the compute thread, by kind: ``decode``, ``prefill`` or ``training``.
+        wait_s: the time from submission to the compute thread, by kind: ``decode``, ``prefill``, ``training`` or
+            ``background``, which is steps of sessions for whose answers nobody waits.
         compute_s: the busy time of the compute thread, by the same kinds.
         calls: the number of calls, by method of the gRPC service.
         refusals: the number of refused calls and steps, by the gRPC status of the answer.
@@ -64,7 +65,9 @@ class Counters:
     batches: int = 0
     batch_rows: Distribution = field(default_factory=lambda: Distribution(_ROWS))
     wait_s: dict[str, Distribution] = field(
-        default_factory=lambda: {kind: Distribution(_WAIT_S) for kind in ("decode", "prefill", "training")}
+        default_factory=lambda: {
+            kind: Distribution(_WAIT_S) for kind in ("decode", "prefill", "training", "background")
+        }
     )
     compute_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)

@@ -28,6 +28,7 @@ _ACTIVE_S = 1.0
 _PACE_WEIGHT = 0.1  # weight of one batch in the moving average
 _NOBODY = Caller("")
 _PREFILLS_PER_TRAINING = 3  # prefill turns before a training turn, if both wait
+_OTHERS_PER_BACKGROUND = 7  # turns before a turn of background steps, if both wait
 _PROMPTS_BETWEEN = 3  # prefill turns between two decoding turns, while more prompts than decoding steps wait
 _FEW_POSITIONS = 32  # rows × positions: a step of up to this size counts as decoding (speculative decoding)
 _LEAST_ALONE = 16  # rows × positions: smaller decoding steps always share batches
@@ -35,11 +36,15 @@ MAX_POSITIONS = 256  # rows × positions that a batch of decoding steps has at m
 
 
 class WorkKind(IntEnum):
-    """A kind of work. Users watch decoding; prompts come in chunks, short ones in one batch; training can wait."""
+    """A kind of work. Users watch decoding; prompts come in chunks, short ones in one batch; training can wait.
+
+    Background work is steps of sessions for whose answers nobody waits.
+    """
 
     DECODE = 0
     PREFILL = 1
     TRAINING = 2
+    BACKGROUND = 3
 
 
 @dataclass(eq=False)
@@ -93,6 +98,7 @@ class WorkQueue:
     while other work waits, and all turns otherwise. Training gets one in four of the turns that decoding leaves.
     While more prompts than decoding steps wait, decoding gets every fourth turn: a decoding batch takes about as long
     for many sessions as for few, so prompts that become decoding sessions sooner make all work shorter.
+    Background work gets the turns for which nothing else waits, and else one turn of eight.
     """
 
     def __init__(self, mixes_sessions: bool = True, chunk_positions: int = 64) -> None:
@@ -107,6 +113,7 @@ class WorkQueue:
         self._prompts = PromptOrder()  # keyed by the id() of each session
         self._num_others = _PROMPTS_BETWEEN  # turns since the last decoding
         self._num_prefills = 0  # since the last training
+        self._num_urgent = 0  # turns since the last background work
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -139,11 +146,13 @@ class WorkQueue:
         if not len(self):
             return []
         kind = self._next_kind()
+        self._num_urgent = 0 if kind is WorkKind.BACKGROUND else self._num_urgent + 1
         if kind is WorkKind.DECODE:
             self._num_others = 0
             return self._batch(kind, MAX_POSITIONS, max(_LEAST_ALONE, self._chunk_positions // 4))
         self._num_others += 1
-        self._num_prefills = 0 if kind is WorkKind.TRAINING else self._num_prefills + 1
+        if kind is not WorkKind.BACKGROUND:
+            self._num_prefills = 0 if kind is WorkKind.TRAINING else self._num_prefills + 1
         return self._batch(kind, self._chunk_positions, self._chunk_positions)
 
     def clear(self) -> list[WorkItem]:
@@ -151,10 +160,13 @@ class WorkQueue:
         return [work for waiting in self._waiting.values() for work in waiting.clear()]
 
     def _next_kind(self) -> WorkKind:
-        decode, prefill, training = (len(self._waiting[kind]) for kind in WorkKind)
+        decode, prefill, training, background = (len(self._waiting[kind]) for kind in WorkKind)
         num_between = _PROMPTS_BETWEEN if prefill > decode else 1
-        if decode and (self._num_others >= num_between or not (prefill or training)):
+        is_due = background > 0 and self._num_urgent >= _OTHERS_PER_BACKGROUND
+        if decode and (self._num_others >= num_between or not (prefill or training or is_due)):
             return WorkKind.DECODE
+        if is_due or not (prefill or training):
+            return WorkKind.BACKGROUND
         if training and (not prefill or self._num_prefills >= _PREFILLS_PER_TRAINING):
             return WorkKind.TRAINING
         return WorkKind.PREFILL
@@ -236,9 +248,10 @@ class Scheduler:
     def queue_s(self) -> float:
         """Return how long a step would wait: for all steps, and for one training pass, since these take turns.
 
-        The estimate uses the time that recent work of the same kind took.
+        The estimate uses the time that recent work of the same kind took. Background work does not count.
         """
-        costs = self._costs | {WorkKind.TRAINING: self._costs[WorkKind.TRAINING] / max(1, self._training.used)}
+        one_training = self._costs[WorkKind.TRAINING] / max(1, self._training.used)
+        costs = self._costs | {WorkKind.TRAINING: one_training, WorkKind.BACKGROUND: 0}
         return sum(costs[kind] * self._pace_s[kind] for kind in WorkKind)
 
     @property
@@ -260,10 +273,13 @@ class Scheduler:
         with self._changed:
             self._queue.forget(session)
 
-    async def step(self, session: Session, step: SessionStep, client: str = "", user: str = "") -> torch.Tensor:
+    async def step(
+        self, session: Session, step: SessionStep, client: str = "", user: str = "", *, is_background: bool = False
+    ) -> torch.Tensor:
         """Return the step's output, [batch, tokens, hidden_size].
 
-        ``user``: which of the client's users the step is for. Raises the error that refused it (see ``Engine.run``).
+        ``user``: which of the client's users the step is for. ``is_background``: nobody waits for the session's
+        answers. Raises the error that refused it (see ``Engine.run``).
         """
         self._stepped_s.pop(id(session), None)
         self._stepped_s[id(session)] = time.monotonic()
@@ -271,6 +287,7 @@ class Scheduler:
         is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
         is_chunk = step.num_following > 0 or self._queue.is_prompt(session)
         kind = WorkKind.DECODE if is_short and not is_chunk else WorkKind.PREFILL
+        kind = WorkKind.BACKGROUND if is_background else kind
         output: torch.Tensor = await self._submit(
             WorkItem(kind, _future(), session=session, step=step, client=client, user=user, cost=rows * num_tokens)
         )
@@ -345,7 +362,8 @@ class Scheduler:
         now = time.monotonic()
         for work in batch:
             wait_s = now - work.submitted_s
-            self._delay_s += 0.1 * (wait_s - self._delay_s)
+            if work.kind is not WorkKind.BACKGROUND:
+                self._delay_s += 0.1 * (wait_s - self._delay_s)
             self._counters.wait_s[work.kind.name.lower()].add(wait_s)
         self._delay_time = now
         return batch

@@ -20,6 +20,7 @@ from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession, Reply
 
 _END_TIMEOUT_S = 5.0  # for sessions that are asked to end
+_YOUNGER_S = 1e9  # how much younger than others a background session counts
 _MAX_WAIT_S = 24 * 3600.0  # the longest time that a request may wait for room
 
 
@@ -66,6 +67,7 @@ class SessionManager:
         wanted_tokens = validator.at_most(request.reserve_tokens + request.spare_tokens)
         arrived_s = asyncio.get_running_loop().time()
         born_s = self._births.born_s(client.peer_id, arrived_s, _seconds(request.age_s), request.asked_s)
+        born_s += _YOUNGER_S * request.is_background
         with ExitStack() as uses:
             adapter = uses.enter_context(adapters.using(request.adapter)) if request.HasField("adapter") else None
             self._require_new(request.session_key)

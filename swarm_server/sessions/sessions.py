@@ -54,7 +54,7 @@ class HostedSession:
         self._services = services
         self._preemption = preemption
         self._reply = reply
-        self._user = request.user
+        self._user, self._is_background = request.user, request.is_background
         self._codec = request.codec
         self._next_codec = request.next.codec if request.next.HasField("codec") else request.codec
         self._sent_number = request.sent_number
@@ -184,7 +184,9 @@ class HostedSession:
             self._services.counters.positions["copied"] += self.session.batch_size * stored.num_tokens
             return None
         step = self._checked(request, payload, changes)
-        return await self._services.scheduler.step(self.session, step, self.client.peer_id, self._user)
+        return await self._services.scheduler.step(
+            self.session, step, self.client.peer_id, self._user, is_background=self._is_background
+        )
 
     async def refuse(self, number: int, error: RequestRejected | PeerError) -> None:
         self._services.counters.refusals[status_of(error).name] += 1

@@ -230,7 +230,9 @@ class ToyScheduler:
         self._chance = chance
         self._counters = counters
 
-    async def step(self, session: ToySession, step: SessionStep, _client: str, _user: str = "") -> torch.Tensor:
+    async def step(
+        self, session: ToySession, step: SessionStep, _client: str, _user: str = "", *, is_background: bool = False
+    ) -> torch.Tensor:
         self.num_waiting += 1
         try:
             await self._wait(session, step)

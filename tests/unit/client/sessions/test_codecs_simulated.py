@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from swarm_client.core.config import ClientConfig
+from swarm_client.sessions.opening import SessionPurpose
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.links import Links
 from swarm_client.transport.transport import ServerConnection
@@ -83,25 +84,28 @@ def test_a_session_keeps_its_codecs() -> None:
 def test_all_servers_know_whom_a_prompt_is_for_and_what_is_left_of_it() -> None:
     async def story(swarm: Compressed) -> None:
         await swarm.beside("0:3", "3:6")
-        seen: dict[str, list[tuple[int, int, str]]] = {}
+        seen: dict[str, list[tuple[int, int, str, bool]]] = {}
         for name, server in swarm.net.servers.items():
             scheduler, seen[name] = server.host.services.scheduler, []
             compute = scheduler.step
 
-            async def step_of(session: Any, step: Any, client: str, user: str, name=name, compute=compute) -> Any:
-                seen[name].append((step.inputs.hidden.shape[1], step.num_following, user))
-                return await compute(session, step, client, user)
+            async def step_of(
+                session: Any, step: Any, client: str, user: str, *, is_background: bool, name=name, compute=compute
+            ) -> Any:
+                seen[name].append((step.inputs.hidden.shape[1], step.num_following, user, is_background))
+                return await compute(session, step, client, user, is_background=is_background)
 
             scheduler.step = step_of
-        swarm.session = session = RemoteSession(swarm.swarm, Span(0, NUM_BLOCKS), None, user="anna")
+        purpose = SessionPurpose("anna", is_background=True)
+        swarm.session = session = RemoteSession(swarm.swarm, Span(0, NUM_BLOCKS), None, purpose=purpose)
         await step(session, 300)
         await step(session, 1)
         for first, *others, last in seen.values():
-            assert others and last == (1, 0, "anna")
+            assert others and last == (1, 0, "anna", True)
             left = 300
-            for size, num_following, user in [first, *others]:
+            for size, *told in [first, *others]:
                 left -= size
-                assert (num_following, user) == (left, "anna")
+                assert told == [left, "anna", True]
 
     quiet(story, kind=Compressed)
 

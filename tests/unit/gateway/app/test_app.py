@@ -214,8 +214,10 @@ def test_what_is_asked_for_reaches_the_loop(gateway: Gateway) -> None:
     config = requests[0].config
     assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 0.5, 0.9, 5)
     assert (config.min_p, config.repetition_penalty, len(requests[0].processors)) == (0.1, 1.5, 1)
-    gateway.client().completions.create(**COMPLETE, temperature=0)
-    assert gateway.batcher.generations[-1].request.config.do_sample is False
+    assert not any(request.is_background for request in requests)
+    gateway.client().completions.create(**COMPLETE, temperature=0, extra_body={"service_tier": "flex"})
+    last = gateway.batcher.generations[-1].request
+    assert last.config.do_sample is False and last.is_background
 
 
 @pytest.mark.parametrize(

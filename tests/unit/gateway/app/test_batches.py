@@ -77,6 +77,7 @@ def test_a_batch_of_each_endpoint(gateway: Gateway, url: str) -> None:
     assert done.error_file_id is None and done.completed_at >= done.in_progress_at >= done.created_at
     found = answers(gateway, done.output_file_id)
     assert list(found) == [f"r{n}" for n in range(9)]  # in the order of the file
+    assert all(generation.request.is_background for generation in gateway.batcher.generations)
     body = found["r4"]["response"]["body"]
     assert found["r4"]["response"]["status_code"] == 200 and found["r4"]["error"] is None
     if url == CHAT:

@@ -19,7 +19,6 @@ CHANGE_NOTHING = {
     "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
-    "service_tier",
     "store",
     "user",
 }

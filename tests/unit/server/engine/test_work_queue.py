@@ -83,6 +83,14 @@ class TestTurns:
             kinds.append(queue.next_batch()[0].kind)
         assert kinds == ([WorkKind.PREFILL] * 3 + [WorkKind.TRAINING]) * 4
 
+    @pytest.mark.parametrize("kind", [WorkKind.DECODE, WorkKind.PREFILL, WorkKind.TRAINING])
+    def test_background_work_has_one_in_eight_of_the_turns_of_others(self, kind: WorkKind) -> None:
+        queue, kinds = filled(*(work(WorkKind.BACKGROUND) for _ in range(9)), mixes_sessions=False), []
+        for _ in range(24):
+            queue.add(work(kind))
+            kinds.append(queue.next_batch()[0].kind)
+        assert kinds == ([kind] * 7 + [WorkKind.BACKGROUND]) * 3
+
     def test_whoever_is_alone_has_all_turns(self) -> None:
         for kind in WorkKind:
             works = [call(kind) for _ in range(4)]
@@ -97,7 +105,7 @@ class TestTurns:
 
     @given(st.lists(st.sampled_from(list(WorkKind)), max_size=40), st.randoms(use_true_random=False))
     def test_nobody_starves(self, arrivals: list[WorkKind], chance: random.Random) -> None:
-        """Whatever arrives meanwhile, the work that came first of its kind has its turn within eight."""
+        """Whatever arrives meanwhile, the work that came first of its kind has its turn within ten."""
         queue, waited = WorkQueue(mixes_sessions=False), dict.fromkeys(WorkKind, 0)
         for kind in arrivals:
             for _ in range(chance.randrange(3)):
@@ -108,7 +116,7 @@ class TestTurns:
             served = queue.next_batch()[0].kind
             for kind in WorkKind:
                 waited[kind] = waited[kind] + 1 if kind in waiting and kind is not served else 0
-            assert max(waited.values()) < 8 and waited[WorkKind.DECODE] < 4
+            assert max(waited.values()) < 10 and waited[WorkKind.DECODE] < 4
 
 
 class TestBatches:

@@ -35,13 +35,13 @@ class Story:
     async def reply(self, replies: list[pb.SessionReply]) -> None:
         self.replies += replies
 
-    async def open(self, reserve_tokens: int, user: str = "") -> HostedSession:
+    async def open(self, reserve_tokens: int, user: str = "", *, is_background: bool = False) -> HostedSession:
         self._num_opened += 1
         blocks = pb.Span(start=0, end=NUM_BLOCKS)
         contract = pb.Contract(wire_version=WIRE_VERSION, model=MODEL, revision=REVISION, blocks=blocks)
         key = self._num_opened.to_bytes(16, "big")
         request = pb.Open(contract=contract, session_key=key, batch_size=1, reserve_tokens=reserve_tokens)
-        request.user = user
+        request.user, request.is_background = user, is_background
         return await self.host.open(request, CLIENT, self.reply)
 
     @property
@@ -92,5 +92,19 @@ def test_a_preempted_session_that_has_ended_does_not_keep_others_from_being_pree
                 await story.host.end(young)
                 await growing
         assert story.answers == [("output", size) for size in sizes]
+
+    run_virtually(scenario(), limit_s=60.0)
+
+
+def test_a_background_session_gives_way_to_any_other() -> None:
+    async def scenario() -> None:
+        story = Story()
+        background, later = await story.open(4, is_background=True), await story.open(6)
+        with StepReader(later, Arrivals()) as reader:
+            growing = asyncio.ensure_future(reader.start(step(1, 0, *range(7))))
+            await background.claim.until_preempted()
+            await story.host.end(background)
+            await growing
+        assert story.answers == [("output", 1)]
 
     run_virtually(scenario(), limit_s=60.0)
