@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.zoo import BLOCKS, HIDDEN, INITIALIZER_RANGE, PAD, SLIDING, SMALL_HEADS
+from tests.zoo import BLOCKS, EXPERTS, HIDDEN, INITIALIZER_RANGE, PAD, SLIDING, SMALL_HEADS
 
 VOCAB = 256
 PICTURE, VIDEO, BEFORE_PICTURE, AFTER_PICTURE = 250, 251, 252, 253  # token ids
@@ -22,6 +22,15 @@ FIRST_PICTURE_TOKEN = 5
 VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
 SQUARE = dict(VISION, image_size=SIDE, patch_size=PATCH)
 QWEN_VISION = dict(num_heads=2, patch_size=PATCH, spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
+DEEP_VISION = dict(
+    QWEN_VISION,
+    depth=4,
+    hidden_size=32,
+    intermediate_size=64,
+    out_hidden_size=HIDDEN,
+    deepstack_visual_indexes=[0, 1, 3],  # added after more blocks than the first server of some tests has
+    num_position_embeddings=(SIDE // PATCH) ** 2,
+)
 QWEN = dict(video_token_id=VIDEO, vision_start_token_id=BEFORE_PICTURE, vision_end_token_id=AFTER_PICTURE)
 ALTERNATING = dict(sliding_window=SLIDING, layer_types=["sliding_attention", "full_attention"] * (BLOCKS // 2))
 
@@ -168,22 +177,23 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[int], dict[str, torch.Tensor]]
     "qwen3_vl": (
         dict(
             text_config=_text("qwen3_vl_text", **_axes(4, 2, 2)),
-            vision_config=dict(
-                QWEN_VISION,
-                depth=4,
-                hidden_size=32,
-                intermediate_size=64,
-                out_hidden_size=HIDDEN,
-                deepstack_visual_indexes=[0, 2],
-                num_position_embeddings=(SIDE // PATCH) ** 2,
-            ),
+            vision_config=DEEP_VISION,
+            image_token_id=PICTURE,
+            **QWEN,
+        ),
+        _patches,
+    ),
+    "qwen3_vl_moe": (
+        dict(
+            text_config=_text("qwen3_vl_moe_text", **EXPERTS, **_axes(4, 2, 2)),
+            vision_config=DEEP_VISION,
             image_token_id=PICTURE,
             **QWEN,
         ),
         _patches,
     ),
 }
-ONLY_TEXT = ("gemma3", "qwen3_vl")  # servers do not compute what these do with pictures
+ONLY_TEXT = ("gemma3",)  # servers do not compute what these do with pictures
 SEEING = tuple(name for name in MODELS if name not in ONLY_TEXT)
 KIND_OF_TOKEN = {"gemma3": "token_type_ids"}  # the argument that says which tokens are pictures
 
@@ -211,15 +221,17 @@ def words(rows: int, length: int, seed: int = 3) -> torch.Tensor:
     return torch.randint(3, NUM_WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def with_pictures(name: str, rows: int) -> dict[str, torch.Tensor]:
-    """Arguments of ``forward``: words, a picture and words in each row; with several rows, the first is padded."""
-    ids = words(rows, FIRST_PICTURE_TOKEN + TOKENS_PER_PICTURE + 6)
-    ids[:, FIRST_PICTURE_TOKEN - 1] = BEFORE_PICTURE
-    ids[:, FIRST_PICTURE_TOKEN : FIRST_PICTURE_TOKEN + TOKENS_PER_PICTURE] = PICTURE
+def with_pictures(name: str, rows: int, per_row: int = 1) -> dict[str, torch.Tensor]:
+    """Arguments of ``forward``: words, pictures and words in each row; with several rows, the first is padded."""
+    apart = FIRST_PICTURE_TOKEN + TOKENS_PER_PICTURE
+    ids = words(rows, per_row * apart + 6)
+    for first in range(FIRST_PICTURE_TOKEN, per_row * apart, apart):
+        ids[:, first - 1] = BEFORE_PICTURE
+        ids[:, first : first + TOKENS_PER_PICTURE] = PICTURE
     mask = torch.ones_like(ids)
     if rows > 1:
         ids[0, :2], mask[0, :2] = PAD, 0
-    given = {"input_ids": ids, "attention_mask": mask, **MODELS[name][1](rows)}
+    given = {"input_ids": ids, "attention_mask": mask, **MODELS[name][1](rows * per_row)}
     if name.startswith("qwen") or name in KIND_OF_TOKEN:
         given[KIND_OF_TOKEN.get(name, "mm_token_type_ids")] = (ids == PICTURE).long()
     return given

@@ -55,7 +55,7 @@ class CallProgress:
         start: the position at which the call begins.
         answered: the number of the last step whose outputs the client has.
         batch_size: the number of rows that a hop must replay.
-        is_watched: the client wants outputs that only the failed hops had.
+        starts_over: the other hops cannot give new hops, or the client, all that only the failed hops had.
     """
 
     steps: tuple[Taken, ...]
@@ -63,7 +63,7 @@ class CallProgress:
     answered: int
     past: tuple[Taken, ...] = ()
     batch_size: int = 1
-    is_watched: bool = False
+    starts_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _after_failure(state: FailoverState, errors: Mapping[int, SwarmError], is_la
     instructions: list[Instruction] = [_blame(state, errors)]
     if is_late and not _are_full(failed):
         return state, [*instructions, GiveUp(_span(state))]
-    if state.progress.is_watched:  # a failed hop's block outputs are not sent to the client again
+    if state.progress.starts_over:  # such as a failed hop's block outputs, which are not sent again
         return state, [*instructions, Abandon(tuple(failed)), StartOver()]
     return state, [*instructions, _ask(state)]
 

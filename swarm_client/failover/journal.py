@@ -13,14 +13,17 @@ _FEW_CHUNKS = 512  # each step adds one
 
 
 class _Pool:
-    """A store of hidden states and position ids of single positions, numbered in order of arrival."""
+    """A store of hidden states, position ids and additions of single positions, numbered in order of arrival."""
 
     def __init__(self) -> None:
         self._hidden: list[torch.Tensor] = []  # each tensor: [positions, hidden_size]
         self._positions: list[torch.Tensor] = []  # each tensor: [positions, axes]
+        self._additions: dict[int, torch.Tensor] = {}  # each [positions, blocks, hidden_size], by the first's number
         self.size = 0
 
-    def add(self, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+    def add(self, hidden: torch.Tensor, positions: torch.Tensor, additions: torch.Tensor | None = None) -> None:
+        if additions is not None and (used := additions.flatten(1).any(1).nonzero()[:, 0].tolist()):
+            self._additions[self.size + used[0]] = additions[used[0] : used[-1] + 1].detach().to("cpu", copy=True)
         self._hidden.append(hidden.detach().to("cpu", copy=True))
         positions = positions if positions.dim() == 2 else positions[:, None]
         self._positions.append(positions.detach().to("cpu", copy=True))
@@ -30,22 +33,39 @@ class _Pool:
         """Return an independent pool whose entries share this pool's memory."""
         other = _Pool()
         other._hidden, other._positions, other.size = list(self._hidden), list(self._positions), self.size
+        other._additions = dict(self._additions)
         return other
+
+    @property
+    def num_added(self) -> int:
+        """Return the number of blocks that have additions at some position."""
+        return max((additions.shape[1] for additions in self._additions.values()), default=0)
 
     @property
     def num_chunks(self) -> int:
         return len(self._hidden)
 
-    def read(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states [entries, hidden_size] and position ids of these entries.
+    def read(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return hidden states [entries, hidden_size], position ids and additions of these entries.
 
-        The position ids are [entries], or [entries, axes] if they differ between axes.
+        The position ids are [entries], or [entries, axes] if they differ between axes. The additions are [entries,
+        blocks, hidden_size]; None if no entry has any.
         """
         axes = max(positions.shape[1] for positions in self._positions)
         self._hidden[:] = [torch.cat(self._hidden)]
         self._positions[:] = [torch.cat([positions.expand(-1, axes) for positions in self._positions])]
         positions = self._positions[0][which]
-        return self._hidden[0][which], positions[:, 0] if bool((positions == positions[:, :1]).all()) else positions
+        positions = positions[:, 0] if bool((positions == positions[:, :1]).all()) else positions
+        return self._hidden[0][which], positions, self._read_additions(which)
+
+    def _read_additions(self, which: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = None
+        for first, additions in self._additions.items():
+            inside = (which >= first) & (which < first + len(additions))
+            if bool(inside.any()):
+                found = additions.new_zeros(len(which), *additions.shape[1:]) if found is None else found
+                found[inside] = additions[which[inside] - first]
+        return found
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,11 @@ class Journal:
     def length(self) -> int:
         return self.entries.shape[1]
 
+    @property
+    def num_added(self) -> int:
+        """Return the number of blocks to whose output something is added at some position; see ``BlockInput``."""
+        return self.pool.num_added
+
     def copy(self) -> Journal:
         """Return the same rows in a pool of their own."""
         return replace(self, pool=self.pool.copy())
@@ -97,7 +122,8 @@ class Journal:
         first = self.pool.size
         axes = positions.shape[2:]
         positions = positions.expand(batch_size, num_tokens, *axes).reshape(-1, *axes)
-        self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions)
+        additions = None if inputs.additions is None else inputs.additions.flatten(0, 1)
+        self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions, additions)
         new = torch.arange(first, self.pool.size).view(batch_size, num_tokens)
         mask: torch.Tensor | None
         if inputs.attention_mask is not None:
@@ -113,11 +139,12 @@ class Journal:
     def read(self, start: int, end: int) -> BlockInput:
         """Return positions ``start`` … ``end`` of all rows, with the mask over everything up to ``end``."""
         entries = self.entries[:, start:end]
-        hidden, positions = self.pool.read(entries.reshape(-1))
+        hidden, positions, additions = self.pool.read(entries.reshape(-1))
         return BlockInput(
             hidden.view(*entries.shape, hidden.shape[-1]),
             None if self.mask is None else self.mask[:, :end],
             positions.view(*entries.shape, *positions.shape[1:]),
+            additions=None if additions is None else additions.view(*entries.shape, *additions.shape[1:]),
         )
 
     def compacted(self) -> Journal:

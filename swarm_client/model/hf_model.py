@@ -30,7 +30,7 @@ from swarm_client.model.left_out import (
     wants,
     without_router_logits,
 )
-from swarm_client.model.model_pass import has_hooks
+from swarm_client.model.model_pass import DeepStack, has_hooks
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.mixin import SpeculationMixin
@@ -329,7 +329,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_inner_outputs(given, owner.config)
         given["attention_mask"] = _padding_mask(given.get("attention_mask"))
-        _refuse_additions(given)
+        deep_stack = _deep_stack(given)
         require_padding_mask(given.get("attention_mask"))
         if blocks.training and torch.is_grad_enabled():
             no_dropout.warn(owner.config)
@@ -345,7 +345,8 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
         if blocks.prompts is not None:
             if packed:
                 _refuse_packed()
-            positions = {"position_ids": _without_axes(positions_of_blocks)} if "position_ids" in names else {}
+            _refuse_axes(positions_of_blocks, deep_stack)
+            positions = {"position_ids": positions_of_blocks} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
             positions_of_blocks = given.get("position_ids")
         blocks.begin(
@@ -355,6 +356,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
             later=later,
             packed=packed,
             every_block=_needs_every_block(owner, given),
+            deep_stack=deep_stack,
         )
         return (), {**given, **family.cache_arguments(cache, use_cache)}
 
@@ -397,11 +399,20 @@ def _padding_mask(mask: Any) -> Any:
     return first.padding if hasattr(first, "padding") else mask
 
 
-def _refuse_additions(given: dict[str, Any]) -> None:
-    if given.get("deepstack_visual_embeds"):
+def _deep_stack(given: dict[str, Any]) -> DeepStack | None:
+    """Return what the model adds after its first blocks, in a list that it shares with ``given``.
+
+    Raises:
+        RequestRejected: the model adds something in another way.
+    """
+    if given.get("deepstack_features"):  # of Granite 4 Vision, for blocks far apart
         raise RequestRejected(
-            "this model adds parts of a picture between its first blocks, which are on servers: give it text alone"
+            "this model adds parts of a picture before its blocks, which are on servers: give it text alone"
         )
+    if not given.get("deepstack_visual_embeds"):
+        return None
+    given["deepstack_visual_embeds"] = features = list(given["deepstack_visual_embeds"])
+    return DeepStack(features, given["visual_pos_masks"])
 
 
 def _positions(position_ids: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -418,13 +429,12 @@ def _positions(position_ids: torch.Tensor | None) -> tuple[torch.Tensor | None, 
     return position_ids[0] if has_text else None, axes[0] if are_equal else axes.permute(1, 2, 0)
 
 
-def _without_axes(position_ids: torch.Tensor | None) -> torch.Tensor | None:
-    if position_ids is not None and position_ids.dim() > 2:
+def _refuse_axes(position_ids: torch.Tensor | None, deep_stack: DeepStack | None) -> None:
+    if deep_stack is not None or (position_ids is not None and position_ids.dim() > 2):
         raise RequestRejected(
             "pictures of this model have positions on several axes, which trained prompts (tuning_mode) would shift: "
             "use one or the other"
         )
-    return position_ids
 
 
 def _are_packed(position_ids: torch.Tensor | None) -> bool:

@@ -20,6 +20,26 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class DeepStack:
+    """The features of pictures that the stock code adds to the outputs of the first blocks.
+
+    Attributes:
+        features: for each of these blocks, [picture tokens, hidden_size]. The stock code reads the list after a block.
+        where: [batch, tokens], True at the picture tokens.
+    """
+
+    features: list[torch.Tensor]
+    where: torch.Tensor
+
+    def additions(self, num_blocks: int) -> torch.Tensor:
+        """Return the additions to the outputs of a model's blocks; see ``BlockInput``."""
+        features = torch.stack(self.features[:num_blocks], 1).detach()
+        additions = features.new_zeros(*self.where.shape, *features.shape[1:])
+        additions[self.where.to(features.device)] = features
+        return additions
+
+
+@dataclass
 class ModelPass:
     """One forward pass. The blocks from one start to the next are computed when the module of that start is called.
 
@@ -28,6 +48,7 @@ class ModelPass:
         packed: see ``RemoteSpan``; only used without a session.
         starts: the blocks whose input is read or changed here; the first block is always among them.
         num_wanted: how many of the last outputs are used, if a session computes them; None means all.
+        deep_stack: what the stock code adds between blocks, unless servers do; None if it adds nothing.
     """
 
     remote: RemoteSpan
@@ -38,9 +59,11 @@ class ModelPass:
     packed: bool
     starts: Sequence[int]
     num_wanted: int | None
+    deep_stack: DeepStack | None = None
 
     _snapshot: AdapterSnapshot | None = None  # of the adapter and prompts, in a pass without a session
     _first: torch.Tensor | None = None  # input of the first block
+    _additions: torch.Tensor | None = None  # of the deep stack
     _outputs: dict[int, torch.Tensor] | None = None  # a session's outputs, by the start that they enter next
 
     def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -58,7 +81,7 @@ class ModelPass:
         """Give a session that was not used in this pass its first positions. Call this after the model's forward."""
         if self.session is not None and self._snapshot is not None:
             assert self._first is not None
-            inputs = BlockInput(self._first, self.attention_mask, self.position_ids)
+            inputs = BlockInput(self._first, self.attention_mask, self.position_ids, additions=self._additions)
             self.session.begin_with(inputs, self._snapshot)
 
     def _end(self, block: int) -> int:
@@ -69,10 +92,20 @@ class ModelPass:
         if self.position_ids is None:
             past, new = 0 if session is None else session.length, hidden.shape[1]
             self.position_ids = torch.arange(past, past + new, device=hidden.device)[None]
-        need_grad = needs_grad(hidden, *tensors)
-        if session is None or (not session.length and (self.later or need_grad)):
+        features: list[torch.Tensor] = []
+        if self.deep_stack is not None:
+            features, self._additions = self.deep_stack.features, self.deep_stack.additions(self.remote.span.end)
+        need_grad, are_read = needs_grad(hidden, *tensors, *features), bool(features) and len(self.starts) > 1
+        if session is None or (not session.length and (self.later or need_grad or are_read)):
             self._snapshot, self._first = self.remote.added.snapshot(), hidden.detach()
+            self.starts = sorted({*self.starts, *range(1, min(len(features) + 1, self.remote.span.end))})
             return
+        if are_read:
+            raise RequestRejected(
+                "pictures of this model are added between its first blocks, of which hidden states are read here: pass "
+                "use_cache=False, or an empty cache"
+            )
+        features.clear()  # servers add them
         compute = partial(self._step, session, hidden.detach())
         outputs = _FromCache.apply(compute, hidden, *tensors) if need_grad else compute()
         ends = map(self._end, self.starts)
@@ -80,7 +113,7 @@ class ModelPass:
 
     def _step(self, session: RemoteSession, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run one step of the session; return the outputs of the blocks before each start, and of the last block."""
-        inputs = BlockInput(hidden, self.attention_mask, self.position_ids)
+        inputs = BlockInput(hidden, self.attention_mask, self.position_ids, additions=self._additions)
         if len(self.starts) > 1:
             outputs = session.step_through(inputs)
             return tuple(outputs[self._end(start) - 1].to(hidden.device) for start in self.starts)

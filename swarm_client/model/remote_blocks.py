@@ -17,7 +17,7 @@ from swarm_client.core import background
 from swarm_client.core.events import OnEvent
 from swarm_client.model.hollow_blocks import INSTEAD, HollowBlocks, Inside
 from swarm_client.model.left_out import require_padding_mask
-from swarm_client.model.model_pass import ModelPass, needs_grad, starts_of
+from swarm_client.model.model_pass import DeepStack, ModelPass, needs_grad, starts_of
 from swarm_client.passes.passes import backward, forward
 from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
 from swarm_client.sessions.session import RemoteSession, check_length
@@ -270,6 +270,7 @@ class RemoteBlocks(BlockModule):
         later: bool = False,
         packed: bool = False,
         every_block: bool = False,
+        deep_stack: DeepStack | None = None,
     ) -> None:
         """Prepare this thread for a forward of the model, which begins now.
 
@@ -277,6 +278,7 @@ class RemoteBlocks(BlockModule):
             later: whether servers open the session only at its next step, if a next step follows.
             packed: see ``RemoteSpan``.
             every_block: whether the hidden states after every block are read.
+            deep_stack: see ``ModelPass``.
         """
         modules = self.modules_in_place
         starts = starts_of(modules, every_block)
@@ -284,7 +286,7 @@ class RemoteBlocks(BlockModule):
         starts = [block for block in starts if block < len(modules)]
         self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
         self._context.value = ModelPass(
-            self.remote, attention_mask, position_ids, session, later, packed, starts, num_wanted
+            self.remote, attention_mask, position_ids, session, later, packed, starts, num_wanted, deep_stack
         )
 
     def end(self, output: Any) -> Any:

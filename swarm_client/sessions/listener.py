@@ -262,7 +262,8 @@ class ChainListener:
         if step is None:
             return {}
         ours, theirs = step.message.hidden, answer.hidden
-        if theirs is None or (theirs.header.dtype, theirs.header.shape) != (ours.dtype, ours.shape):
+        shape = _shape_after(ours.shape, sender.span.end)
+        if theirs is None or (theirs.header.dtype, list(theirs.header.shape)) != (ours.dtype, shape):
             return _bad_reply(sender, f"server {sender.hop.server.short_id} answered another shape")
         relayed = sender.number, answer.route, answer.step
         if relayed not in self._relayed:  # once: a server that repeats itself makes no progress
@@ -310,6 +311,11 @@ class ChainListener:
             hop.accept(step.number)
         self._on_answer()
         return {}
+
+
+def _shape_after(shape: Sequence[int], end: int) -> list[int]:
+    """Return the shape of a step's hidden states before block ``end``: additions go on to blocks that need them."""
+    return [*shape[:2], shape[3]] if len(shape) == 4 and shape[2] - 1 <= end else list(shape)
 
 
 def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:

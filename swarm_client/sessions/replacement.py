@@ -221,7 +221,10 @@ class HopReplacer:
         """Return the first state of a failover. A stall must have begun."""
         self._hidden_size = call.inputs.hidden.shape[-1]
         batch_size, is_watched = call.before.batch_size, bool(call.watched)
-        progress = CallProgress(tuple(call.taken), call.start, call.answered, tuple(past), batch_size, is_watched)
+        # Hops keep their outputs without the additions to later blocks.
+        lacks_additions = any(hop.span.end < call.after.num_added for hop in self._hops)
+        starts_over = is_watched or lacks_additions
+        progress = CallProgress(tuple(call.taken), call.start, call.answered, tuple(past), batch_size, starts_over)
         return FailoverState(progress, tuple(_link(hop, call.first_number) for hop in self._hops))
 
     def failure(self, errors: Mapping[HopSession, SwarmError]) -> messages.Failed:

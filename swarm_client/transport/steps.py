@@ -98,7 +98,9 @@ def split(
                 None if positions is None else positions[:, first:last],
             )
         )
-        hidden = WireTensor.of(inputs.hidden[:, first:last], codec)
+        tokens = slice(first, last)
+        new = BlockInput(inputs.hidden[:, tokens], additions=inputs.additions_at(tokens))
+        hidden = WireTensor.of(new.stacked, codec)
         message = pb.Step(
             number=number + len(steps),
             changes=changes if first == 0 else (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, compress, product
+from itertools import combinations, compress, pairwise, product
 
 import torch
 
@@ -23,7 +23,7 @@ from swarm_protocol.errors import BadReply, PeerError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import MIN_POSITIONS, Bounds, Comparison, RoundingKind
-from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.block_input import BlockInput, unstacked
 
 _ROUNDED = (
     RoundingKind("none", "float32"),
@@ -68,7 +68,7 @@ class SampleCheck:
     def __init__(self, swarm: Swarm, sample: SampledAnswer, routed: bool, chance: random.Random) -> None:
         """Prepare the check. ``routed``: the model's blocks choose among experts."""
         self._swarm = swarm
-        self._sample = sample
+        self._sample = _cut_at_additions(sample)
         self._routed = routed
         self._chance = chance
         self._context = Context.of(sample.inputs, sample.adapter)
@@ -104,11 +104,16 @@ class SampleCheck:
         The hidden states are rounded between the same blocks as in the session.
         """
         to_first, *after_hops = self._sample.codecs
-        hidden = WireTensor.of(self._sample.inputs.hidden, to_first).recoded(pb.RAW)
+        sent = WireTensor.of(self._sample.inputs.stacked, to_first)
+        first, additions = unstacked(sent.decode(sent.header.shape, self._sample.inputs.hidden.dtype))
+        hidden = WireTensor.of(first)
         answers: list[list[_Answer]] = []
         for part, codec in zip(parts, after_hops, strict=True):
             answers.append(await self._through(part.route, hidden))
-            hidden = answers[-1][-1].outputs.recoded(codec).recoded(pb.RAW)
+            hidden, number = answers[-1][-1].outputs, part.hop.span.end - 1
+            if additions is not None and number < additions.shape[2]:
+                hidden = WireTensor.of(self._decoded(hidden)[None] + additions[:, :, number])
+            hidden = hidden.recoded(codec).recoded(pb.RAW)
         return answers, hidden
 
     def _compare(self, hidden: WireTensor) -> Comparison:
@@ -214,7 +219,7 @@ class SampleCheck:
         checked = [part.hop for part in parts]
         if not self._sample.is_first_chain:
             return CheckVerdict(suspects=frozenset())
-        if len(checked) == 1:
+        if len({hop.server.peer_id for hop in checked}) == 1:
             witnesses = tuple(answer.hop.server.peer_id for answer in answers[0])
             peer_id = checked[0].server.peer_id
             return CheckVerdict(lies=(Lie(peer_id, checked[0].span, (*witnesses, peer_id)),))
@@ -273,6 +278,18 @@ class SampleCheck:
         if self._sample.is_rounded:
             pairs.append(_ROUNDED)
         return _widest(pairs, num_blocks or len(part.hop.span), self._routed)
+
+
+def _cut_at_additions(sample: SampledAnswer) -> SampledAnswer:
+    """Return the sample with hops that end where this client adds something, because passes have no additions."""
+    num_added = 0 if sample.inputs.additions is None else sample.inputs.additions.shape[2]
+    hops, codecs = [], [sample.codecs[0]]
+    for hop, codec in zip(sample.hops, sample.codecs[1:], strict=True):
+        start, end = hop.span.start, hop.span.end
+        bounds = start, *range(start + 1, min(num_added + 1, end)), end
+        hops += [Hop(hop.server, Span(*part)) for part in pairwise(bounds)]
+        codecs += [*[pb.RAW] * (len(bounds) - 2), codec]
+    return replace(sample, hops=tuple(hops), codecs=codecs)
 
 
 def _names(way: Iterable[_Answer]) -> tuple[str, ...]:

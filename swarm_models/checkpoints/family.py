@@ -26,8 +26,8 @@ OWN_CACHE_CLASS = {"minimax"}
 WEIGHT_IS_READ = {"dt_proj"}
 
 # Models of which servers compute the text alone: their pictures are attended to in both directions, or are added to the
-# hidden states between blocks.
-TEXT_ALONE = {"gemma3", "paligemma", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2"}
+# hidden states before blocks far apart (granite4_vision).
+TEXT_ALONE = {"gemma3", "granite4_vision", "paligemma", "shieldgemma2"}
 
 PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type", "kv_sharing_modes")  # properties of some configs
 

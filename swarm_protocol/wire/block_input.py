@@ -15,13 +15,26 @@ class BlockInput:
     hidden: [batch, tokens, hidden_size]; attention_mask: [batch, past + tokens] or None; position_ids: [batch or 1,
     tokens] or None, or [batch or 1, tokens, axes] for pictures in models with ``Family.position_axes``. packed: without
     mask and past, a position that does not follow the previous one begins another sequence, which attends only to
-    itself.
+    itself. additions: [batch, tokens, blocks, hidden_size] or None: ``additions[:, :, i]`` is added to the output of
+    block i of the model (DeepStack).
     """
 
     hidden: torch.Tensor
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     packed: bool = False
+    additions: torch.Tensor | None = None
+
+    @property
+    def stacked(self) -> torch.Tensor:
+        """Return the hidden states, or [batch, tokens, 1 + blocks, hidden_size] with the additions if there are any."""
+        if self.additions is None or not bool(self.additions.any()):
+            return self.hidden
+        return torch.cat([self.hidden[:, :, None], self.additions.to(self.hidden)], 2)
+
+    def additions_at(self, tokens: slice) -> torch.Tensor | None:
+        """Return the additions at some of the positions."""
+        return None if self.additions is None else self.additions[:, tokens]
 
     def rows(self, rows: slice) -> BlockInput:
         """Return the input of some rows of the batch."""
@@ -31,6 +44,7 @@ class BlockInput:
             None if mask is None else mask[rows],
             positions if positions is None or len(positions) == 1 else positions[rows],
             self.packed,
+            None if self.additions is None else self.additions[rows],
         )
 
     @classmethod
@@ -44,7 +58,26 @@ class BlockInput:
             mask = torch.cat([ones if each is None else each for ones, each in zip(rows, masks, strict=True)])
         positions = [part.position_ids for part in parts if part.position_ids is not None]
         assert len(positions) == len(parts)
-        return cls(torch.cat([part.hidden for part in parts]), mask, torch.cat(with_same_axes(positions)))
+        return cls(
+            torch.cat([part.hidden for part in parts]),
+            mask,
+            torch.cat(with_same_axes(positions)),
+            additions=_additions_of_rows(parts),
+        )
+
+
+def unstacked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the hidden states and the additions of a tensor that ``BlockInput.stacked`` returned."""
+    return (tensor, None) if tensor.dim() == 3 else (tensor[:, :, 0], tensor[:, :, 1:])
+
+
+def _additions_of_rows(parts: Sequence[BlockInput]) -> torch.Tensor | None:
+    like = next((part.additions for part in parts if part.additions is not None), None)
+    if like is None:
+        return None
+    nothing = [like.new_zeros(len(part.hidden), *like.shape[1:]) for part in parts]
+    additions = [part.additions for part in parts]
+    return torch.cat([zeros if each is None else each for zeros, each in zip(nothing, additions, strict=True)])
 
 
 def with_same_axes(positions: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ MAX_MESSAGE_BYTES = 2 * MIB
 MAX_MASK_BYTES = MIB // 2  # as bits: 128 rows with 32k positions
 MAX_POSITION_IDS = 3 * MIB // 32  # in one message, four bytes each
 MAX_BATCH_SIZE = 4096
+MAX_ADDITIONS = 16  # blocks after which a step's pictures add something to the hidden states
 MAX_CHANGES = 8  # of a session before one step; clients merge them into three
 MAX_WINDOWS = 64  # kinds of attention windows among the blocks of a server
 MAX_ADDRESSES = 16  # of one server

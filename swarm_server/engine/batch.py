@@ -41,7 +41,18 @@ class Prepared:
     def bounds(self) -> Iterable[int]:
         """Return the block boundaries at which this step needs hidden states."""
         blocks = self.session.blocks
-        return range(blocks.start, blocks.end + 1) if self.step.every_block else (blocks.start, blocks.end)
+        if self.step.every_block:
+            return range(blocks.start, blocks.end + 1)
+        additions = self.step.inputs.additions
+        num_added = 0 if additions is None else additions.shape[2]
+        return blocks.start, *range(blocks.start + 1, min(num_added + 1, blocks.end)), blocks.end
+
+    def with_addition(self, output: torch.Tensor, block: int) -> torch.Tensor:
+        """Return this block's output for the positions that are computed, with what the step adds to it."""
+        additions = self.step.inputs.additions
+        if additions is None or block >= additions.shape[2]:
+            return output
+        return output + additions[:, self.num_matched :, block].to(output)
 
     @property
     def records(self) -> bool:

@@ -7,6 +7,7 @@ separately takes as long as the rest of preparing a step.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -28,8 +29,9 @@ def hashed(state: KvState) -> KvState:
     """Return ``state`` with the content of all its steps in the hashes."""
     if not state.unhashed or state.hashes is None:
         return state
-    for _, alike in itertools.groupby(state.unhashed, lambda step: step.inputs.hidden.dtype):
-        content = torch.cat([token_content(step.inputs.hidden, *positions_and_mask(step)) for step in alike], 1)
+    contents = itertools.chain.from_iterable(map(_contents, state.unhashed))
+    for _, alike in itertools.groupby(contents, lambda content: content.shape[2]):
+        content = torch.cat(list(alike), 1)
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
         state = replace(
             state,
@@ -38,6 +40,20 @@ def hashed(state: KvState) -> KvState:
         )
         assert state.hashes is not None
     return replace(state, unhashed=())
+
+
+def _contents(step: SessionStep) -> Iterator[torch.Tensor]:
+    """Yield the step's content, cut where positions with additions begin and end: text is the same however it came."""
+    hidden, context = step.inputs.stacked, positions_and_mask(step)
+    if hidden.dim() == 3:
+        yield token_content(hidden, *context)
+        return
+    have_some = hidden[:, :, 1:].flatten(2).any(2).any(0)
+    end = 0
+    for has_some, size in zip(*have_some.unique_consecutive(return_counts=True), strict=True):
+        start, end = end, end + int(size)
+        piece = hidden[:, start:end] if has_some else hidden[:, start:end, 0]
+        yield token_content(piece, *(each[:, start:end] for each in context))
 
 
 def same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:

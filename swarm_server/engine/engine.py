@@ -163,7 +163,8 @@ class Engine:
     def run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
         """Compute one step of each session, in one batch; all steps must have equally many new positions.
 
-        Returns for each step the hidden states after the session's last block, [batch, tokens, hidden_size]. A step
+        Returns for each step the hidden states after the session's last block, [batch, tokens, hidden_size], with the
+        additions that later blocks need (see ``BlockInput.stacked``). A step
         with ``every_block`` gets those after every block, [blocks, batch, tokens, hidden_size]. A refused step gets its
         error instead: RequestRejected or PeerBusy. A session whose step failed is unchanged.
         """
@@ -247,7 +248,7 @@ class Engine:
             self.counters.batch_rows.add(num_rows)
 
     def _prepare(self, session: Session, step: SessionStep) -> Prepared:
-        require_finite(step.inputs.hidden, "hidden states")
+        require_finite(step.inputs.stacked, "hidden states")
         state = session.state
         if not state.rows:
             raise RequestRejected("the session is closed")
@@ -339,6 +340,9 @@ class Engine:
         if step.every_block:
             output = torch.stack([output.to(work.block_outputs[0].device) for output in work.block_outputs])
         assert output is not None
+        additions = step.inputs.additions
+        if additions is not None and additions.shape[2] > session.blocks.end:  # later blocks need them
+            return replace(step.inputs, hidden=output).stacked
         return output
 
     def _add_pages(self, state: KvState, first_page: int) -> None:
@@ -424,7 +428,7 @@ class Engine:
             for together in self._alike(batch, members):
                 outputs = self._run_part(part, [batch[i] for i in together], [hidden[i] for i in together])
                 for i, output in zip(together, outputs, strict=True):
-                    hidden[i] = output
+                    hidden[i] = batch[i].with_addition(output, part.end - 1)
                     if batch[i].step.every_block:
                         batch[i].block_outputs.append(output)
         return iter(hidden)

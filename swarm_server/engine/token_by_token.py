@@ -53,5 +53,6 @@ def tokens_of(step: SessionStep) -> Iterator[SessionStep]:
             inputs.hidden[:, i : i + 1],
             None if mask is None else mask[:, :end],
             None if positions is None else positions[:, i : i + 1],
+            additions=inputs.additions_at(slice(i, i + 1)),
         )
         yield SessionStep(end - 1, token, () if i else step.changes, every_block=step.every_block)

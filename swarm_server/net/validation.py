@@ -12,6 +12,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import Assembler, decode, decode_mask, shown_shape
 from swarm_protocol.wire.constants import (
+    MAX_ADDITIONS,
     MAX_BATCH_SIZE,
     MAX_CHANGES,
     MAX_NAME_CHARS,
@@ -75,9 +76,14 @@ class RequestValidator:
         if codec not in pb.Codec.values():
             raise RequestRejected(f"codec {codec} is unknown: expected one of {sorted(pb.Codec.values())}")
 
-    def hidden(self, wire: pb.Tensor, batch_size: int | None = None) -> Assembler:
-        """Check the header of hidden states [batch, tokens, hidden_size], and return an assembler for their parts."""
-        shape = wire.shape
+    def hidden(self, wire: pb.Tensor, batch_size: int | None = None, *, stacked: bool = False) -> Assembler:
+        """Check the header of hidden states [batch, tokens, hidden_size], and return an assembler for their parts.
+
+        ``stacked``: they may come with additions, see ``BlockInput.stacked``.
+        """
+        shape = list(wire.shape)
+        if stacked and len(shape) == 4 and 1 < shape[2] <= 1 + MAX_ADDITIONS:
+            del shape[2]
         if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:
             expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
             raise RequestRejected(f"hidden states have shape {shown_shape(wire)}: expected {expected}")
@@ -88,9 +94,9 @@ class RequestValidator:
 
     def new_positions(self, wire: pb.Tensor, batch_size: int | None = None, past: int = 0) -> Assembler:
         """Check ``hidden`` after ``past`` other positions; too many are refused before memory is reserved."""
-        if len(wire.shape) == 3:
+        if len(wire.shape) in (3, 4):
             self.length(past + wire.shape[1])
-        return self.hidden(wire, batch_size)
+        return self.hidden(wire, batch_size, stacked=True)
 
     def stored(self, stored: pb.Stored) -> Assembler:
         """Return an assembler for keys and values; the session later compares them with what it keeps."""

@@ -12,7 +12,7 @@ import torch
 from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.block_input import BlockInput, unstacked
 from swarm_protocol.wire.codec import Assembler, counts_on, encode, shown_shape, torch_dtype
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
@@ -226,7 +226,8 @@ class HostedSession:
         validator.step_tokens(*arriving.shape[:2])
         return arriving
 
-    def _checked(self, request: pb.Step, hidden: torch.Tensor, changes: tuple[HistoryChange, ...]) -> SessionStep:
+    def _checked(self, request: pb.Step, payload: torch.Tensor, changes: tuple[HistoryChange, ...]) -> SessionStep:
+        hidden, additions = unstacked(payload)
         validator, (batch_size, num_tokens, _) = self._services.validator, hidden.shape
         mask = positions = None
         if request.HasField("attention_mask") and request.attention_mask.values:  # an empty one hides nothing
@@ -236,8 +237,10 @@ class HostedSession:
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
         if num_wanted > num_tokens:
             raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
+        if request.every_block and additions is not None:
+            raise RequestRejected("every block's output is wanted of a step with additions: expected one or the other")
         self._require_room(request.start_position, num_tokens, changes)
-        inputs = BlockInput(hidden, mask, positions)
+        inputs = BlockInput(hidden, mask, positions, additions=additions)
         num_following = validator.at_most(request.following_tokens)
         return SessionStep(request.start_position, inputs, changes, num_wanted, request.every_block, num_following)
 
@@ -342,7 +345,7 @@ class HostedSession:
         progress = await self.progress(hold=True)
         for step in resend:
             shape = step.hidden.shape
-            if len(shape) != 3 or step.start_position + shape[1] > progress.length or shape[1] < 1:
+            if len(shape) not in (3, 4) or step.start_position + shape[1] > progress.length or shape[1] < 1:
                 shown = shown_shape(step.hidden)
                 raise RequestRejected(f"outputs of a step of shape {shown} are not kept: sessions keep positions")
             if not torch_dtype(step.hidden.dtype).is_floating_point:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from swarm_client import RequestRejected
 from swarm_client.batching.loop import GenerationLoop
@@ -31,6 +31,7 @@ ROUNDING = 1e-5
 GREEDY = {"do_sample": False, "max_new_tokens": 10}
 WITHOUT_BEAMS = ("llama4",)  # transformers does not repeat its pictures for beams
 IN_PROMISE = ("llava", "qwen2_vl")  # positions in a row, and on three axes
+OF_EACH_KIND = (*IN_PROMISE, "qwen3_vl")  # and additions between blocks
 
 
 def of_models(*names: str) -> pytest.MarkDecorator:
@@ -116,7 +117,7 @@ class _Once(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("pair", IN_PROMISE, indirect=True)
+@pytest.mark.parametrize("pair", OF_EACH_KIND, indirect=True)
 def test_a_loop_of_many_generations(pair, name):
     """One with a picture and two of words alone, at once; the gateway computes them so."""
     given = with_pictures(name, rows=1)
@@ -133,6 +134,24 @@ def test_a_loop_of_many_generations(pair, name):
         prompt = torch.tensor([request.prompt])
         expected = pair.whole.generate(prompt, **request.pictures, **GREEDY)
         assert [*request.prompt, *new] == expected[0].tolist()
+
+
+@pytest.mark.parametrize("pair", ["qwen3_vl"], indirect=True)
+def test_pictures_in_turns(pair, name):
+    """Two pictures at once, then another one where the cache goes on."""
+    turns = [with_pictures(name, rows=1, per_row=2), with_pictures(name, rows=1)]
+    found = []
+    for model, cache in ((pair.whole, DynamicCache()), (pair.remote, pair.remote.new_cache())):
+        logits, length = [], 0
+        for turn in turns:
+            num_tokens = turn["input_ids"].shape[1]
+            places = torch.arange(length, length + num_tokens).expand(4, 1, -1)
+            with torch.no_grad():
+                given = {key: value for key, value in turn.items() if key != "attention_mask"}
+                logits.append(model(**given, position_ids=places, past_key_values=cache).logits)
+            length += num_tokens
+        found.append(torch.cat(logits, 1))
+    assert_close(found[1], found[0], ROUNDING)
 
 
 def test_an_adapter_of_the_language_model_is_trained_on_pictures(tmp_path):
@@ -152,7 +171,7 @@ def test_an_adapter_of_the_language_model_is_trained_on_pictures(tmp_path):
         both.assert_same_logits(**given)
 
 
-@pytest.mark.parametrize("name", IN_PROMISE)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_a_server_leaves_after_the_picture(tmp_path, name):
     """The positions of a picture go to the server that takes over."""
     save_seeing(name, tmp_path)

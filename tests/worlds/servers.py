@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import mul
 from typing import Any
@@ -36,6 +36,8 @@ from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import TrainingMemory
 
 MODEL, REVISION, NUM_BLOCKS = "toy", "0", 6
+_NUM_ADDED = 3  # blocks after which something is added where a row sees
+_LEAST_SEEN = 90.0  # of values
 _PRIME = 9973  # sums stay exact in float32
 _GONE = "gone"
 
@@ -71,14 +73,26 @@ def offset(row: Sequence[float]) -> int:
     return int(row[0]) % 5
 
 
-def model_output(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """What all blocks make of whole rows, [rows, tokens, 1]; each row counts its positions from its own offset."""
+def additions_to(rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    """What is added after the first blocks, [rows, tokens, blocks, 1], as if large values were parts of pictures."""
+    values = torch.tensor(rows)[..., None]
+    return (values * (values >= _LEAST_SEEN) * torch.arange(1.0, _NUM_ADDED + 1))[..., None]
+
+
+def model_output(rows: Sequence[Sequence[float]], sees: bool = False) -> torch.Tensor:
+    """What all blocks make of whole rows, [rows, tokens, 1]; each row counts its positions from its own offset.
+
+    ``sees``: ``additions_to`` the rows are added.
+    """
+    added = additions_to(rows)[..., 0].tolist()
     result = []
-    for row in rows:
+    for row, added_to_row in zip(rows, added, strict=True):
         values = list(row)
         for block in range(NUM_BLOCKS):
             history = BlockHistory(block)
             values = [history.output(block_key(value, position)) for position, value in enumerate(values, offset(row))]
+            if sees and block < _NUM_ADDED:
+                values = [value + more[block] for value, more in zip(values, added_to_row, strict=True)]
         result.append(values)
     return torch.tensor(result)[..., None]
 
@@ -153,11 +167,16 @@ class ToyEngine:
         if positions is None:
             positions = torch.arange(step.start, step.start + step.inputs.hidden.shape[1])[None]
         positions = positions.expand(len(rows), -1)
+        additions = step.inputs.additions
+        if additions is None:
+            additions = torch.zeros(*positions.shape, 0, 1)
         session.rows = tuple(
-            self._extended(session.blocks, row, hidden[:, 0].tolist(), ids.tolist())
-            for row, hidden, ids in zip(rows, step.inputs.hidden, positions, strict=True)
+            self._extended(session.blocks, row, hidden[:, 0].tolist(), ids.tolist(), added[..., 0].tolist())
+            for row, hidden, ids, added in zip(rows, step.inputs.hidden, positions, additions, strict=True)
         )
         output = self.outputs(session, step.start, session.length)
+        if additions.shape[2] > session.blocks.end:
+            output = replace(step.inputs, hidden=output).stacked
         return output if self.spoils is None else self.spoils(output)
 
     def outputs(self, session: ToySession, start: int, end: int) -> torch.Tensor:
@@ -201,12 +220,12 @@ class ToyEngine:
         return tuple(row.crop(length) for row in rows)
 
     @staticmethod
-    def _extended(blocks: Span, row: ToyRow, values: list[float], ids: list[int]) -> ToyRow:
+    def _extended(blocks: Span, row: ToyRow, values: list[float], ids: list[int], added: list[list[float]]) -> ToyRow:
         histories = [BlockHistory(block, keys) for block, keys in zip(blocks, row.keys, strict=True)]
         outputs = list(row.outputs)
-        for value, position in zip(values, ids, strict=True):
-            for history in histories:
-                value = history.output(block_key(value, position))
+        for value, position, more in zip(values, ids, added, strict=True):
+            for block, history in zip(blocks, histories, strict=True):
+                value = history.output(block_key(value, position)) + (more[block] if block < len(more) else 0.0)
             outputs.append(value)
         return ToyRow(tuple(tuple(history.keys) for history in histories), tuple(outputs))
 

@@ -198,7 +198,7 @@ class TestEnds:
         assert isinstance(instructions[-1], Ask)
 
     def test_outputs_that_only_the_failed_had(self):
-        state = FailoverState(replace(CALL, is_watched=True), chain(3))
+        state = FailoverState(replace(CALL, starts_over=True), chain(3))
         _, instructions = after(state, Failed({1: GONE}))
         assert instructions[1:] == [Abandon((1,)), StartOver()]
 

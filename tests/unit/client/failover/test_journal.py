@@ -50,6 +50,20 @@ def test_positions_count_up_and_may_be_the_same_for_all_rows():
     assert journal.read(0, 4).position_ids.tolist() == [[0, 1, 2, 7]] * 2
 
 
+def test_additions_stay_where_they_are():
+    added = torch.zeros(2, 4, 2, HIDDEN)
+    added[0, 1:3] = torch.arange(1.0, 5).view(2, 2, 1)
+    journal = Journal.empty(2).appended(BlockInput(torch.zeros(2, 3, HIDDEN)))
+    journal = journal.appended(BlockInput(torch.zeros(2, 4, HIDDEN), additions=added))
+    journal = journal.appended(BlockInput(torch.zeros(2, 1, HIDDEN))).reordered([1, 0, 0])
+    for kept in (journal, journal.compacted(), journal.copy()):
+        assert kept.num_added == 2
+        assert kept.read(0, 4).additions is None  # neither in text
+        assert kept.read(6, 8).additions is None  # nor after it
+        assert torch.equal(kept.read(4, 7).additions, added[[1, 0, 0], 1:])
+        assert kept.reordered([1]).read(5, 6).stacked[0, 0, :, 0].tolist() == [0, 3, 4]
+
+
 def test_positions_of_pictures_have_axes():
     journal = Journal.empty(1).appended(BlockInput(torch.zeros(1, 2, HIDDEN)))
     picture = torch.tensor([[[2, 2, 2], [2, 2, 3], [2, 3, 2]]])

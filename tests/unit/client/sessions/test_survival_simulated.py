@@ -21,7 +21,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.marks import in_tiers
-from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, model_output, offset
+from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, additions_to, model_output, offset
 from tests.worlds.virtual_time import run_virtually
 
 SEEDS_PER_TEST, TESTS = 25, 1
@@ -34,6 +34,7 @@ class Scenario:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.net = Net(self.chance)
+        self.sees = seed % 3 == 0
         self.rows: list[list[float]] = []
         self.faults: set[asyncio.Task] = set()
         self.events: list[Event] = []
@@ -94,7 +95,8 @@ class Scenario:
         start = len(self.rows[0])
         offsets = torch.tensor([offset([*row, *added]) for row, added in zip(self.rows, new, strict=True)])
         positions = torch.arange(start, start + count) + offsets[:, None]
-        inputs = BlockInput(torch.tensor(new)[..., None], None, positions)
+        added = additions_to(new) if self.sees else None
+        inputs = BlockInput(torch.tensor(new)[..., None], None, positions, additions=added)
         wanted = chance.choice([1, count])
         while True:
             step = asyncio.ensure_future(session.step_on_loop(inputs, wanted))
@@ -108,7 +110,7 @@ class Scenario:
                 assert session.length == start
                 await asyncio.sleep(1.0)
         self.rows = [[*row, *added] for row, added in zip(self.rows, new, strict=True)]
-        assert torch.equal(output, model_output(self.rows)[:, -wanted:])
+        assert torch.equal(output, model_output(self.rows, self.sees)[:, -wanted:])
         assert session.length == start + count
 
     # ------------------------------------------------------------ what happens to servers
@@ -163,7 +165,8 @@ class Scenario:
     async def lie(self, name: str) -> None:
         """Outputs that are not finite, or of another shape."""
         engine = self.net.servers[name].engine
-        engine.spoils = self.chance.choice([lambda output: output * float("nan"), lambda output: output[:, :, [0, 0]]])
+        others = [lambda output: output * float("nan"), lambda output: output[:, :, [0, 0]].flatten(2)]
+        engine.spoils = self.chance.choice(others)
         await self.pause(0.3)
         engine.spoils = None
 

@@ -30,9 +30,11 @@ HIDDEN, TOKENS = 32, 12
 WEIGHTS = torch.randn(8, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0)) / HIDDEN**0.5
 
 
-def true(span: Span, hidden: torch.Tensor) -> torch.Tensor:
+def true(span: Span, hidden: torch.Tensor, additions: torch.Tensor | None = None) -> torch.Tensor:
     for block in span:
         hidden = hidden + torch.tanh(hidden @ WEIGHTS[block])
+        if additions is not None and block < additions.shape[2]:
+            hidden = hidden + additions[:, :, block]
     return hidden
 
 
@@ -80,17 +82,25 @@ class Servers:
         (record,) = (record for record in self.records if record.peer_id == name)
         return Hop(record, record.span if blocks is None else Span.parse(blocks))
 
-    def sample(self, *names: str, lying: Lying = honest, by: str = "", is_first_chain: bool = True) -> SampledAnswer:
+    def sample(
+        self,
+        *names: str,
+        lying: Lying = honest,
+        by: str = "",
+        is_first_chain: bool = True,
+        additions: torch.Tensor | None = None,
+    ) -> SampledAnswer:
         """Of a session through these servers; ``by`` lies in it."""
         hops = tuple(self.hop(name) for name in names)
         hidden = torch.randn(1, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
         to_first, *after_hops = codecs = self.links.codecs_of(hops)
+        inputs = BlockInput(hidden, additions=additions)
         outputs = rounded(hidden, to_first)
         for hop, codec in zip(hops, after_hops, strict=True):
-            outputs = true(hop.span, outputs)
+            outputs = true(hop.span, outputs, additions)
             outputs = rounded(lying(outputs) if hop.server.peer_id == by else outputs, codec)
         is_rounded = any(codec != pb.RAW for codec in codecs)
-        return SampledAnswer(hops, codecs, BlockInput(hidden), outputs[0, -8:], NOTHING, is_first_chain, is_rounded)
+        return SampledAnswer(hops, codecs, inputs, outputs[0, -8:], NOTHING, is_first_chain, is_rounded)
 
     def verdict(self, sample: SampledAnswer) -> CheckVerdict:
         return run(SampleCheck(self, sample, False, random.Random(0)).run())  # type: ignore[arg-type]
@@ -152,6 +162,21 @@ def quantised(servers: Servers, **quants: str) -> Servers:
     """These servers announce a quantisation; their answers are not changed."""
     servers.records = [replace(record, quant=quants.get(record.peer_id, record.quant)) for record in servers.records]
     return servers
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+@pytest.mark.parametrize("lie", [honest, scaled])
+@pytest.mark.parametrize("names", ["a", "bc"])
+def test_additions_are_made_between_what_servers_compute_again(compression: str, lie: Lying, names: str) -> None:
+    servers = Servers("0:8", "0:2", "2:8", "0:8", "0:8")
+    servers.records = [replace(record, codecs=ANNOUNCED) for record in servers.records]
+    servers.links = Links(ClientConfig(compression=compression), servers.server, 8)
+    by = names[0]
+    servers.lying = {by: lie}
+    sample = servers.sample(*names, lying=lie, by=by, additions=torch.randn(1, TOKENS, 3, HIDDEN))
+    verdict = servers.verdict(sample)
+    assert verdict.distrusted == (set() if lie is honest else {by})
+    assert verdict.passed == (set(names) if lie is honest else set())
 
 
 def test_four_bits_beside_others_are_no_lie() -> None:

@@ -11,7 +11,8 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
-from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput, unstacked
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
@@ -205,6 +206,56 @@ def test_a_session_may_change_its_number_format_within_a_page(engine: Engine, bu
     expected = engine.stateless.forward(HOSTED, BlockInput(sent))
     assert (torch.cat(outputs, 1) - expected).abs().max() <= 1e-2 * expected.abs().max()
     assert len(session.state.digests[0]) == 2
+
+
+def block_by_block(engine: Engine, blocks: Span, hidden: torch.Tensor, additions: torch.Tensor) -> torch.Tensor:
+    """The output of the blocks, of which the first are computed one by one, without a cache."""
+    num_added = min(additions.shape[2], blocks.end)
+    for block in range(blocks.start, num_added):
+        hidden = engine.stateless.forward(Span(block, block + 1), BlockInput(hidden)) + additions[:, :, block]
+    rest = Span(num_added, blocks.end) if num_added < blocks.end else None
+    return hidden if rest is None else engine.stateless.forward(rest, BlockInput(hidden))
+
+
+def test_additions_beside_other_sessions(engine: Engine, budget: CacheBudget) -> None:
+    """The blocks after which nothing is added may be on this server or on the next."""
+    seeing = [Generation.open(engine, budget, Span(0, end), 2, seed=end, keeps_outputs=True) for end in (2, 5)]
+    other = Generation.open(engine, budget, seed=9)
+    added = torch.randn(2, 7, 3, HIDDEN)
+    steps = [(each, each.step(7)) for each in seeing]
+    steps = [(each, replace(step, inputs=replace(step.inputs, additions=added))) for each, step in steps]
+    *outputs, of_other = run(engine, *steps, (other, other.step(7)))
+    other.check(of_other)
+    for generation, output in zip(seeing, outputs, strict=True):
+        hidden, rest = unstacked(output)
+        expected = block_by_block(engine, generation.session.blocks, generation.hidden, added)
+        assert (hidden - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert rest is None if generation is seeing[1] else torch.equal(rest, added)
+
+
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+def test_additions_are_content_as_well(engine: Engine, budget: CacheBudget, keeps_outputs: bool) -> None:
+    """Pages with other additions, or none, are others; pages of text are the same whatever they came with."""
+    pages, size = 4, PAGE_TOKENS
+    prompt, added = torch.randn(1, pages * size, HIDDEN), torch.zeros(1, pages * size, 3, HIDDEN)
+    added[:, size + 5 : size + 9] = torch.randn(1, 4, 3, HIDDEN)
+    for additions, chunk, num_reused in (
+        (added, pages * size, 0),
+        (added, size, pages if keeps_outputs else pages - 1),
+        (torch.zeros_like(added), pages * size, 1),
+        (-added, pages * size, 1),
+    ):
+        before = engine.counters.positions["reused"]
+        generation = Generation.open(engine, budget, Span(0, 2), keeps_outputs=keeps_outputs)
+        for hidden, here in zip(prompt.split(chunk, 1), additions.split(chunk, 1), strict=True):
+            is_last = generation.hidden.shape[1] + chunk == pages * size
+            step = generation.step(0, hidden=hidden, num_wanted=size if is_last else 0)
+            (output,) = run(engine, (generation, replace(step, inputs=replace(step.inputs, additions=here))))
+            last, rest = unstacked(output)
+            assert torch.equal(here, torch.zeros_like(here) if rest is None else rest)
+        expected = block_by_block(engine, Span(0, 2), prompt, additions)
+        assert (last - expected[:, -last.shape[1] :])[:, -size:].abs().max() <= 1e-5 * expected.abs().max()
+        assert engine.counters.positions["reused"] - before == num_reused * size
 
 
 def test_prompts_of_which_the_cache_has_parts_share_a_batch(

@@ -12,6 +12,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import encode, encode_positions
 from swarm_protocol.wire.constants import (
+    MAX_ADDITIONS,
     MAX_BATCH_SIZE,
     MAX_CHANGES,
     MAX_NAME_CHARS,
@@ -85,6 +86,16 @@ class TestHidden:
         with pytest.raises(RequestRejected) as caught:
             VALIDATOR.hidden(encode(torch.zeros(shape))[0], 2)
         assert str(caught.value) == f"hidden states have shape {list(shape)}: expected [2, tokens, {HIDDEN}]"
+
+    def test_only_steps_have_additions(self) -> None:
+        tensor = torch.randn(2, 3, 1 + MAX_ADDITIONS, 1)
+        validator = dataclasses.replace(VALIDATOR, hidden_size=1)
+        assert torch.equal(validator.new_positions(encode(tensor)[0]).tensor(), tensor)
+        with pytest.raises(RequestRejected, match="hidden states have shape"):
+            validator.hidden(encode(tensor)[0])
+        for num_stacked in (1, 2 + MAX_ADDITIONS):
+            with pytest.raises(RequestRejected, match="hidden states have shape"):
+                validator.new_positions(encode(torch.zeros(2, 3, num_stacked, 1))[0])
 
     @pytest.mark.parametrize("rows", [0, MAX_BATCH_SIZE + 1])
     def test_the_batch_size_is_limited_where_it_is_free(self, rows: int) -> None:
