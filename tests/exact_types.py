@@ -191,7 +191,8 @@ def render(reasons: dict[str, str | None]) -> str:
             types_of.setdefault(reason, []).append(name)
     rows = [f"| {reason} | {', '.join(types)} |\n" for reason, types in sorted(types_of.items())]
     begin = BEGIN.format(version=transformers.__version__, count=len(exact))
-    refused = REFUSED.format(seeing=", ".join(SEEING), alone=", ".join(sorted(TEXT_ALONE)))
+    seeing = dict.fromkeys(name.partition("-")[0] for name in SEEING)  # with two language models, one name
+    refused = REFUSED.format(seeing=", ".join(seeing), alone=", ".join(sorted(TEXT_ALONE)))
     return begin + names + refused + "".join(rows)
 
 

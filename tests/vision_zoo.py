@@ -33,6 +33,13 @@ DEEP_VISION = dict(
 )
 QWEN = dict(video_token_id=VIDEO, vision_start_token_id=BEFORE_PICTURE, vision_end_token_id=AFTER_PICTURE)
 ALTERNATING = dict(sliding_window=SLIDING, layer_types=["sliding_attention", "full_attention"] * (BLOCKS // 2))
+SHORT_WINDOW = dict(sliding_window=TOKENS_PER_PICTURE - 1)  # a picture is longer
+PALIGEMMA = dict(
+    vision_config=dict(VISION, model_type="siglip_vision_model", image_size=SIDE, patch_size=SIDE // 2),
+    image_token_index=PICTURE,
+    projection_dim=HIDDEN,
+    hidden_size=HIDDEN,
+)
 
 
 def _text(model_type: str, **more: Any) -> dict[str, Any]:
@@ -167,11 +174,19 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[int], dict[str, torch.Tensor]]
     ),
     "gemma3": (
         dict(
-            text_config=_text("gemma3_text", query_pre_attn_scalar=16, **ALTERNATING),
+            text_config=_text("gemma3_text", query_pre_attn_scalar=16, **ALTERNATING | SHORT_WINDOW),
             vision_config=dict(SQUARE, model_type="siglip_vision_model"),
             image_token_index=PICTURE,
             mm_tokens_per_image=TOKENS_PER_PICTURE,
         ),
+        _square,
+    ),
+    "paligemma": (
+        dict(PALIGEMMA, text_config=_text("gemma")),
+        _square,
+    ),
+    "paligemma-2": (
+        dict(PALIGEMMA, text_config=_text("gemma2", query_pre_attn_scalar=16, **ALTERNATING | SHORT_WINDOW)),
         _square,
     ),
     "qwen3_vl": (
@@ -193,9 +208,9 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[int], dict[str, torch.Tensor]]
         _patches,
     ),
 }
-ONLY_TEXT = ("gemma3",)  # servers do not compute what these do with pictures
-SEEING = tuple(name for name in MODELS if name not in ONLY_TEXT)
-KIND_OF_TOKEN = {"gemma3": "token_type_ids"}  # the argument that says which tokens are pictures
+SEEING = tuple(MODELS)
+BOTH_WAYS = ("gemma3", "paligemma", "paligemma-2")  # positions of a picture, or of the whole prompt, see later ones
+NUM_SUFFIX = 2  # tokens that a PaliGemma is to learn to write
 
 
 def save_seeing(name: str, directory: Path) -> None:
@@ -203,7 +218,7 @@ def save_seeing(name: str, directory: Path) -> None:
     arguments, _ = MODELS[name]
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name](**arguments))
+        model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name.partition("-")[0]](**arguments))
         for parameter in model.parameters():
             if parameter.dim() > 1 or not parameter.any():
                 nn.init.normal_(parameter, std=INITIALIZER_RANGE)
@@ -221,6 +236,15 @@ def words(rows: int, length: int, seed: int = 3) -> torch.Tensor:
     return torch.randint(3, NUM_WORDS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def with_text(name: str, length: int) -> dict[str, torch.Tensor]:
+    """Arguments of ``forward``: words in one row. A PaliGemma's row is padded: without, it never hides later words."""
+    ids = words(1, length)
+    if not name.startswith("paligemma"):
+        return {"input_ids": ids}
+    ids[:, :2] = PAD
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "token_type_ids": torch.zeros_like(ids)}
+
+
 def with_pictures(name: str, rows: int, per_row: int = 1) -> dict[str, torch.Tensor]:
     """Arguments of ``forward``: words, pictures and words in each row; with several rows, the first is padded."""
     apart = FIRST_PICTURE_TOKEN + TOKENS_PER_PICTURE
@@ -232,6 +256,11 @@ def with_pictures(name: str, rows: int, per_row: int = 1) -> dict[str, torch.Ten
     if rows > 1:
         ids[0, :2], mask[0, :2] = PAD, 0
     given = {"input_ids": ids, "attention_mask": mask, **MODELS[name][1](rows * per_row)}
-    if name.startswith("qwen") or name in KIND_OF_TOKEN:
-        given[KIND_OF_TOKEN.get(name, "mm_token_type_ids")] = (ids == PICTURE).long()
+    if name.startswith("qwen"):
+        given["mm_token_type_ids"] = (ids == PICTURE).long()
+    elif name == "gemma3":
+        given["token_type_ids"] = (ids == PICTURE).long()
+    elif name.startswith("paligemma"):
+        given["token_type_ids"] = torch.zeros_like(ids)
+        given["token_type_ids"][:, -NUM_SUFFIX:] = 1
     return given

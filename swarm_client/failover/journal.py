@@ -7,34 +7,44 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.errors import RequestRejected
+from swarm_protocol.wire.block_input import BlockInput, joined_of
 
 _FEW_CHUNKS = 512  # each step adds one
 
 
 class _Pool:
-    """A store of hidden states, position ids and additions of single positions, numbered in order of arrival."""
+    """A store of what a ``BlockInput`` says of single positions, numbered in order of arrival."""
 
     def __init__(self) -> None:
         self._hidden: list[torch.Tensor] = []  # each tensor: [positions, hidden_size]
         self._positions: list[torch.Tensor] = []  # each tensor: [positions, axes]
+        self._joined: list[torch.Tensor] = []  # each tensor: [positions]
         self._additions: dict[int, torch.Tensor] = {}  # each [positions, blocks, hidden_size], by the first's number
         self.size = 0
 
-    def add(self, hidden: torch.Tensor, positions: torch.Tensor, additions: torch.Tensor | None = None) -> None:
+    def add(
+        self, hidden: torch.Tensor, positions: torch.Tensor, joined: torch.Tensor, additions: torch.Tensor | None = None
+    ) -> None:
         if additions is not None and (used := additions.flatten(1).any(1).nonzero()[:, 0].tolist()):
             self._additions[self.size + used[0]] = additions[used[0] : used[-1] + 1].detach().to("cpu", copy=True)
         self._hidden.append(hidden.detach().to("cpu", copy=True))
         positions = positions if positions.dim() == 2 else positions[:, None]
         self._positions.append(positions.detach().to("cpu", copy=True))
+        self._joined.append(joined.to("cpu", copy=True))
         self.size += len(hidden)
 
     def copy(self) -> _Pool:
         """Return an independent pool whose entries share this pool's memory."""
         other = _Pool()
         other._hidden, other._positions, other.size = list(self._hidden), list(self._positions), self.size
-        other._additions = dict(self._additions)
+        other._joined, other._additions = list(self._joined), dict(self._additions)
         return other
+
+    def joined(self, which: torch.Tensor) -> torch.Tensor:
+        """Return ``BlockInput.joined`` of these entries."""
+        self._joined[:] = [torch.cat(self._joined)]
+        return self._joined[0][which]
 
     @property
     def num_added(self) -> int:
@@ -45,8 +55,8 @@ class _Pool:
     def num_chunks(self) -> int:
         return len(self._hidden)
 
-    def read(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return hidden states [entries, hidden_size], position ids and additions of these entries.
+    def read(self, which: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return hidden states [entries, hidden_size], position ids, ``joined`` [entries] and additions.
 
         The position ids are [entries], or [entries, axes] if they differ between axes. The additions are [entries,
         blocks, hidden_size]; None if no entry has any.
@@ -56,7 +66,7 @@ class _Pool:
         self._positions[:] = [torch.cat([positions.expand(-1, axes) for positions in self._positions])]
         positions = self._positions[0][which]
         positions = positions[:, 0] if bool((positions == positions[:, :1]).all()) else positions
-        return self._hidden[0][which], positions, self._read_additions(which)
+        return self._hidden[0][which], positions, self.joined(which), self._read_additions(which)
 
     def _read_additions(self, which: torch.Tensor) -> torch.Tensor | None:
         found: torch.Tensor | None = None
@@ -103,7 +113,16 @@ class Journal:
         return replace(self, pool=self.pool.copy())
 
     def cropped(self, length: int) -> Journal:
-        """Return the first ``length`` positions."""
+        """Return the first ``length`` positions.
+
+        Raises:
+            RequestRejected: the last of them attends to the next one, so that a replay would not give the same.
+        """
+        if 0 < length < self.length and bool(self.pool.joined(self.entries[:, length - 1]).any()):
+            raise RequestRejected(
+                f"{self.length} positions cannot be cropped to {length}, within a picture whose positions attend to "
+                "each other: crop to where it begins"
+            )
         return replace(
             self, entries=self.entries[:, :length], mask=None if self.mask is None else self.mask[:, :length]
         )
@@ -123,7 +142,7 @@ class Journal:
         axes = positions.shape[2:]
         positions = positions.expand(batch_size, num_tokens, *axes).reshape(-1, *axes)
         additions = None if inputs.additions is None else inputs.additions.flatten(0, 1)
-        self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions, additions)
+        self.pool.add(inputs.hidden.reshape(-1, hidden_size), positions, joined_of(inputs).flatten(), additions)
         new = torch.arange(first, self.pool.size).view(batch_size, num_tokens)
         mask: torch.Tensor | None
         if inputs.attention_mask is not None:
@@ -139,12 +158,13 @@ class Journal:
     def read(self, start: int, end: int) -> BlockInput:
         """Return positions ``start`` … ``end`` of all rows, with the mask over everything up to ``end``."""
         entries = self.entries[:, start:end]
-        hidden, positions, additions = self.pool.read(entries.reshape(-1))
+        hidden, positions, joined, additions = self.pool.read(entries.reshape(-1))
         return BlockInput(
             hidden.view(*entries.shape, hidden.shape[-1]),
             None if self.mask is None else self.mask[:, :end],
             positions.view(*entries.shape, *positions.shape[1:]),
             additions=None if additions is None else additions.view(*entries.shape, *additions.shape[1:]),
+            joined=joined.view(entries.shape) if bool(joined.any()) else None,
         )
 
     def compacted(self) -> Journal:

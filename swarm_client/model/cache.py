@@ -23,10 +23,12 @@ class RemoteLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, session: RemoteSession, num_virtual: int = 0) -> None:
-        super().__init__()
         self.session = session
+        super().__init__()
         self._num_virtual = num_virtual
-        self.is_initialized = True
+
+    # Models ask for it to tell a prompt, whose positions may see later ones, from what follows.
+    is_initialized = property(lambda self: self.session.length > 0, lambda _self, _value: None)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass

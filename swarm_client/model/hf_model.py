@@ -12,8 +12,7 @@ from typing import Any, SupportsIndex, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, find_packed_sequence_indices
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import find_packed_sequence_indices
 
 from swarm_client.adapters.lora import LoraMixin
 from swarm_client.adapters.prompts import PromptsMixin
@@ -30,6 +29,7 @@ from swarm_client.model.left_out import (
     wants,
     without_router_logits,
 )
+from swarm_client.model.masks import read_masks, require_alone
 from swarm_client.model.model_pass import DeepStack, has_hooks
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.sessions.session import RemoteSession
@@ -42,43 +42,7 @@ from swarm_protocol.errors import RequestRejected
 
 B = TypeVar("B", bound=BlockModule)
 
-ATTENTION = "swarm_remote"
 _AXES = 3  # time, height and width; see ``Family.position_axes``
-
-
-def _tiny_mask(
-    *_args: Any,
-    batch_size: int = 1,
-    q_length: int = 1,
-    q_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    device: Any = None,
-    **_kwargs: Any,
-) -> torch.Tensor:
-    """Return a dummy mask, which has the padding mask as its ``padding``. Servers build the masks of their blocks.
-
-    Raises:
-        RequestRejected: positions see later ones, as the parts of a picture do in some models.
-    """
-    if mask_function is not None and q_length > 1:
-        rows, ids = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length - 1, device=device)[None]
-        if bool(torch.as_tensor(mask_function(rows, 0, ids + q_offset, ids + q_offset + 1)).any()):
-            raise RequestRejected(
-                "this model's pictures are attended to in both directions, but servers compute causal attention only: "
-                "give it text alone"
-            )
-    mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
-    mask.padding = attention_mask  # type: ignore[attr-defined]
-    return mask
-
-
-def _no_attention(*_args: Any, **_kwargs: Any) -> None:
-    raise RuntimeError("attention of remote blocks is computed on the servers")
-
-
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _tiny_mask)
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _no_attention)
 
 
 class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
@@ -328,7 +292,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_inner_outputs(given, owner.config)
-        given["attention_mask"] = _padding_mask(given.get("attention_mask"))
+        given["attention_mask"], joined = read_masks(given.get("attention_mask"))
         deep_stack = _deep_stack(given)
         require_padding_mask(given.get("attention_mask"))
         if blocks.training and torch.is_grad_enabled():
@@ -342,6 +306,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
         past = 0 if session is None else session.length
         positions_of_text, positions_of_blocks = _positions(given.get("position_ids"))
         packed = cache is None and given.get("attention_mask") is None and _are_packed(positions_of_text)
+        require_alone(joined, packed, blocks.prompts is not None)
         if blocks.prompts is not None:
             if packed:
                 _refuse_packed()
@@ -357,6 +322,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
             packed=packed,
             every_block=_needs_every_block(owner, given),
             deep_stack=deep_stack,
+            joined=joined,
         )
         return (), {**given, **family.cache_arguments(cache, use_cache)}
 
@@ -391,12 +357,6 @@ def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
         return False
     use_cache = given.get("use_cache")
     return bool(getattr(owner.config, "use_cache", False) if use_cache is None else use_cache)
-
-
-def _padding_mask(mask: Any) -> Any:
-    """Return the padding mask from which a model with pictures has made the masks of each kind of block."""
-    first: Any = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
-    return first.padding if hasattr(first, "padding") else mask
 
 
 def _deep_stack(given: dict[str, Any]) -> DeepStack | None:

@@ -25,9 +25,10 @@ from swarm_client.core.draft_names import check_draft_name
 from swarm_client.core.events import OnEvent
 from swarm_client.drafts.opening import open_speculation
 from swarm_client.model.head import check_head_quant, quantize_head_
-from swarm_client.model.hf_model import ATTENTION, RemoteModelMixin, client_class
-from swarm_client.model.progress import reading_shown
+from swarm_client.model.hf_model import RemoteModelMixin, client_class
+from swarm_client.model.masks import ATTENTION
 from swarm_client.weights.opening import ModelOpening
+from swarm_client.weights.progress import reading_shown
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_models.checkpoints.family import max_positions, slice_config, text_config

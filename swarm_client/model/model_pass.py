@@ -49,6 +49,7 @@ class ModelPass:
         starts: the blocks whose input is read or changed here; the first block is always among them.
         num_wanted: how many of the last outputs are used, if a session computes them; None means all.
         deep_stack: what the stock code adds between blocks, unless servers do; None if it adds nothing.
+        joined: see ``BlockInput``.
     """
 
     remote: RemoteSpan
@@ -60,6 +61,7 @@ class ModelPass:
     starts: Sequence[int]
     num_wanted: int | None
     deep_stack: DeepStack | None = None
+    joined: torch.Tensor | None = None
 
     _snapshot: AdapterSnapshot | None = None  # of the adapter and prompts, in a pass without a session
     _first: torch.Tensor | None = None  # input of the first block
@@ -75,13 +77,20 @@ class ModelPass:
         if self._outputs is not None:
             return self._computed(block, hidden)
         blocks = self.remote[block : self._end(block)]
-        return blocks(hidden, self.attention_mask, self.position_ids, snapshot=self._snapshot, packed=self.packed)
+        return blocks(
+            hidden,
+            self.attention_mask,
+            self.position_ids,
+            snapshot=self._snapshot,
+            packed=self.packed,
+            joined=self.joined,
+        )
 
     def finish(self) -> None:
         """Give a session that was not used in this pass its first positions. Call this after the model's forward."""
         if self.session is not None and self._snapshot is not None:
             assert self._first is not None
-            inputs = BlockInput(self._first, self.attention_mask, self.position_ids, additions=self._additions)
+            inputs = self._inputs(self._first)
             self.session.begin_with(inputs, self._snapshot)
 
     def _end(self, block: int) -> int:
@@ -111,9 +120,13 @@ class ModelPass:
         ends = map(self._end, self.starts)
         self._outputs = dict(zip(ends, outputs, strict=True))
 
+    def _inputs(self, hidden: torch.Tensor) -> BlockInput:
+        """Return the input of the first block, with these hidden states."""
+        return BlockInput(hidden, self.attention_mask, self.position_ids, additions=self._additions, joined=self.joined)
+
     def _step(self, session: RemoteSession, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run one step of the session; return the outputs of the blocks before each start, and of the last block."""
-        inputs = BlockInput(hidden, self.attention_mask, self.position_ids, additions=self._additions)
+        inputs = self._inputs(hidden)
         if len(self.starts) > 1:
             outputs = session.step_through(inputs)
             return tuple(outputs[self._end(start) - 1].to(hidden.device) for start in self.starts)

@@ -70,6 +70,7 @@ class RemoteSpan:
         *,
         snapshot: AdapterSnapshot | None = None,
         packed: bool = True,
+        joined: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the hidden states after the last block, [batch, tokens, hidden_size], computed without a cache.
 
@@ -82,6 +83,8 @@ class RemoteSpan:
             snapshot: what is added to the blocks; by default what the client adds at present.
             packed: without a mask, a position that does not follow the previous one begins another sequence in the
                 same row. That sequence does not see earlier ones, as in stock models without a cache.
+            joined: uint8 [batch, tokens], which positions attend to later ones, as those of a picture do in some
+                models; see ``BlockInput``. None if none do.
 
         Raises:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
@@ -93,7 +96,8 @@ class RemoteSpan:
         added = self.added
         tensors = added.adapter.tensors
         snapshot, need_grad = snapshot or added.snapshot(), needs_grad(hidden, *tensors)
-        inputs = BlockInput(hidden, attention_mask, position_ids, packed and attention_mask is None)
+        is_packed = packed and attention_mask is None and joined is None
+        inputs = BlockInput(hidden, attention_mask, position_ids, is_packed, joined)
         return _RemoteForward.apply(hidden, inputs, self, added.drops, snapshot, need_grad, *tensors)
 
     def open_session(
@@ -271,6 +275,7 @@ class RemoteBlocks(BlockModule):
         packed: bool = False,
         every_block: bool = False,
         deep_stack: DeepStack | None = None,
+        joined: torch.Tensor | None = None,
     ) -> None:
         """Prepare this thread for a forward of the model, which begins now.
 
@@ -279,6 +284,7 @@ class RemoteBlocks(BlockModule):
             packed: see ``RemoteSpan``.
             every_block: whether the hidden states after every block are read.
             deep_stack: see ``ModelPass``.
+            joined: see ``BlockInput``.
         """
         modules = self.modules_in_place
         starts = starts_of(modules, every_block)
@@ -286,7 +292,16 @@ class RemoteBlocks(BlockModule):
         starts = [block for block in starts if block < len(modules)]
         self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
         self._context.value = ModelPass(
-            self.remote, attention_mask, position_ids, session, later, packed, starts, num_wanted, deep_stack
+            self.remote,
+            attention_mask,
+            position_ids,
+            session,
+            later,
+            packed,
+            starts,
+            num_wanted,
+            deep_stack,
+            joined,
         )
 
     def end(self, output: Any) -> Any:

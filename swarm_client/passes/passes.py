@@ -63,6 +63,8 @@ async def forward(
     """
     batches = _micro_batches(inputs)
     swarm.links.see(inputs, span)
+    if inputs.joined is not None:
+        swarm.need_joins()
     chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
     ends_at = span.end if first_grad is None else first_grad
     trains = first_grad is not None or adapter.begins(span) < span.end

@@ -276,6 +276,7 @@ class Wanted:
     Attributes:
         allowed, blocked: peer ids or their ends; if ``allowed`` is not empty, only these servers are used.
         adapter: the adapter that a server must have loaded at its start; empty if any server will do.
+        joins: whether a server must compute positions that attend to later ones, as of pictures in some models.
     """
 
     revision: str
@@ -283,6 +284,7 @@ class Wanted:
     allowed: tuple[str, ...] = ()
     blocked: tuple[str, ...] = ()
     adapter: str = ""
+    joins: bool = False
 
     @property
     def by_name(self) -> bool:
@@ -367,4 +369,6 @@ def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], t
         return "that this client is configured not to use"
     if wanted.adapter and wanted.adapter not in server.adapters:
         return f"without adapter {wanted.adapter}"
+    if wanted.joins and not server.joins:
+        return "of an older version, which computes causal attention to this model's pictures"
     return banned.get(server.peer_id)

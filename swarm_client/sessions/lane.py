@@ -86,7 +86,8 @@ class Lane:
         batch_size, num_tokens, _ = inputs.hidden.shape
         before = self._journal or Journal.empty(batch_size)
         changes, after = tuple(self._changes), _changed(before, self._changes).appended(inputs)
-        if self._checks.distrusts(self.chain.route):
+        lacks = inputs.joined is not None and not all(hop.server.joins for hop in self.chain.route)
+        if lacks or self._checks.distrusts(self.chain.route):
             await self._leave_servers()
         num_asked = self._checks.num_asked(num_wanted, num_tokens)
         while True:
@@ -116,9 +117,16 @@ class Lane:
         self._changes.clear()
 
     def change(self, change: pb.Change) -> None:
-        """Record a change that travels with the next step. An empty lane has nothing to change."""
+        """Record a change that travels with the next step. An empty lane has nothing to change.
+
+        Raises:
+            RequestRejected: see ``Journal.cropped``.
+        """
         if self._journal is not None:
-            self._changes = merged(self._changes, change)
+            changes = merged(self._changes, change)
+            if change.HasField("crop"):
+                _changed(self._journal, changes)  # refuses
+            self._changes = changes
 
     def begin_with(self, inputs: BlockInput, adapter: AdapterSnapshot) -> None:
         """Give these positions to the empty lane; servers receive them with the next step."""

@@ -414,7 +414,7 @@ def _readable(steps: Iterable[OutgoingStep], hop: HopSession) -> Iterable[Outgoi
 def _are_too_large(steps: Iterable[OutgoingStep], hops: Iterable[HopSession]) -> bool:
     """Return whether some step is too large for one of the hops, and could be cut into smaller steps."""
     limit = min(hop.max_step_tokens for hop in hops)
-    return any(step.num_positions > limit and step.end - step.start > 1 for step in steps)
+    return any(not step.fits(limit) and step.end - step.start > 1 for step in steps)
 
 
 def _remember(hops: list[HopSession], steps: list[OutgoingStep]) -> None:

@@ -202,6 +202,8 @@ class RemoteSession:
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {self.batch_size} rows")
         num_wanted = num_tokens if num_wanted is None else min(num_wanted, num_tokens)
         self._setting.swarm.links.see(inputs, self._setting.blocks)
+        if inputs.joined is not None:
+            self._setting.swarm.need_joins()
         await self._divide(batch_size)
         calls = await self._computed(inputs, num_wanted, watched)
         for lane, call in zip(self._lanes, calls, strict=True):

@@ -9,6 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
@@ -422,6 +423,10 @@ class Swarm:
 
     def is_banned(self, peer_id: str) -> bool:
         return self._backoff.is_banned(peer_id, now_s())
+
+    def need_joins(self) -> None:
+        """Use only servers that compute ``BlockInput.joined`` from now on."""
+        self.wanted = replace(self.wanted, joins=True)
 
     async def usable_servers(self) -> Sequence[ServerRecord]:
         """Return the servers that are listed and have not failed recently."""

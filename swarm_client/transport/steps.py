@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
 
 from swarm_client.transport.wire_tensor import Context, WireTensor
+from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_BYTES, MAX_RESENT_STEPS, PAGE_TOKENS, PART_BYTES
+from swarm_protocol.wire.block_input import BlockInput, ends_of_runs, longest_run, most_tokens
+from swarm_protocol.wire.codec import decode
+from swarm_protocol.wire.constants import (
+    MAX_JOINED,
+    MAX_RESENT,
+    MAX_RESENT_BYTES,
+    MAX_RESENT_STEPS,
+    PAGE_TOKENS,
+    PART_BYTES,
+)
 
 _CHUNKS_PER_HOP = 4  # per prompt: the pipeline is full except for about one part in this many
 _IN_ONE_PIECE = 1 << 30  # a hop with this limit or more must get all positions at once
@@ -38,6 +51,12 @@ class OutgoingStep:
     def num_positions(self) -> int:
         """Return the number of positions in all rows."""
         return self.message.hidden.shape[0] * self.message.hidden.shape[1]
+
+    def fits(self, max_step_tokens: int) -> bool:
+        """Return whether a server with this limit takes the step."""
+        batch_size, num_tokens = self.message.hidden.shape[:2]
+        joined = decode(self.message.joined) if self.message.HasField("joined") else None
+        return num_tokens <= most_tokens(max_step_tokens, batch_size, joined)
 
     def with_hidden(self, hidden: WireTensor) -> OutgoingStep:
         """Return the same step with these hidden states, for another hop."""
@@ -82,13 +101,17 @@ def split(
     """Return steps of ``size`` positions for inputs that begin at position ``start``, numbered from ``number``.
 
     ``changes`` go with the first step. The last ``num_wanted`` outputs will be used; with ``every_block``, the servers
-    also send all outputs of every block.
+    also send all outputs of every block. A step does not end within a run (see ``BlockInput.joined``), so it may have
+    more positions.
+
+    Raises:
+        RequestRejected: a run has more positions than any step may have.
     """
     num_tokens = inputs.hidden.shape[1]
+    _require_runs_fit(inputs.joined)
     steps: list[OutgoingStep] = []
-    for first in range(0, num_tokens, size):
-        last = min(first + size, num_tokens)
-        mask, positions = inputs.attention_mask, inputs.position_ids
+    for first, last in pairwise((0, *_ends(inputs.joined, start, num_tokens, size))):
+        mask, positions, joined = inputs.attention_mask, inputs.position_ids, _part(inputs.joined, first, last)
         if positions is not None and num_tokens == 1 and all(row == [start] for row in positions.tolist()):
             positions = None  # servers number the positions themselves
         context = Context.of(
@@ -96,6 +119,7 @@ def split(
                 inputs.hidden,
                 None if mask is None else mask[:, : start + last],
                 None if positions is None else positions[:, first:last],
+                joined=joined,
             )
         )
         tokens = slice(first, last)
@@ -111,9 +135,40 @@ def split(
             outputs_wanted=max(0, last - max(first, num_tokens - num_wanted)),
             every_block=every_block,
             following_tokens=num_tokens - last,
+            joined=context.joined,
         )
         steps.append(OutgoingStep(message, hidden.parts))
     return steps
+
+
+def _ends(joined: torch.Tensor | None, start: int, num_tokens: int, size: int) -> Iterator[int]:
+    """Yield the ends of steps of ``size`` positions, moved behind the run that they would cut.
+
+    A moved end is that of a page if possible, so that later steps begin at pages, which servers share.
+    """
+    may_end = range(1, num_tokens + 1) if joined is None else ends_of_runs(joined)
+    end = 0
+    while end < num_tokens:
+        wanted = min(end + size, num_tokens)
+        end = may_end[bisect_left(may_end, wanted)]
+        if end > wanted and size >= PAGE_TOKENS:
+            of_page = min(start + end + -(start + end) % PAGE_TOKENS - start, num_tokens)
+            end = of_page if may_end[bisect_left(may_end, of_page)] == of_page else end
+        yield end
+
+
+def _require_runs_fit(joined: torch.Tensor | None) -> None:
+    longest = 1 if joined is None else longest_run(joined)
+    if joined is not None and longest > 1 and longest * len(joined) > MAX_JOINED:
+        raise RequestRejected(
+            f"{longest} positions in {len(joined)} rows, as of a picture, attend to each other and are computed in one "
+            f"step: expected at most {MAX_JOINED} in all; use fewer rows or a smaller picture"
+        )
+
+
+def _part(joined: torch.Tensor | None, first: int, last: int) -> torch.Tensor | None:
+    part = None if joined is None else joined[:, first:last]
+    return part if part is not None and bool(part.any()) else None
 
 
 def may_be_resent(steps: Sequence[pb.Step]) -> bool:

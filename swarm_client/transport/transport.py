@@ -403,6 +403,7 @@ class ServerConnection:
             adapter=adapter,
             dropout_seed=context.dropout_seed,
             packed=context.packed,
+            joined=context.joined,
         )
 
     def _contract(self, span: Span) -> pb.Contract:

@@ -11,7 +11,15 @@ from swarm_client.adapters.snapshots import NOTHING, AdapterSnapshot
 from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_protocol.wire.codec import Assembler, all_finite, encode, encode_mask, encode_positions, torch_dtype
+from swarm_protocol.wire.codec import (
+    Assembler,
+    all_finite,
+    encode,
+    encode_joined,
+    encode_mask,
+    encode_positions,
+    torch_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ class WireTensor:
 class Context:
     """The data that accompanies hidden states unchanged through all hops, in wire form.
 
-    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there (0: none). ``packed``:
-    see ``BlockInput``.
+    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there (0: none). ``packed`` and
+    ``joined``: see ``BlockInput``.
     """
 
     attention_mask: pb.AttentionMask | None
@@ -61,9 +69,10 @@ class Context:
     adapter: AdapterSnapshot = NOTHING
     dropout_seed: int = 0
     packed: bool = False
+    joined: pb.Tensor | None = None
 
     @classmethod
     def of(cls, inputs: BlockInput, adapter: AdapterSnapshot = NOTHING, dropout_seed: int = 0) -> Context:
         """Encode the context of these inputs. Raise RequestRejected if mask or positions are too many for a message."""
         mask, positions = encode_mask(inputs.attention_mask), encode_positions(inputs.position_ids)
-        return cls(mask, positions, adapter, dropout_seed, inputs.packed)
+        return cls(mask, positions, adapter, dropout_seed, inputs.packed, encode_joined(inputs.joined))

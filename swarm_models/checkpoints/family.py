@@ -25,9 +25,8 @@ OWN_CACHE_CLASS = {"minimax"}
 # Linear layers that must stay unquantised: their family's code reads the weights itself (mamba, falcon_mamba, jamba).
 WEIGHT_IS_READ = {"dt_proj"}
 
-# Models of which servers compute the text alone: their pictures are attended to in both directions, or are added to the
-# hidden states before blocks far apart (granite4_vision).
-TEXT_ALONE = {"gemma3", "granite4_vision", "paligemma", "shieldgemma2"}
+# Models of which servers compute the text alone: their pictures are added to the hidden states before blocks far apart.
+TEXT_ALONE = {"granite4_vision"}
 
 PER_BLOCK_PROPERTIES = ("layer_types", "layers_block_type", "kv_sharing_modes")  # properties of some configs
 

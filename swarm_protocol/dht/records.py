@@ -98,6 +98,7 @@ class ServerRecord:
     codecs: tuple[str, ...] = ()  # names, besides the codecs that all peers know
     relay_address: str = ""
     weights: bytes = b""  # digest of the manifest of the files that the server offers
+    joins: bool = False  # it computes positions that attend to later ones; see ``BlockInput.joined``
     token: bytes = field(default=b"", repr=False)  # shown by a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
@@ -140,6 +141,7 @@ class ServerRecord:
             codecs=[CODECS[name] for name in self.codecs],
             relay_address=self.relay_address,
             weights=self.weights,
+            joins=self.joins,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
@@ -188,6 +190,7 @@ class ServerRecord:
             codecs=tuple(CODEC_NAMES[codec] for codec in message.codecs if codec in CODEC_NAMES),
             relay_address=message.relay_address,
             weights=message.weights,
+            joins=message.joins,
         )
 
     @classmethod

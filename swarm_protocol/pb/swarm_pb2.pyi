@@ -164,7 +164,7 @@ class NextHop(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., push_key: _Optional[bytes] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block", "settled", "following_tokens")
+    __slots__ = ("number", "changes", "start_position", "hidden", "attention_mask", "position_ids", "outputs_wanted", "stored", "every_block", "settled", "following_tokens", "joined")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class Step(_message.Message):
     EVERY_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
     number: int
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     start_position: int
@@ -187,7 +188,8 @@ class Step(_message.Message):
     every_block: bool
     settled: bool
     following_tokens: int
-    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., every_block: bool = ..., settled: bool = ..., following_tokens: _Optional[int] = ...) -> None: ...
+    joined: Tensor
+    def __init__(self, number: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., start_position: _Optional[int] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., outputs_wanted: _Optional[int] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., every_block: bool = ..., settled: bool = ..., following_tokens: _Optional[int] = ..., joined: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Stored(_message.Message):
     __slots__ = ("num_tokens", "num_kept", "data")
@@ -482,7 +484,7 @@ class ForwardRequest(_message.Message):
     def __init__(self, forward: _Optional[_Union[Forward, _Mapping]] = ..., more: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key", "packed", "sign", "codec")
+    __slots__ = ("contract", "hidden", "attention_mask", "position_ids", "adapter", "dropout_seed", "keep_key", "packed", "sign", "joined", "codec")
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -492,6 +494,7 @@ class Forward(_message.Message):
     KEEP_KEY_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
     SIGN_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     contract: Contract
     hidden: Tensor
@@ -502,8 +505,9 @@ class Forward(_message.Message):
     keep_key: bytes
     packed: bool
     sign: bool
+    joined: Tensor
     codec: Codec
-    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ..., packed: bool = ..., sign: bool = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
+    def __init__(self, contract: _Optional[_Union[Contract, _Mapping]] = ..., hidden: _Optional[_Union[Tensor, _Mapping]] = ..., attention_mask: _Optional[_Union[AttentionMask, _Mapping]] = ..., position_ids: _Optional[_Union[Tensor, _Mapping]] = ..., adapter: _Optional[_Union[AdapterName, _Mapping]] = ..., dropout_seed: _Optional[int] = ..., keep_key: _Optional[bytes] = ..., packed: bool = ..., sign: bool = ..., joined: _Optional[_Union[Tensor, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class KeptForward(_message.Message):
     __slots__ = ("contract", "key")
@@ -716,7 +720,7 @@ class Work(_message.Message):
     def __init__(self, decoded: _Optional[int] = ..., prompts: _Optional[int] = ..., passes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class ServerRecord(_message.Message):
-    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "work", "cache_tokens", "token", "codecs", "relay_address", "weights")
+    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "work", "cache_tokens", "token", "codecs", "relay_address", "weights", "joins")
     class NextHopRttsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -753,6 +757,7 @@ class ServerRecord(_message.Message):
     CODECS_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    JOINS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     wire_version: int
     software_version: str
@@ -782,7 +787,8 @@ class ServerRecord(_message.Message):
     codecs: _containers.RepeatedScalarFieldContainer[Codec]
     relay_address: str
     weights: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., cache_tokens: _Optional[int] = ..., token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[_Union[Codec, str]]] = ..., relay_address: _Optional[str] = ..., weights: _Optional[bytes] = ...) -> None: ...
+    joins: bool
+    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., cache_tokens: _Optional[int] = ..., token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[_Union[Codec, str]]] = ..., relay_address: _Optional[str] = ..., weights: _Optional[bytes] = ..., joins: bool = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("swarm_key", "id", "role", "name", "peer_id", "granted_at", "expires_at")

@@ -119,7 +119,10 @@ class Signer:
 
 
 def digest_of(inputs: BlockInput) -> bytes:
-    """Return SHA-256 over shape, dtype and bytes of the hidden states, mask and positions, each after its length."""
+    """Return SHA-256 over shape, dtype and bytes of the hidden states, mask and positions, each after its length.
+
+    ``joined`` follows only where there is one, so that text has the digest that earlier versions compute.
+    """
     hidden = inputs.hidden.contiguous()
     digest = hashlib.sha256(f"{list(hidden.shape)} {hidden.dtype} {inputs.packed}".encode())
     mask, positions = inputs.attention_mask, inputs.position_ids
@@ -127,6 +130,7 @@ def digest_of(inputs: BlockInput) -> bytes:
         hidden,
         None if mask is None else (mask != 0).to(torch.uint8),
         None if positions is None else positions.to(torch.int64),
+        *(() if inputs.joined is None else (inputs.joined.to(torch.uint8),)),
     ):
         data = b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes()
         digest.update(len(data).to_bytes(8, "little") + data)

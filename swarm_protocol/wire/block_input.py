@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch.nn.functional import pad
+
+from swarm_protocol.wire.constants import MAX_JOINED, PAGE_TOKENS
+
+IN_WINDOWS, ACROSS_WINDOWS = 1, 2  # values of ``BlockInput.joined``
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,10 @@ class BlockInput:
     mask and past, a position that does not follow the previous one begins another sequence, which attends only to
     itself. additions: [batch, tokens, blocks, hidden_size] or None: ``additions[:, :, i]`` is added to the output of
     block i of the model (DeepStack).
+
+    joined: uint8 [batch, tokens], or None if every position sees the earlier ones only, as in text. It is not 0 where a
+    position and the next one attend to each other. All positions of such a *run*, which no end of a step cuts, do so:
+    ``IN_WINDOWS`` within sliding windows, ``ACROSS_WINDOWS`` also where a window hides them.
     """
 
     hidden: torch.Tensor
@@ -24,6 +34,7 @@ class BlockInput:
     position_ids: torch.Tensor | None = None
     packed: bool = False
     additions: torch.Tensor | None = None
+    joined: torch.Tensor | None = None
 
     @property
     def stacked(self) -> torch.Tensor:
@@ -45,6 +56,7 @@ class BlockInput:
             positions if positions is None or len(positions) == 1 else positions[rows],
             self.packed,
             None if self.additions is None else self.additions[rows],
+            None if self.joined is None else self.joined[rows],
         )
 
     @classmethod
@@ -58,12 +70,12 @@ class BlockInput:
             mask = torch.cat([ones if each is None else each for ones, each in zip(rows, masks, strict=True)])
         positions = [part.position_ids for part in parts if part.position_ids is not None]
         assert len(positions) == len(parts)
-        return cls(
-            torch.cat([part.hidden for part in parts]),
-            mask,
-            torch.cat(with_same_axes(positions)),
-            additions=_additions_of_rows(parts),
-        )
+        joined = None
+        if any(part.joined is not None for part in parts):
+            joined = torch.cat([joined_of(part) for part in parts])
+        hidden = torch.cat([part.hidden for part in parts])
+        positions_of_all = torch.cat(with_same_axes(positions))
+        return cls(hidden, mask, positions_of_all, additions=_additions_of_rows(parts), joined=joined)
 
 
 def unstacked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -86,3 +98,33 @@ def with_same_axes(positions: list[torch.Tensor]) -> list[torch.Tensor]:
     if axes is None:
         return positions
     return [each if each.dim() == 3 else each[..., None].expand(-1, -1, axes) for each in positions]
+
+
+def joined_of(inputs: BlockInput) -> torch.Tensor:
+    """Return ``joined`` of these inputs, [batch, tokens]: zeros for text."""
+    return torch.zeros(inputs.hidden.shape[:2], dtype=torch.uint8) if inputs.joined is None else inputs.joined
+
+
+def run_numbers(joined: torch.Tensor) -> torch.Tensor:
+    """Return a number for each position, [batch, tokens], which only positions of the same run share in a row."""
+    return pad((joined[:, :-1] == 0).cumsum(1), (1, 0))
+
+
+def ends_of_runs(joined: torch.Tensor) -> list[int]:
+    """Return the numbers of positions after which a step may end, because no row has a run that goes on."""
+    inner = (~joined[:, :-1].bool().any(0)).nonzero().flatten() + 1
+    return [*inner.tolist(), joined.shape[1]]
+
+
+def longest_run(joined: torch.Tensor) -> int:
+    """Return the most positions between two places where a step may end; 1 for text."""
+    return max(end - start for start, end in pairwise([0, *ends_of_runs(joined)]))
+
+
+def most_tokens(max_step_tokens: int, batch_size: int, joined: torch.Tensor | None = None) -> int:
+    """Return how many positions per row a step may have on a server that takes ``max_step_tokens`` in all rows.
+
+    It may be longer by its longest run, which cannot be cut, and by a page, unless the run itself is too long.
+    """
+    most, longest = max(1, max_step_tokens // batch_size), 1 if joined is None else longest_run(joined)
+    return most + longest + PAGE_TOKENS if 1 < longest <= MAX_JOINED // batch_size else most

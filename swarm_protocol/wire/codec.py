@@ -203,6 +203,18 @@ def encode_positions(ids: torch.Tensor | None) -> pb.Tensor | None:
     return encode(ids.to(torch.int32))[0]
 
 
+def encode_joined(joined: torch.Tensor | None) -> pb.Tensor | None:
+    """Encode ``BlockInput.joined`` in one part; raise RequestRejected if it has too many entries for a message."""
+    if joined is None:
+        return None
+    if joined.numel() > MAX_POSITION_IDS:
+        raise RequestRejected(
+            f"{' × '.join(map(str, joined.shape))} positions with pictures are too many to be sent at once: "
+            f"expected at most {MAX_POSITION_IDS} in all; use fewer rows or shorter ones"
+        )
+    return encode(joined.to(torch.uint8))[0]
+
+
 def counts_on(wire: pb.Tensor, start: int, num_tokens: int) -> bool:
     """Return whether these are position ids of one row for all, which count up from ``start``.
 

@@ -19,6 +19,7 @@ MAX_TENSOR_BYTES = 256 * MIB  # of one tensor, encoded; clients split larger bat
 MAX_MESSAGE_BYTES = 2 * MIB
 MAX_MASK_BYTES = MIB // 2  # as bits: 128 rows with 32k positions
 MAX_POSITION_IDS = 3 * MIB // 32  # in one message, four bytes each
+MAX_JOINED = 8192  # rows × positions of a run that attend to one another, which no end of a step cuts
 MAX_BATCH_SIZE = 4096
 MAX_ADDITIONS = 16  # blocks after which a step's pictures add something to the hidden states
 MAX_CHANGES = 8  # of a session before one step; clients merge them into three

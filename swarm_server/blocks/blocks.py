@@ -9,17 +9,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer
+from transformers.masking_utils import create_masks_for_generate
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family, rope_depends_on_length, slice_config
 from swarm_models.checkpoints.hollow_model import load_hollow_model
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import ACROSS_WINDOWS, run_numbers
 from swarm_server.blocks.block_loading import LayerSource, load_block
 from swarm_server.blocks.malloc import freed_memory_returned
 
 M = TypeVar("M", bound=nn.Module)
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")  # where modules keep their block's index in the cache
 
@@ -133,6 +138,7 @@ class BlockStack:
         cache: Cache | None = None,
         *,
         packed: bool = False,
+        joined: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the blocks.
 
@@ -144,6 +150,7 @@ class BlockStack:
             cache: from ``new_cache``, or any Cache of ``num_blocks`` layers; None for a forward without past, through
                 which gradients flow to ``hidden``.
             packed: see ``BlockInput``; families that never keep packed sequences apart do not do so here either.
+            joined: see ``BlockInput``; not with ``packed``.
 
         Returns:
             [batch, new, hidden_size], the output of the last block.
@@ -156,9 +163,12 @@ class BlockStack:
         if position_ids is not None and position_ids.dim() == 3:
             position_ids = position_ids.permute(2, 0, 1)  # as transformers has them
         positions = {"position_ids": position_ids} if self.family.takes_positions else {}
+        masks: Any = attention_mask
+        if joined is not None:
+            masks = masks_of(self.config, hidden, attention_mask, cache, joined)
         return self._model(
             inputs_embeds=hidden,
-            attention_mask=attention_mask,
+            attention_mask=masks,
             return_dict=True,
             **self.family.cache_arguments(cache, cache is not None),
             **positions,
@@ -224,6 +234,52 @@ def _assemble(
         owner.config = config
     setattr(owner, family.blocks, blocks)
     return base
+
+
+# ---------------------------------------------------------------- positions that attend to later ones
+
+
+def masks_of(
+    config: PreTrainedConfig,
+    hidden: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    joined: torch.Tensor,
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Return what a model of this config takes as its attention mask: one mask, or one for each kind of its layers.
+
+    They are the masks that the model makes itself, in which all positions of a run attend to one another too.
+
+    Args:
+        hidden: [batch, new, hidden_size]; attention_mask: [batch, past + new] or None.
+        joined: [batch, new], see ``BlockInput``.
+    """
+    past = 0 if cache is None else cache.get_seq_length()
+    or_mask_function = _within_runs(joined.to(hidden.device), past)
+    masks: torch.Tensor | dict[str, torch.Tensor] = create_masks_for_generate(
+        config=config,
+        inputs_embeds=hidden,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        position_ids=None,  # they would only tell packed sequences apart
+        or_mask_function=or_mask_function,
+    )
+    return masks
+
+
+def _within_runs(joined: torch.Tensor, past: int) -> MaskFunction:
+    """Return a mask function that lets positions of a run see each other, and hides all others.
+
+    ``past``: how many positions come before those of ``joined``; the function counts from the first of them.
+    """
+    numbers = pad(run_numbers(joined) + 1, (past, 0))  # earlier positions belong to no run of these
+    crosses = pad(joined == ACROSS_WINDOWS, (past, 0))
+
+    def see_each_other(row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        same = (numbers[row, query] == numbers[row, key]) & (numbers[row, query] > 0)
+        return same & ((key > query) | crosses[row, key])
+
+    return see_each_other
 
 
 # ---------------------------------------------------------------- loading

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm_protocol.span import Span
-from swarm_protocol.wire.block_input import with_same_axes
+from swarm_protocol.wire.block_input import joined_of, with_same_axes
 from swarm_server.engine.session_state import KvState, Session, SessionStep
 from swarm_server.kv.kv_rows import ChannelPlace, Growth, Run, runs
 from swarm_server.kv.row_states import Slot, States
@@ -129,6 +129,13 @@ def batch_mask(batch: list[Prepared], length: int) -> torch.Tensor | None:
         result[first : first + work.num_rows, length - work.state.length :] = 1 if mask is None else mask
         first += work.num_rows
     return result
+
+
+def batch_joined(batch: list[Prepared], num_new: int) -> torch.Tensor | None:
+    """Return ``BlockInput.joined`` of the new positions of all rows, [rows, num_new]; None if they are all text."""
+    if all(work.step.inputs.joined is None for work in batch):
+        return None
+    return torch.cat([joined_of(work.step.inputs)[:, -num_new:] for work in batch])
 
 
 def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:

@@ -6,16 +6,22 @@ separately takes as long as the rest of preparing a step.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
+from swarm_protocol.wire.block_input import run_numbers
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.batch import positions_and_mask
 from swarm_server.engine.session_state import KvState, SessionStep
 from swarm_server.kv.prefix_cache import token_content
+
+# Added to the first byte of a position, which tells dtypes apart, so that no text has the same bytes:
+_WITH_ADDITIONS = 3  # for each block to whose output something is added
+_WITH_DIGEST = 128  # for the digest of a run
 
 
 def followed(state: KvState, step: SessionStep) -> KvState:
@@ -43,17 +49,47 @@ def hashed(state: KvState) -> KvState:
 
 
 def _contents(step: SessionStep) -> Iterator[torch.Tensor]:
-    """Yield the step's content, cut where positions with additions begin and end: text is the same however it came."""
-    hidden, context = step.inputs.stacked, positions_and_mask(step)
-    if hidden.dim() == 3:
-        yield token_content(hidden, *context)
+    """Yield the step's content, cut where pictures begin and end: text is the same however it came.
+
+    A position with additions has these too. A position of a run has the digest of the whole run, on whose later
+    positions its keys and values depend.
+    """
+    inputs = step.inputs
+    content = token_content(inputs.hidden, *positions_and_mask(step))
+    further: list[tuple[torch.Tensor, int]] = []  # [batch, tokens, size], and what it adds to the first byte
+    if inputs.additions is not None:
+        added = inputs.additions.to(inputs.hidden).flatten(2).contiguous()
+        further.append((added, _WITH_ADDITIONS * inputs.additions.shape[2]))
+    if inputs.joined is not None:
+        whole = torch.cat([content, *(each.view(torch.uint8) for each, _ in further)], 2)
+        further.append((_digests_of_runs(whole, inputs.joined), _WITH_DIGEST))
+    if not further:
+        yield content
         return
-    have_some = hidden[:, :, 1:].flatten(2).any(2).any(0)
+    have_some = torch.stack([each.bool().any(2).any(0) for each, _ in further])  # [kinds, tokens]
+    kinds, sizes = have_some.unique_consecutive(return_counts=True, dim=1)
     end = 0
-    for has_some, size in zip(*have_some.unique_consecutive(return_counts=True), strict=True):
-        start, end = end, end + int(size)
-        piece = hidden[:, start:end] if has_some else hidden[:, start:end, 0]
-        yield token_content(piece, *(each[:, start:end] for each in context))
+    for has, size in zip(kinds.T.tolist(), sizes.tolist(), strict=True):
+        start, end = end, end + size
+        used = [each for each, is_used in zip(further, has, strict=True) if is_used]
+        parts = [each[:, start:end].view(torch.uint8) for each, _ in used]
+        piece = torch.cat([content[:, start:end], *parts], 2)
+        piece[..., 0] += sum(number for _, number in used)
+        yield piece
+
+
+def _digests_of_runs(content: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
+    """Return for each position the digest of its run, [batch, tokens, bytes]; zeros where there is no run."""
+    digests = content.new_zeros(*joined.shape, hashlib.sha256().digest_size)
+    for row, numbers in enumerate(run_numbers(joined)):
+        end = 0
+        for size in numbers.bincount().tolist():
+            start, end = end, end + size
+            if size > 1:
+                run = torch.cat([content[row, start:end], joined[row, start:end, None]], 1)
+                digest = bytearray(hashlib.sha256(run.numpy().data).digest())
+                digests[row, start:end] = torch.frombuffer(digest, dtype=torch.uint8)
+    return digests
 
 
 def same_mask(mask: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from swarm_models.kernels.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
+from swarm_protocol.wire.block_input import ACROSS_WINDOWS
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.adapters.targets import require_fit
@@ -24,6 +25,7 @@ from swarm_server.core.counters import Counters
 from swarm_server.engine.batch import (
     Prepared,
     adapter_order,
+    batch_joined,
     batch_mask,
     batch_positions,
     block_runs,
@@ -319,7 +321,7 @@ class Engine:
         num_pages = _most_matched_pages(step, keeps_outputs)
         assert self.prefix_cache is not None  # without it there are no hashes
         found = [self.prefix_cache.longest(digests[num_known:][:num_pages]) for digests in state.digests]
-        num_found = min(map(len, found))
+        num_found = _not_within_runs(min(map(len, found)), step.inputs.joined)
         state = replace(state, can_match=num_found * PAGE_TOKENS == num_tokens)
         return state, [[row[page] for row in found] for page in range(num_found)]
 
@@ -455,11 +457,11 @@ class Engine:
         length = max(work.state.length for work in batch)
         places, slots, ways = block_runs(blocks, batch), batch[0].slots(blocks), self.ways
         layers = self._state_layers(blocks, batch, slots, device)
-        positions = batch_positions(batch, num_new)
+        positions, joined = batch_positions(batch, num_new), batch_joined(batch, num_new)
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
-        output = None if shares else self._run_graph(blocks, batch, hidden, positions, places)
+        output = None if shares or joined is not None else self._run_graph(blocks, batch, hidden, positions, places)
         if output is not None:
             return list(output.split(num_rows))
         mask = batch_mask(batch, length)
@@ -471,6 +473,7 @@ class Engine:
                 None if mask is None else mask.to(device),
                 positions.to(device),
                 cache,
+                joined=joined,
             )
         for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
             work.states.update(zip(blocks, states, strict=True))
@@ -515,6 +518,13 @@ def _most_matched_pages(step: SessionStep, keeps_outputs: bool) -> int:
         return num_tokens // PAGE_TOKENS
     num_wanted = num_tokens if step.num_wanted is None else step.num_wanted
     return max(0, num_tokens - num_wanted) // PAGE_TOKENS  # outputs that are wanted must be computed
+
+
+def _not_within_runs(num_pages: int, joined: torch.Tensor | None) -> int:
+    """Return the most of these pages whose end is in no run that looks back further than sliding windows keep."""
+    while num_pages and joined is not None and bool((joined[:, num_pages * PAGE_TOKENS - 1] == ACROSS_WINDOWS).any()):
+        num_pages -= 1
+    return num_pages
 
 
 def _with_states_after(work: Prepared) -> KvState:

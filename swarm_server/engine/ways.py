@@ -11,7 +11,7 @@ import torch
 
 from swarm_models.kernels.attention import AttentionKernel, attention_kernel
 from swarm_protocol.span import Span
-from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.block_input import IN_WINDOWS, BlockInput
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.engine.session_state import Session, SessionStep
@@ -157,6 +157,21 @@ def _longest_window(layout: StackLayout) -> int:
 
 def _same(outputs: torch.Tensor, expected: torch.Tensor, tolerance: float = _SAME) -> bool:
     return bool((outputs - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def can_join(engine: Engine) -> bool:
+    """Return whether the blocks let a position attend to a later one where ``BlockInput.joined`` says so."""
+    if engine.layout.has_states or engine.layout.has_index:
+        return False
+    hidden = torch.randn(1, 2, engine.hidden_size, generator=torch.Generator().manual_seed(0))
+    joined = torch.tensor([[[IN_WINDOWS, 0]], [[0, 0]]], dtype=torch.uint8)
+    try:
+        seeing, alone = (
+            engine.stateless.forward(engine.layout.hosted, BlockInput(hidden, joined=each))[:, 0] for each in joined
+        )
+    except Exception:  # a model family's code may raise any error: it takes no such masks
+        return False
+    return not _same(seeing, alone)
 
 
 def steps_of_two_lengths(engine: Engine) -> torch.Tensor:

@@ -49,18 +49,15 @@ class ContentHash:
 
 
 def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return identifying bytes, [batch, tokens, bytes]. The first byte says how many bytes a token has.
+    """Return identifying bytes, [batch, tokens, bytes].
 
-    hidden: [batch, tokens, size], or [batch, tokens, 1 + blocks, size] with additions; position_ids: [batch, tokens] or
-    [batch, tokens, axes]; mask: [batch, tokens].
+    hidden: [batch, tokens, size]; position_ids: [batch, tokens] or [batch, tokens, axes]; mask: [batch, tokens].
     """
-    num_added = hidden.shape[2] - 1 if hidden.dim() == 4 else 0
-    first = len(_DTYPES) * num_added + _DTYPES.index(hidden.dtype)
-    dtype = torch.full(hidden.shape[:2], first, dtype=torch.uint8)
+    dtype = torch.full(hidden.shape[:2], _DTYPES.index(hidden.dtype), dtype=torch.uint8)
     return torch.cat(
         [
             dtype[..., None],
-            hidden.flatten(2).contiguous().view(torch.uint8),
+            hidden.contiguous().view(torch.uint8),
             _numbers(position_ids)[..., None].view(torch.uint8),
             mask.to(torch.uint8)[..., None],
         ],

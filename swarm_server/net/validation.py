@@ -10,6 +10,7 @@ import torch
 from swarm_protocol.errors import PeerMoved, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import ACROSS_WINDOWS, most_tokens
 from swarm_protocol.wire.codec import Assembler, decode, decode_mask, shown_shape
 from swarm_protocol.wire.constants import (
     MAX_ADDITIONS,
@@ -39,6 +40,7 @@ class RequestValidator:
     position_axes: int = 1  # see ``Family.position_axes``
     max_tensor_bytes: int = MAX_TENSOR_BYTES
     max_step_tokens: int = 1 << 31  # rows × positions of one step of more than one position
+    joins: bool = True  # whether the blocks can let positions attend to later ones
 
     def blocks(self, contract: pb.Contract) -> Span:
         """Return the requested span.
@@ -126,9 +128,15 @@ class RequestValidator:
             )
         self.codec(hop.codec)
 
-    def step_tokens(self, batch_size: int, num_tokens: int) -> None:
-        """Check a step's size, because no step may delay the others for long."""
-        if num_tokens > max(1, self.max_step_tokens // batch_size):
+    def step_tokens(self, batch_size: int, num_tokens: int, joined: pb.Tensor | None = None) -> None:
+        """Check a step's size, because no step may delay the others for long.
+
+        With ``joined``, it may be longer; see ``most_tokens``.
+        """
+        most = most_tokens(self.max_step_tokens, batch_size)
+        if num_tokens > most and joined is not None:
+            most = most_tokens(self.max_step_tokens, batch_size, self.joined(joined, batch_size, num_tokens))
+        if num_tokens > most:
             raise RequestRejected(
                 f"a step of {batch_size} × {num_tokens} positions is too long: expected at most "
                 f"{self.max_step_tokens} in all; send it in several steps"
@@ -148,6 +156,22 @@ class RequestValidator:
         if low < 0 or (self.max_positions is not None and high >= self.max_positions):
             raise RequestRejected(f"position ids from {low} to {high} are outside the model's {self.max_positions}")
         return ids
+
+    def joined(self, wire: pb.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
+        """Return the checked ``BlockInput.joined``, uint8 [batch_size, num_tokens]."""
+        if not self.joins:
+            raise RequestRejected("positions of this model cannot attend to later ones: its blocks take them in order")
+        if list(wire.shape[:3]) != [batch_size, num_tokens] or wire.dtype != pb.UINT8:
+            raise RequestRejected(
+                f"joined positions have shape {shown_shape(wire)}: expected uint8 [{batch_size}, {num_tokens}]"
+            )
+        joined = decode(wire)
+        if int(joined.max()) > ACROSS_WINDOWS or bool(joined[:, -1].any()):
+            raise RequestRejected(
+                f"joined positions are numbered up to {int(joined.max())}: expected at most {ACROSS_WINDOWS}, and 0 at "
+                "the last position, since a step has all positions of a picture"
+            )
+        return joined
 
     def mask(self, wire: pb.AttentionMask, batch_size: int, num_positions: int) -> torch.Tensor:
         return decode_mask(wire, batch_size, num_positions)

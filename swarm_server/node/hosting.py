@@ -30,6 +30,7 @@ from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
+from swarm_server.engine.ways import can_join
 from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
@@ -179,6 +180,7 @@ class SpanLoader:
             max_positions(self._checkpoint.config),
             self._checkpoint.family.position_axes,
             max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # else one piece per prompt
+            joins=await asyncio.to_thread(can_join, engine),
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)

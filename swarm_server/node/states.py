@@ -69,6 +69,7 @@ class Joined:
         config, checkpoint = self.starting.config, self.starting.checkpoint
         record = ServerRecord(
             codecs=ANNOUNCED,
+            joins=True,
             peer_id=self.membership.dht.peer_id,
             addresses=(self.address,),
             model=checkpoint.name,

@@ -226,7 +226,7 @@ def _few_rows(validator: RequestValidator, asked: _Pass) -> Iterator[tuple[Block
 
 def _block_input(validator: RequestValidator, message: pb.Forward, hidden: torch.Tensor) -> BlockInput:
     batch_size, num_tokens, _ = hidden.shape
-    mask = positions = None
+    mask = positions = joined = None
     if message.packed and message.HasField("attention_mask"):
         raise RequestRejected(
             "packed sequences are told apart by their positions: expected no attention mask with them"
@@ -235,7 +235,11 @@ def _block_input(validator: RequestValidator, message: pb.Forward, hidden: torch
         mask = validator.mask(message.attention_mask, batch_size, num_tokens)
     if message.HasField("position_ids"):
         positions = validator.positions(message.position_ids, batch_size, num_tokens)
-    return BlockInput(hidden, mask, positions, message.packed)
+    if message.HasField("joined"):
+        if message.packed:
+            raise RequestRejected("packed sequences have no positions that attend to later ones")
+        joined = validator.joined(message.joined, batch_size, num_tokens)
+    return BlockInput(hidden, mask, positions, message.packed, joined)
 
 
 def _in_parts(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> list[pb.TensorReply]:

@@ -223,24 +223,27 @@ class HostedSession:
             validator.length(step.start_position + step.stored.num_tokens)
             return validator.stored(step.stored)
         arriving = validator.new_positions(step.hidden, past=step.start_position)
-        validator.step_tokens(*arriving.shape[:2])
+        joined = step.joined if step.HasField("joined") else None
+        validator.step_tokens(arriving.shape[0], arriving.shape[1], joined)
         return arriving
 
     def _checked(self, request: pb.Step, payload: torch.Tensor, changes: tuple[HistoryChange, ...]) -> SessionStep:
         hidden, additions = unstacked(payload)
         validator, (batch_size, num_tokens, _) = self._services.validator, hidden.shape
-        mask = positions = None
+        mask = positions = joined = None
         if request.HasField("attention_mask") and request.attention_mask.values:  # an empty one hides nothing
             mask = validator.mask(request.attention_mask, batch_size, request.start_position + num_tokens)
         if request.HasField("position_ids") and not counts_on(request.position_ids, request.start_position, num_tokens):
             positions = validator.positions(request.position_ids, batch_size, num_tokens)
+        if request.HasField("joined"):
+            joined = validator.joined(request.joined, batch_size, num_tokens)
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else num_tokens
         if num_wanted > num_tokens:
             raise RequestRejected(f"{num_wanted} outputs are wanted of a step of {num_tokens} positions")
         if request.every_block and additions is not None:
             raise RequestRejected("every block's output is wanted of a step with additions: expected one or the other")
         self._require_room(request.start_position, num_tokens, changes)
-        inputs = BlockInput(hidden, mask, positions, additions=additions)
+        inputs = BlockInput(hidden, mask, positions, additions=additions, joined=joined)
         num_following = validator.at_most(request.following_tokens)
         return SessionStep(request.start_position, inputs, changes, num_wanted, request.every_block, num_following)
 
@@ -404,4 +407,5 @@ def _with_hidden(step: pb.Step, hidden: pb.Tensor) -> pb.Step:
         every_block=step.every_block,
         settled=step.settled,
         following_tokens=step.following_tokens,
+        joined=step.joined if step.HasField("joined") else None,
     )

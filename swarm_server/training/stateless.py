@@ -106,6 +106,7 @@ class StatelessPasses:
                     None if inputs.attention_mask is None else inputs.attention_mask.to(device),
                     None if inputs.position_ids is None else inputs.position_ids.to(device),
                     packed=inputs.packed,
+                    joined=inputs.joined,
                 )
         self.counters.block_positions["forward"] += num_rows * num_tokens * len(blocks)
         return hidden.to("cpu", inputs.hidden.dtype)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,27 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from swarm_client import RequestRejected
+from swarm_client import NoRoute
 from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import Request
+from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.node.server import Server
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, connected
 from tests.swarm.test_batching import Heard
 from tests.swarm.tuning import Tuned, assert_close, lora
-from tests.vision_zoo import ONLY_TEXT, SEEING, load_seeing, save_seeing, with_pictures, words
+from tests.vision_zoo import (
+    BOTH_WAYS,
+    FIRST_PICTURE_TOKEN,
+    SEEING,
+    TOKENS_PER_PICTURE,
+    load_seeing,
+    save_seeing,
+    with_pictures,
+    with_text,
+    words,
+)
 from tests.zoo import BLOCKS
 
 SPANS = ("0:2", "2:6")
@@ -62,10 +75,11 @@ class SeeingPair(Pair):
 
 
 @contextmanager
-def served(directory: Path) -> Iterator[SeeingPair]:
+def served(directory: Path, *, wait_timeout_s: float | None = None, **options: Any) -> Iterator[SeeingPair]:
+    """``options``: of the servers. ``wait_timeout_s``: of the client."""
     with InProcessServers(directory, cache_tokens=16384, memory_dht=True) as servers:
-        started = servers.start(*SPANS)
-        with connected(servers) as remote:
+        started = servers.start(*SPANS, **options)
+        with connected(servers, **({} if wait_timeout_s is None else {"wait_timeout_s": wait_timeout_s})) as remote:
             yield SeeingPair(load_seeing(directory), remote, servers, started)
 
 
@@ -92,16 +106,71 @@ def test_the_whole_path(pair, name):
     assert_close(grads[1], grads[0], 1e-4)
 
 
-@of_models(*SEEING, *ONLY_TEXT)
-def test_text_alone(pair):
-    ids = words(1, 11)
-    assert torch.equal(*(model.generate(ids, **GREEDY) for model in (pair.whole, pair.remote)))
+@of_models(*SEEING)
+def test_text_alone(pair, name):
+    given = with_text(name, 11)
+    assert torch.equal(*(model.generate(**given, **GREEDY) for model in (pair.whole, pair.remote)))
 
 
-@of_models(*ONLY_TEXT)
-def test_pictures_that_servers_cannot_compute_are_refused(pair, name):
-    with pytest.raises(RequestRejected, match="give it text alone"):
-        pair.remote.generate(**with_pictures(name, rows=1), **GREEDY)
+@of_models(*BOTH_WAYS)
+def test_two_pictures_in_a_prompt(pair, name):
+    """Positions of one picture do not see those of the next, unless the whole prompt sees itself."""
+    given = with_pictures(name, rows=2, per_row=2)
+    attended = given["attention_mask"].bool()
+    with torch.no_grad():
+        whole, remote = (model(**given, use_cache=True).logits[attended] for model in (pair.whole, pair.remote))
+    assert_close(remote, whole, ROUNDING)
+    assert torch.equal(*(model.generate(**given, **GREEDY) for model in (pair.whole, pair.remote)))
+
+
+@pytest.mark.parametrize("pair", ["gemma3"], indirect=True)
+def test_a_picture_in_a_later_call(pair, name):
+    """It sees what an earlier call has computed, and is computed as the stock model does with a cache."""
+    given = with_pictures(name, rows=1)
+    ids, first = given.pop("input_ids"), FIRST_PICTURE_TOKEN - 2
+    logits = []
+    for model in (pair.whole, pair.remote):
+        with torch.no_grad():
+            past = model(ids[:, :first], use_cache=True).past_key_values
+            logits.append(model(ids[:, first:], **given, past_key_values=past).logits)
+    assert_close(logits[1], logits[0], ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma-2"])  # in windows, and across them
+def test_steps_that_are_shorter_than_a_picture(tmp_path, name):
+    """No step ends within a picture, nor does one of a session that is replayed to servers."""
+    save_seeing(name, tmp_path)
+    given = with_pictures(name, rows=2, per_row=2)
+    attended = given["attention_mask"].bool()
+    following = {"input_ids": words(2, 3), "attention_mask": torch.cat([attended, attended.new_ones(2, 3)], 1).long()}
+    with served(tmp_path, chunk_tokens=2 * (TOKENS_PER_PICTURE - 1)) as pair, torch.no_grad():
+        whole, remote = (model(**given, use_cache=True) for model in (pair.whole, pair.remote))
+        assert_close(remote.logits[attended], whole.logits[attended], ROUNDING)
+        remote.past_key_values.session.close()
+        logits = [
+            model(**following, past_key_values=output.past_key_values).logits
+            for model, output in ((pair.whole, whole), (pair.remote, remote))
+        ]
+        assert_close(logits[1], logits[0], ROUNDING)
+
+
+def test_servers_of_an_older_version_compute_text_alone(tmp_path, monkeypatch):
+    """They would ignore what sees later positions, and say so by a field that their records do not have."""
+    save_seeing("gemma3", tmp_path)
+    given = with_pictures("gemma3", rows=1)
+    announced = ServerRecord.to_proto
+
+    def of_older_version(record: ServerRecord) -> pb.ServerRecord:
+        message = announced(record)
+        message.ClearField("joins")
+        return message
+
+    monkeypatch.setattr(ServerRecord, "to_proto", of_older_version)
+    with served(tmp_path, wait_timeout_s=0.0) as pair:
+        text = with_text("gemma3", 11)
+        assert torch.equal(*(model.generate(**text, **GREEDY) for model in (pair.whole, pair.remote)))
+        with pytest.raises(NoRoute, match="2 servers of an older version"):
+            pair.remote.generate(**given, **GREEDY)
 
 
 class _Once(LogitsProcessor):
@@ -117,7 +186,7 @@ class _Once(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("pair", OF_EACH_KIND, indirect=True)
+@pytest.mark.parametrize("pair", [*OF_EACH_KIND, "gemma3"], indirect=True)
 def test_a_loop_of_many_generations(pair, name):
     """One with a picture and two of words alone, at once; the gateway computes them so."""
     given = with_pictures(name, rows=1)

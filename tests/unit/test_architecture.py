@@ -128,7 +128,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["rpc"],
         ["peer"],
         ["engine"],
-        ["compress", "routing", "placement"],
+        ["compress", "routing", "placement", "resume"],
         ["pb"],
     ],
     "swarm_training.experts": [
@@ -173,6 +173,7 @@ POLICIES = [
     "swarm_training/stages/peer/barrier.py",
     "swarm_training/stages/peer/run_stages.py",
     "swarm_training/stages/placement/stage_choice.py",
+    "swarm_training/stages/resume/agreement.py",
     "swarm_training/stages/routing/backlogs.py",
     "swarm_training/stages/routing/coverage.py",
     "swarm_training/stages/routing/router.py",

@@ -15,7 +15,7 @@ from swarm_protocol.net.identity import peer_id_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.evidence import SEED_BYTES, probe
 from swarm_protocol.verification.statements import DIRECTIONS, SKETCH_POSITIONS, digest_of
-from swarm_protocol.wire.codec import encode, encode_mask, encode_positions
+from swarm_protocol.wire.codec import encode, encode_joined, encode_mask, encode_positions
 from swarm_protocol.wire.constants import FIRST_STEP, WIRE_VERSION
 from swarm_protocol.wire.session_keys import push_key_of
 
@@ -68,6 +68,8 @@ class HonestRequests:
                 pb.Change(record_past=pb.RecordPast()),
             )
             step.changes.append(chance.choice(changes))
+        if chance.random() < 0.2:
+            step.joined.CopyFrom(random_joined(1, max(1, num_tokens + _slip(chance)), chance))
         return step, parts
 
     def forward(self, chance: Random, keep_key: bytes = b"") -> tuple[pb.Forward, list[bytes]]:
@@ -82,6 +84,8 @@ class HonestRequests:
         if chance.random() < 0.2:
             message.dropout_seed = chance.getrandbits(64)
         message.sign = chance.random() < 0.2
+        if chance.random() < 0.2:
+            message.joined.CopyFrom(random_joined(batch_size, num_tokens, chance))
         return message, parts
 
     def evidence(self, chance: Random) -> pb.Evidence:
@@ -140,6 +144,13 @@ def _slip(chance: Random) -> int:
 def random_tensor(shape: tuple[int, ...], chance: Random) -> torch.Tensor:
     generator = np.random.default_rng(chance.getrandbits(64))
     return torch.from_numpy(generator.standard_normal(shape, np.float32))
+
+
+def random_joined(batch_size: int, num_tokens: int, chance: Random) -> pb.Tensor:
+    """Positions that see later ones; now and then the last one, which has none, or a kind that there is not."""
+    kinds = torch.tensor([chance.choices((0, 1, 2, 3), (8, 8, 8, 1), k=num_tokens) for _ in range(batch_size)])
+    kinds[:, -1] *= chance.random() < 0.1
+    return encode_joined(kinds)
 
 
 def random_mask(batch_size: int, length: int, chance: Random) -> torch.Tensor:

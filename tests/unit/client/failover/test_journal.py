@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm_client.failover.journal import Journal
+from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 
 HIDDEN = 3
@@ -73,6 +74,24 @@ def test_positions_of_pictures_have_axes():
     for kept in (journal, journal.compacted()):
         assert kept.read(0, 6).position_ids.tolist() == [axes]
         assert kept.read(0, 2).position_ids.tolist() == [[0, 1]]  # as without pictures
+
+
+def test_what_attends_to_later_positions_is_kept():
+    picture = torch.tensor([[0, 1, 1, 0], [2, 2, 0, 0]], dtype=torch.uint8)
+    journal = Journal.empty(2).appended(BlockInput(torch.zeros(2, 4, HIDDEN), joined=picture))
+    journal = journal.appended(BlockInput(torch.zeros(2, 2, HIDDEN)))
+    for kept in (journal, journal.copy(), journal.compacted()):
+        assert kept.reordered([1, 0, 1]).read(1, 5).joined.tolist() == [[2, 0, 0, 0], [1, 1, 0, 0], [2, 0, 0, 0]]
+        assert kept.read(4, 6).joined is None
+
+
+def test_a_run_is_not_cropped_in_the_middle():
+    picture = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 0, 0]], dtype=torch.uint8)
+    journal = Journal.empty(2).appended(BlockInput(torch.zeros(2, 5, HIDDEN), joined=picture))
+    assert [journal.cropped(length).length for length in (0, 1, 4, 5)] == [0, 1, 4, 5]
+    for length in (2, 3):
+        with pytest.raises(RequestRejected, match=f"5 positions cannot be cropped to {length}"):
+            journal.cropped(length)
 
 
 def test_the_mask_is_the_last_that_was_given():

@@ -331,6 +331,15 @@ def test_lists_of_servers(lists: dict[str, tuple[str, ...]], expected: str) -> N
     assert "".join(server.peer_id[-1] for server in kept.servers) == expected
 
 
+def test_servers_that_would_ignore_what_sees_later_positions() -> None:
+    new, old = server_record("new", joins=True), server_record("old")
+    view = SwarmView((new, old))
+    assert usable(view, Wanted("revision", 8)) == (view, [])
+    kept, (phrase,) = usable(view, Wanted("revision", 8, joins=True))
+    assert kept.servers == (new,)
+    assert phrase == "1 server of an older version, which computes causal attention to this model's pictures"
+
+
 def test_nothing_is_left_out_of_a_healthy_swarm() -> None:
     view = SwarmView((server_record("a"), server_record("b")))
     assert usable(view, Wanted("revision", 8)) == (view, [])

@@ -79,11 +79,11 @@ def at_step(server: ToyServer, number: int, action: Callable[[], object], *, aft
     """Call ``action`` when the server begins a step, or when it has computed it but not yet answered."""
     step, numbers = server.scheduler.step, count(1)
 
-    async def stepped(*arguments: Any) -> Any:
+    async def stepped(*arguments: Any, **options: Any) -> Any:
         is_now = next(numbers) == number
         if is_now and not afterwards:
             action()
-        output = await step(*arguments)
+        output = await step(*arguments, **options)
         if is_now and afterwards:
             action()
         return output

@@ -213,8 +213,8 @@ def test_outputs_are_those_of_one_machine_whatever_happens_at_length(number):
 class Quiet(Scenario):
     """Two servers in a chain, each with a spare; nothing happens by itself."""
 
-    async def started(self, max_positions: int | None = None, **options) -> RemoteSession:
-        for name, span in (("a", "0:3"), ("b", "3:6"), ("a2", "0:3"), ("b2", "3:6")):
+    async def started(self, max_positions: int | None = None, cut: int = 3, **options) -> RemoteSession:
+        for name, span in (("a", f"0:{cut}"), ("b", f"{cut}:6"), ("a2", f"0:{cut}"), ("b2", f"{cut}:6")):
             self.net.start(name, Span.parse(span))
         config = ClientConfig(recovery_timeout_s=5.0, **options)
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
@@ -228,10 +228,11 @@ class Quiet(Scenario):
         rows = [[*row, *added] for row, added in zip(self.rows or [[]] * len(new), new, strict=True)]
         start, count = session.length, len(new[0])
         offsets = torch.tensor(list(map(offset, rows)))
-        inputs = BlockInput(torch.tensor(new)[..., None], None, torch.arange(start, start + count) + offsets[:, None])
-        output = await session.step_on_loop(inputs)
+        positions = torch.arange(start, start + count) + offsets[:, None]
+        added = additions_to(new) if self.sees else None
+        output = await session.step_on_loop(BlockInput(torch.tensor(new)[..., None], None, positions, additions=added))
         self.rows = rows
-        assert torch.equal(output, model_output(rows)[:, start:])
+        assert torch.equal(output, model_output(rows, self.sees)[:, start:])
 
     def hops(self, session: RemoteSession) -> list[str]:
         return [hop.hop.server.peer_id for hop in session._lanes[0].chain.hops]
@@ -266,6 +267,33 @@ def test_rows_that_change_while_a_server_is_dead(index, indices):
 
     for seed in range(8):  # the hop before hears of both in either order
         quiet(story, seed)
+
+
+@pytest.mark.parametrize("cut", [2, 4])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_server_dies_after_a_picture(index, cut):
+    """The first server has all blocks after which something is added, or the second one needs additions too."""
+
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started(cut=cut)
+        await swarm.extend(session, [1.0, 95.0, 2.0], [99.0, 5.0, 6.0])
+        swarm.net.kill(swarm.hops(session)[index])
+        await swarm.extend(session, [3.0], [4.0])
+        assert session.stats.recoveries == 1
+        await swarm.extend(session, [5.0, 90.0], [6.0, 7.0])
+
+    quiet(story)
+
+
+@pytest.mark.parametrize("cut", [2, 4])
+def test_servers_that_cannot_reach_each_other_have_a_picture_relayed(cut):
+    async def story(swarm: Quiet) -> None:
+        swarm.net.walls |= {frozenset((one, other)) for one in ("a", "a2") for other in ("b", "b2")}
+        session = await swarm.started(cut=cut)
+        await swarm.extend(session, [1.0, 95.0, 2.0], [99.0, 5.0, 6.0])
+        assert not swarm.events
+
+    quiet(story)
 
 
 def test_a_call_that_fails_leaves_the_session_where_it_stood():

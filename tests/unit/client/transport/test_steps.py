@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from swarm_client.transport.steps import OutgoingStep, chunk_size, in_messages, may_be_resent, split
 from swarm_client.transport.wire_tensor import WireTensor
+from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.wire.block_input import BlockInput
+from swarm_protocol.wire.block_input import IN_WINDOWS, BlockInput
 from swarm_protocol.wire.codec import decode, decode_mask
-from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_STEPS, MIB, PAGE_TOKENS, PART_BYTES
+from swarm_protocol.wire.constants import MAX_JOINED, MAX_RESENT, MAX_RESENT_STEPS, MIB, PAGE_TOKENS, PART_BYTES
 
 UNLIMITED = 1 << 31  # of a hop that must be given a prompt in one piece
 START, NUMBER, BATCH, NEW, HIDDEN = 3, 40, 2, 10, 4
@@ -131,6 +132,52 @@ def test_a_step_without_data_keeps_everything_else() -> None:
     assert data and not bare.hidden.data
     bare.hidden.data = data
     assert bare == step.message
+
+
+# ---------------------------------------------------------------- positions that attend to later ones
+
+
+def with_runs(length: int, *runs: range, rows: int = 1) -> torch.Tensor:
+    joined = torch.zeros(rows, length, dtype=torch.uint8)
+    for run in runs:
+        joined[-1, run.start : run.stop - 1] = IN_WINDOWS
+    return joined
+
+
+@pytest.mark.parametrize(
+    ("start", "size", "runs", "ends"),
+    [
+        (0, 64, [range(10, 266)], [288, 300]),  # at the end of the page
+        (0, 64, [range(10, 266), range(270, 290)], [266, 300]),  # in which the next one has begun
+        (0, 64, [range(64, 128)], [64, 128, 192, 256, 300]),
+        (5, 64, [range(10, 266)], [283, 300]),  # of the session's pages
+        (0, 64, [range(30, 300)], [300]),
+        (0, 512, [range(10, 266)], [300]),
+        (0, 4, [range(2, 5), range(5, 8)], [5, 9, *range(13, 300, 4), 300]),
+    ],
+)
+def test_a_run_is_not_cut(start: int, size: int, runs: list[range], ends: list[int]) -> None:
+    joined = with_runs(300, *runs, rows=2)
+    inputs = BlockInput(torch.randn(2, 300, 1), joined=joined)
+    steps = split(inputs, start=start, number=1, size=size, codec=pb.RAW)
+    assert [step.end - start for step in steps] == ends
+    assert [step.start for step in steps] == [start, *(step.end for step in steps[:-1])]
+    sent = [decode(step.message.joined) if step.message.HasField("joined") else None for step in steps]
+    parts = torch.cat(
+        [torch.zeros(2, s.end - s.start) if j is None else j for s, j in zip(steps, sent, strict=True)], 1
+    )
+    assert torch.equal(parts, joined.float())
+    assert all(part is None or part.any() for part in sent)
+    assert all(step.fits(2 * size) for step in steps)
+
+
+def test_a_run_that_no_step_may_have_is_refused() -> None:
+    inputs = BlockInput(
+        torch.zeros(3, MAX_JOINED // 3 + 1, 1),
+        joined=with_runs(MAX_JOINED // 3 + 1, range(MAX_JOINED // 3 + 1), rows=3),
+    )
+    with pytest.raises(RequestRejected, match="use fewer rows or a smaller picture"):
+        split(inputs, start=0, number=1, size=64, codec=pb.RAW)
 
 
 # ---------------------------------------------------------------- what a server is to send again

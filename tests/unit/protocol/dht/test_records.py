@@ -61,6 +61,7 @@ records = st.builds(
     cache_tokens=st.integers(0, 2**64 - 1),
     relay_address=texts,
     weights=st.binary(max_size=32),
+    joins=st.booleans(),
     work=st.builds(
         WorkTotals, st.integers(0, 2**50), st.integers(0, 2**50), st.integers(0, 2**50), st.floats(2e7, 1e9, width=32)
     ),
@@ -77,7 +78,7 @@ def test_every_field_of_the_contract_is_written() -> None:
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
         next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
         pinned=True, next_span=Span(1, 2), token=b"t", work=WorkTotals(1, 2, 3, 4.0), cache_tokens=9, codecs=("int4",),
-        relay_address="/ip4/192.0.2.1/tcp/1/p2p/QmRelay", weights=b"w",
+        relay_address="/ip4/192.0.2.1/tcp/1/p2p/QmRelay", weights=b"w", joins=True,
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
     assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from swarm_protocol.wire.constants import (
     MAX_ADDITIONS,
     MAX_BATCH_SIZE,
     MAX_CHANGES,
+    MAX_JOINED,
     MAX_NAME_CHARS,
     MAX_WINDOWS,
+    PAGE_TOKENS,
     WIRE_VERSION,
 )
 from swarm_server.net.validation import RequestValidator
@@ -206,6 +209,49 @@ class TestStepTokens:
             f"a step of {batch_size} × {num_tokens} positions is too long: expected at most 64 in all; "
             "send it in several steps"
         )
+
+    @pytest.mark.parametrize(
+        ("batch_size", "num_tokens", "run", "fits"),
+        [
+            (1, 96, range(96), True),
+            (1, 65, range(0), False),
+            (1, 64 + 40 + PAGE_TOKENS, range(10, 50), True),
+            (1, 64 + 40 + PAGE_TOKENS + 1, range(10, 50), False),
+            (2, 32 + 40 + PAGE_TOKENS, range(10, 50), True),
+            (1, MAX_JOINED, range(MAX_JOINED), True),
+            (1, MAX_JOINED + 1, range(MAX_JOINED + 1), False),
+            (2, MAX_JOINED // 2 + 1, range(MAX_JOINED // 2 + 1), False),
+        ],
+    )
+    def test_a_run_cannot_be_cut(self, batch_size: int, num_tokens: int, run: range, fits: bool) -> None:
+        joined = torch.zeros(batch_size, num_tokens, dtype=torch.uint8)
+        joined[0, run.start : max(run.start, run.stop - 1)] = 1
+        with nullcontext() if fits else pytest.raises(RequestRejected, match="is too long"):
+            self.VALIDATOR.step_tokens(batch_size, num_tokens, encode(joined)[0])
+
+
+class TestJoined:
+    def test_what_a_client_may_send(self) -> None:
+        joined = torch.tensor([[1, 1, 0, 0], [0, 2, 2, 0]], dtype=torch.uint8)
+        assert torch.equal(VALIDATOR.joined(encode(joined)[0], 2, 4), joined)
+
+    @pytest.mark.parametrize(
+        ("joined", "error"),
+        [
+            (torch.tensor([[3, 0]], dtype=torch.uint8), "numbered up to 3"),
+            (torch.tensor([[0, 1]], dtype=torch.uint8), "0 at the last position"),
+            (torch.zeros(1, 3, dtype=torch.uint8), r"have shape \[1, 3\]"),
+            (torch.zeros(1, 2, 1, dtype=torch.uint8), "have shape"),
+            (torch.zeros(1, 2, dtype=torch.int32), "expected uint8"),
+        ],
+    )
+    def test_what_it_may_not(self, joined: torch.Tensor, error: str) -> None:
+        with pytest.raises(RequestRejected, match=error):
+            VALIDATOR.joined(encode(joined)[0], 1, 2)
+
+    def test_blocks_that_remember_more_than_keys_and_values(self) -> None:
+        with pytest.raises(RequestRejected, match="in order"):
+            dataclasses.replace(VALIDATOR, joins=False).joined(encode(torch.zeros(1, 2, dtype=torch.uint8))[0], 1, 2)
 
 
 class TestRepeatedFields:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarm_client.model import progress
+from swarm_client.weights import progress
 from swarm_models.checkpoints.safetensors_file import read_header
 
 
