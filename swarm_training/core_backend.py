@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swarm_training.progress.board import DhtPeerRegistry
 
 _MAX_ASKED = 8  # peers, each of which may lack rounds that other peers have
+_SLOW_ROUND_S = 600.0  # the least deadline of a round with local steps, which are for slow lines
 _logger = logging.getLogger(__name__)
 
 
@@ -36,7 +37,11 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
     from swarm_training.core.config import checkpoints_needed
 
     averaging = who.averaging
-    config = TrainingConfig(codec=averaging.codec, aggregation=averaging.aggregation, ledger=who.ledger)
+    config = TrainingConfig(
+        codec=averaging.codec, aggregation=averaging.aggregation, max_norm=who.max_norm, ledger=who.ledger
+    )
+    if who.local is not None:
+        config = dataclasses.replace(config, straggler_s=_SLOW_ROUND_S)
     if who.checkpoint_every:
         config = dataclasses.replace(
             config,
@@ -58,6 +63,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         access=None if who.organiser is None else AccessControl(who.organiser),
         token=who.token,
         resumed_at=who.resumed_at,
+        local=who.local,
     )
     return run
 

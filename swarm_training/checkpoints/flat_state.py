@@ -49,9 +49,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Load a state and keep its dtypes: ``load_state_dict`` changes all but that of ``step`` to the parameter's dtype.
 
     Raises:
-        ValueError: the state is that of other parameters.
+        ValueError: the state is that of other parameters, or of another kind of optimizer.
     """
+    needed = [set(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
+    if any(not keys <= set(group) for keys, group in zip(needed, optimizer.param_groups, strict=True)):
+        raise ValueError("the state is that of another kind of optimizer")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):

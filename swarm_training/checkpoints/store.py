@@ -89,10 +89,11 @@ class CheckpointDirectory:
             )
         return None
 
-    def _set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, and return its new path. Raises CannotWrite."""
+    def _set_aside(self, step: int, why: str = "damaged") -> Path:
+        """Rename a checkpoint that is damaged, or not used for another reason; return its new path. Raises
+        CannotWrite."""
         path = self.path(step)
-        free = (path.with_name(f"damaged-{number}-{path.name}") for number in count(1))
+        free = (path.with_name(f"{why}-{number}-{path.name}") for number in count(1))
         with refusals(path):
             return path.rename(next(each for each in free if not each.exists()))
 
@@ -115,6 +116,18 @@ class CheckpointDirectory:
                 self._set_aside(step)
             elif written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
                 self._discard(step)
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename the checkpoints of later steps, which the run goes on without, to ``unused-…``; return their new
+        paths. Raises CannotWrite."""
+        return [self._set_aside(later, "unused") for later in self.steps() if later > step]
+
+    def data_at(self, step: int) -> dict[str, Any]:
+        """Return where the data went on at the checkpoint of this step, or at the newest one if there is none of it;
+        an empty dict if there is no checkpoint."""
+        steps = self.steps()
+        data: dict[str, Any] = self._facts(step if step in steps else steps[-1]).get("data", {}) if steps else {}
+        return data
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return what ``read_facts`` does; an empty dict if the checkpoint is damaged."""

@@ -15,8 +15,8 @@ from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
 from swarm_training.data.opening import DataReader, open_batches, open_blocks
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
-from swarm_training.optim.by_name import optimizer_by_name
-from swarm_training.runfile.settings import PRESETS, ModelSettings, OptimizerSettings
+from swarm_training.optim.by_name import decay_groups, optimizer_by_name
+from swarm_training.runfile.settings import PRESETS, LocalSettings, ModelSettings, OptimizerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,13 @@ def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return optimizer_by_name(settings.name, trained, lr=settings.rate(0), weight_decay=settings.weight_decay)
+    groups = decay_groups(trained, settings.weight_decay, settings.decay_vectors)
+    return optimizer_by_name(settings.name, groups, lr=settings.rate(0))
+
+
+def build_outer_optimizer(settings: LocalSettings, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(trained, settings.outer_lr, settings.outer_momentum, nesterov=settings.nesterov)
 
 
 def build_batches(

@@ -52,6 +52,7 @@ def joining_as(
         "averaging": file.averaging,
         "checkpoint_every": file.run.checkpoint_every,
         "rollback": file.rollback,
+        "max_norm": file.clip.max_norm,
     }
     if not file.tokens.organiser:
         if membership is not None:

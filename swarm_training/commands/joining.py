@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,13 +18,20 @@ from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
 from swarm_training.commands.batch_size import BatchSizeLimits, computing, find_batch_size, free_memory_bytes
-from swarm_training.commands.building import build_batches, build_model, build_optimizer, build_tokenizer
+from swarm_training.commands.building import (
+    build_batches,
+    build_model,
+    build_optimizer,
+    build_outer_optimizer,
+    build_tokenizer,
+)
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
 from swarm_training.core.moment import Moment
 from swarm_training.data.loader import Batches, Prefetcher
 from swarm_training.data.opening import DataReader
 from swarm_training.data.order import DataShard
+from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.runfile.settings import RunFile
 
 Say = Callable[[str], object]
@@ -32,12 +39,18 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The model that is trained here, with its run file, optimizer and batches."""
+    """The model that is trained here, with its run file, optimizers and batches.
+
+    Attributes:
+        optimizer: the optimizer of global steps, whose state all peers share.
+        local: the steps between them; None: there are none.
+    """
 
     file: RunFile
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
+    local: LocalSteps | None = None
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -58,10 +71,20 @@ class Writing:
         self._copies = copies
         self._say = say
 
-    def begin(self, run: RunLike) -> None:
-        """Discard the checkpoints that the run has undone since they were written here."""
-        if self._directory is not None:
-            self._directory.discard_undone(run.num_rollbacks, run.went_back_to)
+    def begin(self, run: RunLike, is_founder: bool = True) -> None:
+        """Leave only the checkpoints that the run goes on from: those that it has undone since they were written here
+        are discarded, and those of steps that it has not come to are set aside."""
+        if self._directory is None:
+            return
+        if is_founder:  # it has gone on from the newest one, and the others are older
+            self._directory.discard_after(run.num_steps)
+            return
+        if unused := self._directory.set_aside_after(run.num_steps):
+            self._say(
+                f"the run is at step {run.num_steps}, and goes on without the newer checkpoints here: the newest is "
+                f"{unused[-1]} now; to go on from that, stop all peers, rename it back, and found the run here"
+            )
+        self._directory.discard_undone(run.num_rollbacks, run.went_back_to)
 
     def went_back(self, step: int) -> None:
         """Discard the checkpoints of later steps, which the rollback has undone."""
@@ -106,14 +129,15 @@ def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], ru
 
 
 def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
-    """Train until ``stopping`` is set, or the schedule is at its end. The caller closes the run.
+    """Train until ``stopping`` is set, or the schedule is at its end. ``writing`` has begun; the caller closes the run.
 
     The learning rate is set when the run steps, from the number of that global step: a share can complete several
-    steps. When the run goes back to a checkpoint, the data go on: no batch is seen again.
+    steps. Local steps have the rate of the global step to which they lead, so that all peers have the same. When the
+    run goes back to a checkpoint, the data go on: no batch is seen again.
     """
-    end = trained.file.optimizer.total_steps
-    writing.begin(run)
-    with Prefetcher(trained.batches) as loader, scheduled(trained.optimizer, trained.file.optimizer.rate, run):
+    settings = trained.file.optimizer
+    end, optimizer = settings.total_steps, trained.optimizer if trained.local is None else trained.local.inner
+    with Prefetcher(trained.batches) as loader, scheduled(optimizer, settings.rate, run):
         while not stopping.is_set() and not (end and run.num_steps >= end):
             step, rollbacks = run.num_steps, run.num_rollbacks
             tokens = loader.next_batch()
@@ -126,7 +150,8 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
                 writing.went_back(kept_up_to)
             elif run.num_steps > step:
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
-                writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict())
+                with run.shared_parameters():
+                    writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict())
 
 
 def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
@@ -138,7 +163,7 @@ def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
     def loss(batch_size: int) -> torch.Tensor:
         return loss_of(model, torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
 
-    most = min(file.batch.max_size, file.run.target_batch_size)
+    most = min(file.batch.max_size, file.local.batch_size or file.run.target_batch_size)
     return find_batch_size(computing(model, loss), BatchSizeLimits(most, memory_bytes=free_memory_bytes(device)))
 
 
@@ -154,7 +179,11 @@ def prepare(file: RunFile, who: Joining, part: DataShard | None, device: str, sa
     reader = DataReader(file.run.name, who.identity.peer_id, part)
     cache = platformdirs.user_cache_path("swarm") / "tokens"
     batches = build_batches(file.data, reader, tokenizer, batch_size, cache)
-    return TrainingSetup(file, model, build_optimizer(file.optimizer, model), batches)
+    optimizer = build_optimizer(file.optimizer, model)
+    if not file.local.batch_size:
+        return TrainingSetup(file, model, optimizer, batches)
+    local = LocalSteps(optimizer, file.local.batch_size)
+    return TrainingSetup(file, model, build_outer_optimizer(file.local, model), batches, local)
 
 
 def resume(trained: TrainingSetup, say: Say) -> Moment | None:
@@ -175,12 +204,17 @@ def resume(trained: TrainingSetup, say: Say) -> Moment | None:
     except (RuntimeError, ValueError, KeyError, TypeError):
         where = store.path(content.step)
         raise ValueError(f"{where} is of another model or optimizer: expected another directory for them") from None
-    try:
-        trained.batches.load_state_dict(dict(content.data))
-    except (ValueError, KeyError):
-        say("the data begin anew: those of the checkpoint are of another part")
+    go_on_with_data(trained, content.data, say)
     say(f"goes on from the checkpoint of step {content.step}")
     return content.moment
+
+
+def go_on_with_data(trained: TrainingSetup, data: Mapping[str, object], say: Say) -> None:
+    """Go on with the data where a checkpoint of this machine has been."""
+    try:
+        trained.batches.load_state_dict(dict(data))
+    except (ValueError, KeyError):
+        say("the data begin anew: those of the checkpoint are of another part")
 
 
 def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:
@@ -194,10 +228,16 @@ def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping:
     hub = trained.file.run.hub
     copies = HubCopies(hub, upload_to_hub) if hub else None
     parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
-    run = open_run(who, parameters, trained.optimizer)
+    run = open_run(replace(who, local=trained.local), parameters, trained.optimizer)
     try:
         say(f"others join by: --initial-peers {' '.join(run.initial_peers)}")
-        train(trained, run, Writing(trained, copies, say), stopping, say)
+        writing = Writing(trained, copies, say)
+        if who.initial_peers and settings.checkpoints:
+            store = CheckpointDirectory(Path(settings.checkpoints), settings.keep)
+            if data := store.data_at(run.num_steps):
+                go_on_with_data(trained, data, say)
+        writing.begin(run, is_founder=not who.initial_peers)
+        train(trained, run, writing, stopping, say)
     finally:
         run.close()
         say(f"left the run after step {run.num_steps}")

@@ -1,23 +1,27 @@
-"""The codecs of flat vectors: 8, 4, 2 or about 1 byte per element."""
+"""The codecs of flat vectors: 8, 4, 2, about 1 or about a third of a byte per element."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from swarm_protocol.codecs.elements import pack_int8, unpack_int8
 from swarm_protocol.codecs.sizes import INT8_BLOCK
 
+TWO_BIT = "2bit"
 _MAX_FLOAT16 = 65504.0
+_BLOCK = 64  # elements of a block of two bits each
+_SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)  # of the elements in a byte
 
 
 class Codec(Protocol):
     """An encoding of vectors of n elements as bytes. Vectors are float64 for ``fp64``, float32 for all other codecs.
 
-    Values that are not finite stay not finite; in ``int8``, so does their whole block of 64 elements. Finite values
-    beyond the range of ``fp16`` are clamped to it.
+    Values that are not finite stay not finite; in ``int8`` and ``2bit``, so does their whole block of 64 elements.
+    Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too.
     """
 
     name: str
@@ -43,10 +47,7 @@ class _Float:
 
     def encode(self, vector: Tensor) -> bytes:
         flat = _flat(vector, self.dtype)
-        if self._dtype == torch.float16:
-            clamped = flat.clamp(-_MAX_FLOAT16, _MAX_FLOAT16)
-            flat = torch.where(flat.isinf(), flat, clamped).half()
-        return flat.numpy().tobytes()
+        return (_half(flat) if self._dtype == torch.float16 else flat).numpy().tobytes()
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
         _check_size(self, data, n)
@@ -77,12 +78,51 @@ class _Int8:
         return -(-n // INT8_BLOCK) * (INT8_BLOCK + 4)
 
 
+class _TwoBit:
+    """A codec of blocks of 64 elements, each a sign and one of two magnitudes of its block: the mean of those above
+    the block's mean, and the mean of the others. All magnitudes come first, in float16; then four elements per byte.
+
+    It loses so much that only vectors whose loss is added to the next ones arrive, see ``ErrorFeedback``.
+    """
+
+    name = TWO_BIT
+    dtype = torch.float32
+
+    def encode(self, vector: Tensor) -> bytes:
+        flat = _flat(vector, self.dtype)
+        n = len(flat)
+        blocks = F.pad(flat, (0, -n % _BLOCK)).view(-1, _BLOCK)
+        sizes, counts = blocks.abs(), torch.full((len(blocks), 1), float(_BLOCK))
+        counts[-1:] -= -n % _BLOCK
+        is_large = sizes > sizes.sum(1, keepdim=True) / counts
+        num_large = is_large.sum(1, keepdim=True)
+        large = torch.where(is_large, sizes, 0.0).sum(1, keepdim=True) / num_large.clamp_min(1)
+        small = torch.where(is_large, 0.0, sizes).sum(1, keepdim=True) / (counts - num_large).clamp_min(1)
+        codes = (is_large.to(torch.uint8) + 2 * (blocks < 0).to(torch.uint8)).view(-1, 4)
+        packed = (codes << _SHIFTS).sum(1, dtype=torch.uint8)
+        return _half(torch.cat([small, large], 1)).numpy().tobytes() + packed.numpy().tobytes()
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        _check_size(self, data, n)
+        if not n:
+            return torch.empty(0)
+        num_blocks, found = -(-n // _BLOCK), bytearray(data)
+        levels = torch.frombuffer(found, dtype=torch.float16, count=2 * num_blocks).view(-1, 2).float()
+        packed = torch.frombuffer(found, dtype=torch.uint8, offset=4 * num_blocks)
+        codes = ((packed[:, None] >> _SHIFTS) & 3).view(-1, _BLOCK).long()
+        return torch.cat([levels, -levels], 1).gather(1, codes).view(-1)[:n].clone()
+
+    def size_bytes(self, n: int) -> int:
+        return -(-n // _BLOCK) * (_BLOCK // 4 + 4)
+
+
 _CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         _Float("fp32", torch.float32),
         _Float("fp16", torch.float16),
         _Int8(),
+        _TwoBit(),
         _Float("fp64", torch.float64),
     )
 }
@@ -94,6 +134,11 @@ def codec_of(name: str) -> Codec:
     if name not in _CODECS:
         raise ValueError(f"codec {name!r} is unknown: expected one of {', '.join(CODEC_NAMES)}")
     return _CODECS[name]
+
+
+def _half(tensor: Tensor) -> Tensor:
+    """Return the tensor in float16, with finite values clamped to its range."""
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(-_MAX_FLOAT16, _MAX_FLOAT16)).half()
 
 
 def _flat(vector: Tensor, dtype: torch.dtype) -> Tensor:

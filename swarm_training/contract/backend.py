@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from swarm_protocol.net.identity import Identity
     from swarm_training.ledger.ledger import Ledger
     from swarm_training.net.membership import RunMembership
+    from swarm_training.optim.local_steps import LocalSteps
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Joining:
         token: this peer's grant; empty without an organiser.
         checkpoint_every: the steps between checkpoints, to go back to when ``rollback`` asks for it; 0: never.
         resumed_at: the moment of the founder's model and optimizer; None: they are new.
+        max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
         ledger: the file that keeps who has contributed how much; None: there is none.
+        local: the steps that this peer takes between two global steps; None: there are none.
     """
 
     run: str
@@ -44,8 +47,10 @@ class Joining:
     averaging: AveragingSettings = field(default_factory=AveragingSettings)
     checkpoint_every: int = 0
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
+    max_norm: float = 0.0
     ledger: str | None = None
     resumed_at: Moment | None = None
+    local: LocalSteps | None = None
 
     def membership(self) -> RunMembership:
         """Return the part of these with which the process enters the network."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,10 @@ class RunLike(Protocol):
         """Return the step of the checkpoint that the run went back to last."""
 
     @property
+    def max_norm(self) -> float:
+        """Return the norm to which averaged gradients are clipped; 0: they are not clipped."""
+
+    @property
     def initial_peers(self) -> Sequence[str]:
         """Return the multiaddrs by which other peers join."""
 
@@ -32,6 +37,9 @@ class RunLike(Protocol):
 
         When all peers together have the target batch, average and step the optimizer.
         """
+
+    def shared_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the parameters that all peers share, without local steps."""
 
     def close(self) -> None: ...
 

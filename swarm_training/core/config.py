@@ -21,6 +21,12 @@ def check_run_name(name: str) -> None:
         raise ValueError(f"the name of a run is {name!r}: expected up to {_MAX_NAME_CHARS} printable characters")
 
 
+def check_max_norm(max_norm: float) -> None:
+    """Raise ValueError if gradients cannot be clipped to this norm."""
+    if not 0 <= max_norm < inf:
+        raise ValueError(f"max_norm is {max_norm}: expected a number of at least 0 (0: gradients are not clipped)")
+
+
 @dataclass(frozen=True)
 class RollbackPolicy:
     """The rule by which a run's losses show that it has diverged. A field out of its range raises ValueError.
@@ -49,8 +55,8 @@ class RollbackPolicy:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The settings of one peer of a run. ``codec``, ``aggregation``, ``counting``, ``chunk_elements``,
-    ``checkpoint_every`` and ``rollback`` must be the same for all peers of a run.
+    """The settings of one peer of a run. ``codec``, ``aggregation``, ``counting``, ``max_norm``,
+    ``chunk_elements``, ``checkpoint_every`` and ``rollback`` must be the same for all peers of a run.
 
     A step needs a quorum of the peers that took the last step together. A peer that leaves, or whose process ends, does
     not count. If a peer is merely silent, no other peer can tell whether it has ended or the network is divided. With a
@@ -86,6 +92,7 @@ class TrainingConfig:
     codec: str = "fp32"
     aggregation: str = "mean"  # or "centered_clip", which a minority of outlier gradients moves only a little
     counting: str = "samples"  # what a batch counts; or "exact", see above
+    max_norm: float = 0.0  # to which averaged gradients are clipped, before the optimizer's step; 0: they are not
     delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
@@ -98,6 +105,7 @@ class TrainingConfig:
     checkpoint_every: int = 0  # steps; 0: no checkpoints, and no rollbacks
     checkpoints_kept: int = 2  # the number of newest checkpoints to keep
     checkpoint_directory: Path | None = None  # for this process's checkpoints; None: in memory
+    lasting_directory: Path | None = None  # instead, of a run in stages: they stay there when the process ends
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     ledger: str | None = None  # a file for all contributions; None: the knowledge of other peers is enough
 
@@ -113,6 +121,8 @@ class TrainingConfig:
         }
         if self.counting != "samples":  # peers of older versions have no such setting
             settings["counting"] = self.counting
+        if self.max_norm:
+            settings["max_norm"] = self.max_norm
         return {name: str(value) for name, value in settings.items()}
 
     def __post_init__(self) -> None:
@@ -122,6 +132,7 @@ class TrainingConfig:
         if not self.presume_gone_s > self.silence_s:
             raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
         self._check_averaging()
+        check_max_norm(self.max_norm)
         if not 0 <= self.share < inf:
             raise ValueError(f"share is {self.share}: expected a number of at least 0")
         if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
+from math import fsum, inf
 from typing import Any, Final
 
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, fits, size_of
@@ -15,8 +15,29 @@ from swarm_training.pb import training_pb2 as pb
 TRAINING, MEETING, LEFT, JOINING = pb.TRAINING, pb.MEETING, pb.LEFT, pb.JOINING
 PRESENT = frozenset({TRAINING, MEETING})
 MAX_EXCLUDED = 16  # excluded peers in a record, which has to stay small
+MAX_OFFERS = 64  # checkpoints in a record
 _MAX_TEXT, _MAX_PEER_ID = 512, 64
 _MAX_COUNT = 1 << 62
+_MAX_PARTS, _MAX_PART = 64, 2.0**1000  # of a sum of squares: all of a run added up are still finite
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The place of a checkpoint in the history of a run in stages.
+
+    Attributes:
+        born: how often the run had gone back when it came to this state. The checkpoints that the stages have of one
+            step belong together if it is the same.
+        rollbacks: how often the run had gone back when it was at this state last.
+        skipped_batches: the batches that it had skipped then.
+    """
+
+    born: int = 0
+    rollbacks: int = 0
+    skipped_batches: int = 0
+
+
+NEW_STATE = Lineage()
 
 
 @dataclass(frozen=True)
@@ -25,6 +46,26 @@ class Kept:
 
     step: int
     state_digest: bytes
+    lineage: Lineage = field(default=NEW_STATE, compare=False)
+
+    def to_proto(self) -> pb.Checkpoint:
+        return pb.Checkpoint(step=self.step, state_digest=self.state_digest, **dataclasses.asdict(self.lineage))
+
+    @classmethod
+    def from_proto(cls, message: pb.Checkpoint) -> Kept:
+        """Return the checkpoint. Raise ValueError if a number in it is out of range."""
+        if max(message.step, message.skipped_batches) > _MAX_COUNT:
+            raise ValueError("a number in a record of progress is out of range")
+        lineage = Lineage(message.born, message.rollbacks, message.skipped_batches)
+        return cls(message.step, message.state_digest, lineage)
+
+
+@dataclass(frozen=True)
+class OfferedCheckpoint:
+    """A checkpoint of some stage that a peer can give from its disk."""
+
+    stage: int
+    kept: Kept
 
 
 @dataclass(frozen=True)
@@ -61,6 +102,9 @@ class Progress:
     next_stage: int | None = None
     excludes: tuple[str, ...] = ()
     skipped_batches: int = 0
+    offers: tuple[OfferedCheckpoint, ...] = ()
+    squared_norm: tuple[float, ...] = ()
+    global_squared_norm: float | None = None
 
     @property
     def counts_exactly(self) -> bool:
@@ -79,7 +123,10 @@ class Progress:
         message = pb.Progress(wire_version=WIRE_VERSION, **{name: getattr(self, name) for name in _FIELDS})
         for name in _CHECKPOINTS:
             if (kept := getattr(self, name)) is not None:
-                getattr(message, name).CopyFrom(pb.Checkpoint(step=kept.step, state_digest=kept.state_digest))
+                getattr(message, name).CopyFrom(kept.to_proto())
+        message.offers.extend(
+            pb.StageCheckpoint(stage=offer.stage, checkpoint=offer.kept.to_proto()) for offer in self.offers
+        )
         return message
 
     @classmethod
@@ -87,10 +134,13 @@ class Progress:
         """Return the record. Raise ValueError if a field is out of range, since records come from strangers."""
         if message.wire_version != WIRE_VERSION:
             raise ValueError(f"the peer speaks version {message.wire_version} of training, and not {WIRE_VERSION}")
-        kept: dict[str, Any] = {name: _kept(getattr(message, name)) for name in _CHECKPOINTS if message.HasField(name)}
+        names = [name for name in _CHECKPOINTS if message.HasField(name)]
+        kept: dict[str, Any] = {name: Kept.from_proto(getattr(message, name)) for name in names}
         fields = {name: getattr(message, name) for name in _FIELDS}
-        fields["next_stage"] = message.next_stage if message.HasField("next_stage") else None
-        fields["excludes"] = tuple(message.excludes)
+        fields |= {name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL}
+        fields |= {name: tuple(getattr(message, name)) for name in _REPEATED}
+        offers = message.offers[:MAX_OFFERS]
+        fields["offers"] = tuple(OfferedCheckpoint(offer.stage, Kept.from_proto(offer.checkpoint)) for offer in offers)
         record = cls(**fields, **kept)
         _check(record)
         return record
@@ -108,6 +158,8 @@ def _check(record: Progress) -> None:
         raise ValueError("a name in a record of progress is too long, or not printable")
     if len(record.excludes) > MAX_EXCLUDED or not all(map(_is_peer_id, record.excludes)):
         raise ValueError(f"a record of progress excludes others than up to {MAX_EXCLUDED} peers")
+    if not is_squared_norm(record.squared_norm) or not is_squared_norm((record.global_squared_norm or 0.0,)):
+        raise ValueError("a norm in a record of progress is no number, or negative")
     if not _fits_batch(record):
         raise ValueError("the micro-batches in a record of progress are not a part of its batch")
 
@@ -115,6 +167,13 @@ def _check(record: Progress) -> None:
 def _counts(record: Progress) -> tuple[int, ...]:
     own = record.version, record.step, record.samples, record.loss_samples
     return *own, record.bytes_sent, record.bytes_received, record.skipped_batches
+
+
+def is_squared_norm(parts: tuple[float, ...]) -> bool:
+    """Return whether these are few numbers with a sum of at least 0, or infinity alone."""
+    if not all(abs(part) <= _MAX_PART for part in parts):
+        return parts == (inf,)
+    return len(parts) <= _MAX_PARTS and fsum(parts) >= 0
 
 
 def _is_peer_id(text: str) -> bool:
@@ -126,9 +185,7 @@ def _fits_batch(record: Progress) -> bool:
     return not bits or (size <= MAX_MICRO_BATCHES and fits(bits, size) and size_of(bits) == record.samples)
 
 
-def _kept(message: pb.Checkpoint) -> Kept:
-    return Kept(message.step, message.state_digest)
-
-
 _CHECKPOINTS: Final = ("kept", "replica", "shared")
-_FIELDS = [field.name for field in dataclasses.fields(Progress) if field.name not in _CHECKPOINTS]
+_OPTIONAL: Final = ("next_stage", "global_squared_norm")
+_REPEATED: Final = ("excludes", "squared_norm")
+_FIELDS = [each.name for each in dataclasses.fields(Progress) if each.name not in (*_CHECKPOINTS, "offers")]

@@ -17,6 +17,8 @@ from torch import Tensor
 
 _SUM_BITS = 62  # of the 64 of an int64, with room for the sign
 _CHUNK = 1 << 20  # elements converted to float64 at a time
+_MOST_SHIFT = 1000  # of a scale that is a power of two: a float64 has no more than 2^1023
+_LARGEST = 2.0**400  # of elements, so that no sum of squares overflows
 _VANISHED = 1e-6  # relative: a smaller rest of a column is only rounding
 
 
@@ -42,16 +44,36 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 
 def norm(x: Tensor) -> float:
-    """Return the Euclidean norm of a tensor of at most 32 bits per element; NaN or infinite if an element is."""
+    """Return the Euclidean norm of a tensor; NaN or infinite as ``squared_norm``."""
+    return math.sqrt(squared_norm(x))
+
+
+def squared_norm(x: Tensor) -> float:
+    """Return the sum of the squares of a tensor's elements; NaN if one is, infinite if one is larger than 2^400."""
     flat = x.detach().reshape(-1)
     if not flat.numel():
         return 0.0
     low, high = torch.aminmax(flat)
     largest = max(abs(float(low)), abs(float(high)))
-    if math.isnan(float(low)) or largest == 0 or math.isinf(largest):
-        return math.nan if math.isnan(float(low)) else largest
-    squares = (part.double().square() for part in flat.split(_CHUNK))  # exact: 24 bits times 24 bits
-    return math.sqrt(_fixed_point_sum(squares, largest * largest, flat.numel()))
+    if math.isnan(float(low)) or largest * largest == 0 or largest > _LARGEST:
+        return math.nan if math.isnan(float(low)) else 0.0 if largest <= _LARGEST else math.inf
+    squares = (part.double().square() for part in flat.split(_CHUNK))  # exact in 32 bits: 24 bits times 24 bits
+    return _fixed_point_sum(squares, largest * largest, flat.numel())
+
+
+def exact_sum(values: Iterable[float]) -> tuple[float, ...]:
+    """Return the sum of numbers without rounding, as a few floats, the largest first; (inf,) if a number is not finite.
+
+    Numbers may be added up in parts, whatever the parts: ``math.fsum`` of the parts' results is the same. (Shewchuk:
+    Adaptive Precision Floating-Point Arithmetic, 1997, calls such floats an expansion.)
+    """
+    terms, parts = list(values), list[float]()
+    if not all(map(math.isfinite, terms)):
+        return (math.inf,)
+    while rest := math.fsum(terms):
+        parts.append(rest)
+        terms.append(-rest)
+    return tuple(parts) or (0.0,)
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
@@ -76,7 +98,7 @@ def outer_sum(left: Tensor, right: Tensor) -> Tensor:
 
 def _fixed_point_sum(chunks: Iterable[Tensor], largest: float, count: int) -> float:
     """Return the sum of float64 terms up to ``largest`` in size; the error is at most count² · largest · 2^-61."""
-    shift = _SUM_BITS - math.frexp(largest)[1] - math.ceil(math.log2(count))
+    shift = min(_SUM_BITS - math.frexp(largest)[1] - math.ceil(math.log2(count)), _MOST_SHIFT)
     scale = math.ldexp(1.0, shift)
     total = sum(int((chunk * scale).round_().to(torch.int64).sum()) for chunk in chunks)
     return total / 2**shift if shift >= 0 else float(total * 2**-shift)

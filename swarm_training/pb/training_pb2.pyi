@@ -19,7 +19,7 @@ LEFT: PeerState
 JOINING: PeerState
 
 class Progress(_message.Message):
-    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks", "micro_batches", "accepted", "decided", "kept", "replica", "shared", "may_move", "next_stage", "excludes", "skipped_batches")
+    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks", "micro_batches", "accepted", "decided", "kept", "replica", "shared", "may_move", "next_stage", "excludes", "skipped_batches", "offers", "squared_norm", "global_squared_norm")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,9 @@ class Progress(_message.Message):
     NEXT_STAGE_FIELD_NUMBER: _ClassVar[int]
     EXCLUDES_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     run: str
     peer_id: str
@@ -82,7 +85,10 @@ class Progress(_message.Message):
     next_stage: int
     excludes: _containers.RepeatedScalarFieldContainer[str]
     skipped_batches: int
-    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ..., micro_batches: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., decided: _Optional[bytes] = ..., kept: _Optional[_Union[Checkpoint, _Mapping]] = ..., replica: _Optional[_Union[Checkpoint, _Mapping]] = ..., shared: _Optional[_Union[Checkpoint, _Mapping]] = ..., may_move: bool = ..., next_stage: _Optional[int] = ..., excludes: _Optional[_Iterable[str]] = ..., skipped_batches: _Optional[int] = ...) -> None: ...
+    offers: _containers.RepeatedCompositeFieldContainer[StageCheckpoint]
+    squared_norm: _containers.RepeatedScalarFieldContainer[float]
+    global_squared_norm: float
+    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ..., micro_batches: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., decided: _Optional[bytes] = ..., kept: _Optional[_Union[Checkpoint, _Mapping]] = ..., replica: _Optional[_Union[Checkpoint, _Mapping]] = ..., shared: _Optional[_Union[Checkpoint, _Mapping]] = ..., may_move: bool = ..., next_stage: _Optional[int] = ..., excludes: _Optional[_Iterable[str]] = ..., skipped_batches: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[StageCheckpoint, _Mapping]]] = ..., squared_norm: _Optional[_Iterable[float]] = ..., global_squared_norm: _Optional[float] = ...) -> None: ...
 
 class SignedProgress(_message.Message):
     __slots__ = ("progress", "public_key", "signature")
@@ -177,12 +183,26 @@ class Join(_message.Message):
     def __init__(self, own: _Optional[_Union[SignedProgress, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., promised: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., unreachable: _Optional[_Iterable[str]] = ..., contribution: _Optional[bytes] = ..., rollbacks: _Optional[int] = ..., checkpoints: _Optional[_Iterable[_Union[Checkpoint, _Mapping]]] = ...) -> None: ...
 
 class Checkpoint(_message.Message):
-    __slots__ = ("step", "state_digest")
+    __slots__ = ("step", "state_digest", "born", "rollbacks", "skipped_batches")
     STEP_FIELD_NUMBER: _ClassVar[int]
     STATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BORN_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_BATCHES_FIELD_NUMBER: _ClassVar[int]
     step: int
     state_digest: bytes
-    def __init__(self, step: _Optional[int] = ..., state_digest: _Optional[bytes] = ...) -> None: ...
+    born: int
+    rollbacks: int
+    skipped_batches: int
+    def __init__(self, step: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., born: _Optional[int] = ..., rollbacks: _Optional[int] = ..., skipped_batches: _Optional[int] = ...) -> None: ...
+
+class StageCheckpoint(_message.Message):
+    __slots__ = ("stage", "checkpoint")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    stage: int
+    checkpoint: Checkpoint
+    def __init__(self, stage: _Optional[int] = ..., checkpoint: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
 
 class Rollback(_message.Message):
     __slots__ = ("step", "state_digest", "order", "losses")
@@ -367,7 +387,7 @@ class StatePart(_message.Message):
     def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StateHeader(_message.Message):
-    __slots__ = ("step", "size_bytes", "roster", "parameters", "optimizer", "result_digest", "rollbacks", "usual_losses", "num_high_losses", "went_back_to", "common")
+    __slots__ = ("step", "size_bytes", "roster", "parameters", "optimizer", "result_digest", "rollbacks", "usual_losses", "num_high_losses", "went_back_to", "common", "global_squared_norm")
     class CommonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +406,7 @@ class StateHeader(_message.Message):
     NUM_HIGH_LOSSES_FIELD_NUMBER: _ClassVar[int]
     WENT_BACK_TO_FIELD_NUMBER: _ClassVar[int]
     COMMON_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     step: int
     size_bytes: int
     roster: _containers.RepeatedScalarFieldContainer[str]
@@ -397,7 +418,8 @@ class StateHeader(_message.Message):
     num_high_losses: int
     went_back_to: int
     common: _containers.ScalarMap[str, str]
-    def __init__(self, step: _Optional[int] = ..., size_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[str]] = ..., optimizer: _Optional[str] = ..., result_digest: _Optional[bytes] = ..., rollbacks: _Optional[int] = ..., usual_losses: _Optional[_Iterable[float]] = ..., num_high_losses: _Optional[int] = ..., went_back_to: _Optional[int] = ..., common: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    global_squared_norm: float
+    def __init__(self, step: _Optional[int] = ..., size_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[str]] = ..., optimizer: _Optional[str] = ..., result_digest: _Optional[bytes] = ..., rollbacks: _Optional[int] = ..., usual_losses: _Optional[_Iterable[float]] = ..., num_high_losses: _Optional[int] = ..., went_back_to: _Optional[int] = ..., common: _Optional[_Mapping[str, str]] = ..., global_squared_norm: _Optional[float] = ...) -> None: ...
 
 class RoundsRequest(_message.Message):
     __slots__ = ("since_rollbacks", "since_step", "known")

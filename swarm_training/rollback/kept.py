@@ -3,93 +3,209 @@
 from __future__ import annotations
 
 import io
+import logging
+import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from swarm_protocol.atomic_file import remove_abandoned, written_atomically
+from swarm_training.core.record import NEW_STATE, Kept, Lineage
+
+_NAME = re.compile(r"step-(\d{9,15})\.(\d{1,9})\.(\d{1,9})\.(\d{1,15})\.([0-9a-f]{64})\.safetensors")
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
-class _Kept:
-    digest: bytes
+class _Entry:
+    kept: Kept
     data: bytes | Path
 
 
 class KeptCheckpoints:
-    """A store of checkpoints in memory, or in a new directory of this process, which ``close`` removes. One thread may
-    keep checkpoints while other threads read them."""
+    """A store of checkpoints in memory, in a new directory of this process, which ``close`` removes, or in a given
+    directory that stays. One thread may keep checkpoints while other threads read them.
 
-    def __init__(self, every: int, most: int, directory: Path | None) -> None:
+    In a directory that stays, a process that is killed at any moment leaves whole files. Processes of one machine may
+    share it: what they write is named after its content.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        most: int,
+        directory: Path | None,
+        stays: bool = False,
+        digest_of: Callable[[bytes], bytes] | None = None,
+    ) -> None:
         """Keep up to ``most`` checkpoints, one every ``every`` steps (0: none). ``directory``: the parent of the new
-        directory; None: in memory.
+        directory, or with ``stays`` the directory itself; None: in memory. ``digest_of``: returns the digest of a
+        state, or raises ValueError; with it, a file that is damaged is not read.
 
         Raises ValueError if ``directory`` cannot be created."""
         self._every = every
         self._most = most
         self._parent = directory
-        self._directory: Path | None = None
-        self._kept: dict[int, _Kept] = {}  # by step, ascending; replaced, never changed
+        self._directory = directory if stays else None
+        self._stays = stays
+        self._digest_of = digest_of
+        self._kept: dict[int, _Entry] = {}  # by step, ascending; replaced, never changed
         if every and directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ValueError(f"checkpoint_directory is {directory}: {error.strerror}") from None
+                name = "checkpoints" if stays else "checkpoint_directory"
+                raise ValueError(f"{name} is {directory}: {error.strerror}") from None
+            if stays:
+                remove_abandoned(directory)
 
     def is_due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
 
-    def keep(self, step: int, digest: bytes, data: bytes) -> None:
+    def keep(self, step: int, digest: bytes, data: bytes, lineage: Lineage = NEW_STATE) -> None:
         """Keep a state. Raises OSError if it cannot be written."""
-        self.keep_written(step, digest, lambda file: file.write(data))
+        self.keep_written(step, digest, lambda file: file.write(data), lineage)
 
-    def keep_written(self, step: int, digest: bytes, write: Callable[[BinaryIO], object]) -> None:
-        """Keep a state. ``write``: writes all of the state to a file. Raises OSError if that fails."""
-        kept: bytes | Path
+    def keep_written(
+        self, step: int, digest: bytes, write: Callable[[BinaryIO], object], lineage: Lineage = NEW_STATE
+    ) -> None:
+        """Keep a state, unless it is kept already. ``write``: writes all of the state to a file. Raises OSError if that
+        fails."""
+        known = self._kept.get(step)
+        if known is not None and known.kept.state_digest == digest:
+            self.mark(step, lineage.rollbacks, lineage.skipped_batches)
+            return
+        kept = Kept(step, digest, lineage)
+        newest = sorted({**self._kept, step: _Entry(kept, self._written(kept, write))}.items())[-self._most :]
+        self._replace(dict(newest))
+        if self._stays and len(self._kept) == self._most:
+            self._remove_older()
+
+    def _written(self, kept: Kept, write: Callable[[BinaryIO], object]) -> bytes | Path:
         if self._parent is None:
             file = io.BytesIO()
             write(file)
-            kept = file.getvalue()
-        else:
-            if self._directory is None:
-                self._directory = Path(tempfile.mkdtemp(prefix=".rollback-", dir=self._parent))
-            kept = self._directory / f"{step}-{digest.hex()[:16]}.safetensors"
-            try:
-                with kept.open("wb") as written:
-                    write(written)
-            except OSError:
-                kept.unlink(missing_ok=True)
-                raise
-        newest = sorted({**self._kept, step: _Kept(digest, kept)}.items())[-self._most :]
-        self._replace(dict(newest))
+            return file.getvalue()
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix=".rollback-", dir=self._parent))
+        path = self._directory / file_name(kept)
+        with written_atomically(path) as partial, partial.open("wb") as written:
+            write(written)
+            if self._stays:
+                written.flush()
+                os.fsync(written.fileno())
+        return path
+
+    def mark(self, step: int, rollbacks: int, skipped_batches: int) -> None:
+        """Note that the run is at this checkpoint again, if it is kept, with so many rollbacks and skipped batches."""
+        entry = self._kept.get(step)
+        if entry is None:
+            return
+        kept = replace(entry.kept, lineage=Lineage(entry.kept.lineage.born, rollbacks, skipped_batches))
+        data = entry.data
+        if isinstance(data, Path):
+            with suppress(OSError):  # another process that shares the directory has renamed it, for instance
+                data = data.replace(data.with_name(file_name(kept)))
+        self._kept = {**self._kept, step: _Entry(kept, data)}
+
+    def adopt(self, step: int, digest: bytes) -> None:
+        """Take over the checkpoints that an earlier process has left in the directory, up to the one of this step and
+        digest, at which the run goes on. Later ones are removed: the run has gone back."""
+        if not self._stays or self._directory is None:
+            return
+        files = stored_in(self._directory)
+        found: dict[int, _Entry] = {}
+        most_skipped = 0
+        for path, kept in sorted(files.items(), key=lambda item: (item[1].step, item[1].lineage.skipped_batches)):
+            is_start = (kept.step, kept.state_digest) == (step, digest)
+            # What had skipped fewer batches than an older one was undone by a rollback.
+            if is_start or (kept.step < step and kept.lineage.skipped_batches >= most_skipped):
+                most_skipped = kept.lineage.skipped_batches
+                found[kept.step] = _Entry(kept, path)
+        self._kept = dict(list(found.items())[-self._most :])
+        used = {entry.data for entry in self._kept.values()}
+        _remove(files.keys() - used)
 
     def digests(self) -> dict[int, bytes]:
         """Return the digests of the kept states, by step."""
-        return {step: kept.digest for step, kept in self._kept.items()}
+        return {step: entry.kept.state_digest for step, entry in self._kept.items()}
+
+    def newest(self) -> Kept | None:
+        entries = self._kept
+        return entries[max(entries)].kept if entries else None
 
     def read(self, digest: bytes) -> bytes | None:
-        """Return the state with this digest; None if there is none."""
-        for kept in self._kept.values():
-            if kept.digest == digest:
-                try:
-                    return kept.data.read_bytes() if isinstance(kept.data, Path) else kept.data
-                except OSError:
-                    return None
+        """Return the state with this digest; None if there is none, or it is damaged."""
+        for entry in self._kept.values():
+            if entry.kept.state_digest == digest:
+                return self._read_file(entry.data, digest) if isinstance(entry.data, Path) else entry.data
+        return None
+
+    def _read_file(self, path: Path, digest: bytes) -> bytes | None:
+        others = path.parent.glob(f"*.{digest.hex()}.safetensors")  # renamed by another process
+        for each in (path, *others):
+            with suppress(OSError):
+                data = each.read_bytes()
+                if self._digest_of is None or is_state(data, digest, self._digest_of):
+                    return data
+                _logger.warning("the checkpoint %s is damaged, and is not used", each)
         return None
 
     def discard_after(self, step: int) -> None:
         """Discard the states after ``step``, which a rollback has undone."""
-        self._replace({each: kept for each, kept in self._kept.items() if each <= step})
+        self._replace({each: entry for each, entry in self._kept.items() if each <= step})
 
     def close(self) -> None:
         self._kept = {}
-        if self._directory is not None:
+        if self._directory is not None and not self._stays:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _replace(self, kept: dict[int, _Kept]) -> None:
+    def _replace(self, kept: dict[int, _Entry]) -> None:
         old, self._kept = self._kept, kept
         still = {each.data for each in kept.values() if isinstance(each.data, Path)}
         for each in old.values():
             if isinstance(each.data, Path) and each.data not in still:
                 each.data.unlink(missing_ok=True)
+
+    def _remove_older(self) -> None:
+        """Remove the files of steps before all kept ones, which earlier processes have left."""
+        assert self._directory is not None
+        oldest = min(self._kept)
+        _remove(path for path, kept in stored_in(self._directory).items() if kept.step < oldest)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
+def file_name(kept: Kept) -> str:
+    """Return the name of a checkpoint's file, which says all about it: its step, its lineage and its digest."""
+    lineage = kept.lineage
+    numbers = f"{lineage.born}.{lineage.rollbacks}.{lineage.skipped_batches}"
+    return f"step-{kept.step:09d}.{numbers}.{kept.state_digest.hex()}.safetensors"
+
+
+def stored_in(directory: Path) -> dict[Path, Kept]:
+    """Return the checkpoints in a directory, by path, as their names say; none if it cannot be read."""
+    found = {}
+    with suppress(OSError):
+        for path in directory.iterdir():
+            if (match := _NAME.fullmatch(path.name)) is not None:
+                step, *lineage = map(int, match.groups()[:4])
+                found[path] = Kept(step, bytes.fromhex(match[5]), Lineage(*lineage))
+    return found
+
+
+def is_state(data: bytes, digest: bytes, digest_of: Callable[[bytes], bytes]) -> bool:
+    """Return whether this is the state of this digest."""
+    try:
+        return digest_of(data) == digest
+    except ValueError:
+        return False

@@ -52,12 +52,15 @@ class Rollbacks:
         fetch: Callable[[Progress, bytes], Awaitable[bytes]],
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         rng: random.Random,
+        kept: KeptCheckpoints | None = None,
     ) -> None:
         """Use ``fetch`` to ask a peer for the checkpoint with a digest: the data that it returns has that digest.
-        ``in_thread``: calls a function that takes long."""
+        ``in_thread``: calls a function that takes long. ``kept``: a store for checkpoints, instead of a new one."""
         self.history = LossHistory()
         self.went_back_to = 0
-        self.kept = KeptCheckpoints(config.checkpoint_every, config.checkpoints_kept, config.checkpoint_directory)
+        self.kept = kept or KeptCheckpoints(
+            config.checkpoint_every, config.checkpoints_kept, config.checkpoint_directory
+        )
         self._policy = config.rollback if config.checkpoint_every else None
         self._orders = orders
         self._fetch = fetch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from math import inf, isfinite
@@ -19,7 +19,7 @@ from swarm_training.averaging.group import Group
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import JOINING, LEFT, TRAINING, Kept, Progress
+from swarm_training.core.record import JOINING, LEFT, TRAINING, Kept, Lineage, OfferedCheckpoint, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.ledger.archive import KeptLedger
 from swarm_training.ledger.book import Book
@@ -36,10 +36,11 @@ from swarm_training.progress.table import ProgressTable
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.rollbacks import Rollbacks
+from swarm_training.rollback.stored import StoredCheckpoints, copies_directory, stage_directory
 from swarm_training.run.meetings import NO_LOSS, Environment, GradientCompression, Meetings
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import PeerState, now, smoothed
-from swarm_training.run.state import TrainedState
+from swarm_training.run.state import TrainedState, digest_of
 from swarm_training.run.transfer import Arrival, Downloaded, Offer, StateServer, compare, download, download_checkpoint
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class TrainingPeer:
 
     Attributes:
         replicas: checkpoints of another run that this peer keeps for that run.
+        stored: checkpoints that earlier processes have left on the disk.
         offer: other data that peers may request.
     """
 
@@ -87,16 +89,18 @@ class TrainingPeer:
         self._network, self._board = network, board = environment.network, environment.board
         self._state = state
         self._rng, self._in_thread = rng, in_thread = environment.rng, environment.in_thread
-        self.rollbacks = Rollbacks(config, self._moderation, self._checkpoint_of, in_thread, rng)
-        self.replicas = KeptCheckpoints(config.checkpoint_every, _REPLICAS, config.checkpoint_directory)
+        kept, self.replicas = _stores(config, own.run)
+        self.stored = StoredCheckpoints(config.lasting_directory, digest_of)
+        self.rollbacks = Rollbacks(config, self._moderation, self._checkpoint_of, in_thread, rng, kept)
         self.offer = Offer()
-        self._state_server = StateServer(state, (self.rollbacks.kept, self.replicas, self.offer), in_thread)
+        stores = (self.rollbacks.kept, self.replicas, self.offer, self.stored)
+        self._state_server = StateServer(state, stores, in_thread)
         self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
-        kept = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size)))
-        self.ledger = kept.ledger
+        known = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size)))
+        self.ledger = known.ledger
         crediting = Crediting(self.ledger, member, lambda: self._standing.own.moment)
         self._book = Book(
-            self.ledger, crediting, kept.archive, network, lambda: self.view().others, self._newest, in_thread, rng
+            self.ledger, crediting, known.archive, network, lambda: self.view().others, self._newest, in_thread, rng
         )
         self._meetings = Meetings(
             config, self._standing, environment, self.gossip, compression, self.rollbacks, self._book
@@ -126,17 +130,18 @@ class TrainingPeer:
     def start(self) -> None:
         self._tasks += [asyncio.ensure_future(self.gossip.run()), asyncio.ensure_future(self._book.collect())]
 
-    async def found(self, state_digest: bytes, resumed_at: Moment | None = None) -> None:
+    async def found(self, state_digest: bytes, resumed_at: Moment | None = None, born: int | None = None) -> None:
         """Found the run with this peer alone, at step 0 or at the step of the checkpoint of ``resumed_at``.
 
         Resuming, or having a ledger, counts as a rollback, so that no moment occurs twice, above all in the ledger.
+        ``born``: see ``keep``.
         """
         earlier = [each for each in (resumed_at, self.ledger.newest) if each is not None]
         rollbacks = 1 + max(each.rollbacks for each in earlier) if earlier else 0
         moment = Moment(rollbacks, resumed_at.step if resumed_at is not None else 0)
         self._state.go_to(moment, None)
         self.rollbacks.took_over(self.rollbacks.history, moment.step)
-        await self._in_thread(lambda: self.keep(state_digest))
+        await self._in_thread(lambda: self.keep(state_digest, born))
         roster = (self.own.peer_id,)
         await self._arrive(Arrival(moment, roster, b"", went_back_to=moment.step), state_digest)
 
@@ -267,13 +272,20 @@ class TrainingPeer:
         self._standing.update(micro_batches=to_bits(done, size))
         await self.report(len(done), loss, loss_samples)
 
-    def hold(self, averaged: Averaged, shared: bytes = b"") -> None:
+    def hold(self, averaged: Averaged, shared: bytes = b"", squared_norm: tuple[float, ...] = ()) -> None:
         """Hold a decided average until peers of other runs have theirs too; ``stepped`` follows when it is applied.
         Until then this peer stays at its moment, and publishes the decision to its group and to observers.
 
-        ``shared``: the digest of an ``Offer`` with the part of the average that these peers need."""
+        ``shared``: the digest of an ``Offer`` with the part of the average that these peers need. ``squared_norm``: see
+        ``show_norm``."""
         offered = Kept(averaged.group.step, shared) if shared else None
-        self._standing.update(decided=averaged.digest, shared=offered)
+        self._standing.update(decided=averaged.digest, shared=offered, squared_norm=squared_norm)
+        self.gossip.tell(urgent=True)
+
+    def show_norm(self, squared_norm: tuple[float, ...]) -> None:
+        """Publish the squared norm of the average that this peer holds, as numbers whose sum is exact, for peers of
+        other runs that clip by the norm of all averages."""
+        self._standing.update(squared_norm=squared_norm)
         self.gossip.tell(urgent=True)
 
     async def go_back(self, moment: Moment, state_digest: bytes) -> None:
@@ -314,11 +326,23 @@ class TrainingPeer:
     def skip_batches(self, skipped: int) -> None:
         """Publish how many batches of the data have been skipped since the run began."""
         self._standing.update(skipped_batches=skipped)
+        self._mark_kept()
 
     def show_replica(self) -> None:
         """Publish the newest checkpoint in ``replicas``."""
-        self._standing.update(replica=_newest_of(self.replicas))
+        self._standing.update(replica=self.replicas.newest())
         self.gossip.tell()
+
+    def show_offers(self, offers: Iterable[OfferedCheckpoint]) -> None:
+        """Publish checkpoints that this peer can give from ``stored``, while all stages start again."""
+        self._standing.update(offers=tuple(offers))
+        self.gossip.tell()
+
+    def withdraw_offers(self) -> None:
+        """Publish no checkpoints in ``stored`` any more, and give none."""
+        if self.own.offers:
+            self.show_offers(())
+            self.stored.forget()
 
     async def is_due(self) -> bool:
         """Return whether this peer must average or load the state before the next batch."""
@@ -348,31 +372,47 @@ class TrainingPeer:
         await asyncio.wait([self._averaging])  # the task goes on if the caller is cancelled
         return self._averaging.result()
 
-    async def stepped(self, averaged: Averaged, state_digest: bytes, loss: float, loss_samples: int) -> None:
-        """Record that the average was applied. ``loss``: the mean over ``loss_samples`` of this peer's samples."""
+    async def stepped(
+        self,
+        averaged: Averaged,
+        state_digest: bytes,
+        loss: float,
+        loss_samples: int,
+        global_squared_norm: float | None = None,
+    ) -> None:
+        """Record that the average was applied. ``loss``: the mean over ``loss_samples`` of this peer's samples.
+        ``global_squared_norm``: that of the averages of all runs that step together, if they clip by it."""
         sent, received = self._meetings.stepped(averaged)
         loss, loss_samples = (loss, loss_samples) if isfinite(loss) else NO_LOSS
         self._standing.update(loss=loss, loss_samples=loss_samples, bytes_sent=sent, bytes_received=received)
         group = averaged.group
         self.rollbacks.averaged(group.moment, [member.record for member in group.members])
-        await self._arrive(self._arrival(group, averaged.digest), state_digest)
+        arrival = dataclasses.replace(self._arrival(group, averaged.digest), global_squared_norm=global_squared_norm)
+        await self._arrive(arrival, state_digest)
 
     async def went_back(self, back: WentBack, state_digest: bytes, skipped_batches: int = 0) -> None:
         """Record that the state of the checkpoint was taken over. ``skipped_batches``: see ``skip_batches``."""
-        self.skip_batches(skipped_batches)
         self._meetings.took_over_state()
         self.rollbacks.went_back(back.group)
-        self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
+        self._standing.update(skipped_batches=skipped_batches, loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
         await self._arrive(self._arrival(back.group, back.digest), state_digest)
 
-    def keep(self, state_digest: bytes) -> None:
-        """Keep the present state as a checkpoint if one is due and the state is finite. Any thread may call this."""
-        kept = self.rollbacks.kept
-        if kept.is_due(self._state.step) and self._state.is_finite():
+    def keep(self, state_digest: bytes, born: int | None = None) -> None:
+        """Keep the present state as a checkpoint if one is due and the state is finite. Any thread may call this.
+
+        ``born``: see ``Lineage``; None: the state is new, or kept already."""
+        kept, moment = self.rollbacks.kept, self._state.moment
+        if kept.is_due(moment.step) and self._state.is_finite():
+            lineage = Lineage(moment.rollbacks if born is None else born, moment.rollbacks, self.own.skipped_batches)
             try:
-                kept.keep_written(self._state.step, state_digest, self._state.write)
+                kept.keep_written(moment.step, state_digest, self._state.write, lineage)
             except OSError as error:
-                _logger.warning("the state of step %d is not kept: %s", self._state.step, error.strerror)
+                _logger.warning("the state of step %d is not kept: %s", moment.step, error.strerror)
+
+    def born(self, state_digest: bytes) -> int | None:
+        """Return ``Lineage.born`` of a state that others keep; None if it is not known."""
+        known = (peer.kept for peer in self.view().others if peer.kept is not None)
+        return next((kept.lineage.born for kept in known if kept.state_digest == state_digest), None)
 
     async def copy_checkpoint(self) -> None:
         """Copy the newest checkpoint of the other peers, so that later joiners can go back even if those peers die."""
@@ -387,7 +427,7 @@ class TrainingPeer:
                 digest = source.kept.state_digest
                 try:
                     data = await self._checkpoint_of(source, digest)
-                    await self._in_thread(partial(kept.keep, wanted, digest, data))
+                    await self._in_thread(partial(kept.keep, wanted, digest, data, source.kept.lineage))
                 except (SwarmError, TimeoutError, ValueError, OSError) as error:
                     _logger.debug("%s does not give its checkpoint: %s", source.peer_id, error)
                     continue
@@ -396,7 +436,7 @@ class TrainingPeer:
 
     def show_kept(self) -> None:
         """Publish the newest checkpoint that this peer keeps, so that other peers can copy it."""
-        newest = _newest_of(self.rollbacks.kept)
+        newest = self.rollbacks.kept.newest()
         if self.own.counts_exactly and newest != self.own.kept:
             self._standing.update(kept=newest)
             self.gossip.tell()
@@ -486,7 +526,7 @@ class TrainingPeer:
     def _nothing(self) -> dict[str, Any]:
         """Return the fields of a record whose peer has computed nothing of the batch."""
         none = to_bits((), self.own.target_batch_size) if self.own.counts_exactly else b""
-        return {"samples": 0, "micro_batches": none, "accepted": b"", "decided": b""}
+        return {"samples": 0, "micro_batches": none, "accepted": b"", "decided": b"", "squared_norm": ()}
 
     def _newest(self) -> Moment | None:
         return None if self.own.state == JOINING else self.own.moment
@@ -504,12 +544,29 @@ class TrainingPeer:
             state=TRAINING,
             **self._nothing(),
             result_digest=arrival.result_digest,
+            global_squared_norm=arrival.global_squared_norm,
             state_digest=state_digest,
-            kept=_newest_of(self.rollbacks.kept) if self.own.counts_exactly else None,
         )
+        self._mark_kept()
         self.gossip.tell(urgent=True)
 
+    def _mark_kept(self) -> None:
+        """Note in the checkpoint of this moment, if there is one, how the run came here, and publish the newest one."""
+        if self.own.counts_exactly:
+            kept, own = self.rollbacks.kept, self.own
+            kept.mark(own.step, own.rollbacks, own.skipped_batches)
+            self._standing.update(kept=kept.newest())
 
-def _newest_of(kept: KeptCheckpoints) -> Kept | None:
-    digests = kept.digests()
-    return Kept(max(digests), digests[max(digests)]) if digests else None
+
+def _stores(config: TrainingConfig, run: str) -> tuple[KeptCheckpoints, KeptCheckpoints]:
+    """Return the stores for checkpoints of this run, and for those of another run."""
+    every, most, directory = config.checkpoint_every, config.checkpoints_kept, config.lasting_directory
+    if directory is None:
+        temporary = config.checkpoint_directory
+        return KeptCheckpoints(every, most, temporary), KeptCheckpoints(every, _REPLICAS, temporary)
+    stage = int(run.rpartition("/")[2])  # see ``stage_run``
+    own, copies = stage_directory(directory, stage), copies_directory(directory, stage)
+    return (
+        KeptCheckpoints(every, most, own, stays=True, digest_of=digest_of),
+        KeptCheckpoints(every, _REPLICAS, copies, stays=True, digest_of=digest_of),
+    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Generator
+from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swarm_training.core.config import TrainingConfig
 from swarm_training.meeting.attending import Averaged, WentBack
+from swarm_training.optim.local_steps import InnerSteps, LocalSteps
 from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
@@ -47,13 +50,9 @@ class GradientAccumulator:
         if loss is not None and not isfinite(loss):
             self._losses = inf
             self._loss_samples += samples
-        part = torch.zeros_like(self._sum)
-        self._state.add_gradients(part, samples)
-        if not bool(torch.isfinite(part).all()):
+        if not self._take(samples):
             _logger.warning("gradients are not finite: %d samples are left out", samples)
             return
-        self._sum += part
-        self.samples += samples
         if loss is not None and isfinite(loss):
             self._losses += loss * samples
             self._loss_samples += samples
@@ -67,13 +66,14 @@ class GradientAccumulator:
 
     def catch_up(self) -> Asking:
         while (yield self._peer.is_due()):
-            decided = yield self._peer.average(self._sum / max(self.samples, 1))
+            if (yield self._peer.is_lost()):
+                yield from self.load()
+                continue
+            decided = yield self._peer.average(self._contribution())
             if decided is not None:
                 losses = self._losses, self._loss_samples
                 self._clear()
                 yield from self._apply(decided, losses)
-            elif (yield self._peer.is_lost()):
-                yield from self.load()
 
     def load(self) -> Asking:
         """Take over the state that most other peers have, and drop gradients that belong to an older state."""
@@ -89,6 +89,20 @@ class GradientAccumulator:
         digest = self._state.digest()
         if (yield self._peer.loaded(downloaded, digest)):
             self._peer.keep(digest)
+
+    def _take(self, samples: int) -> bool:
+        """Take the gradients. Return False if they are left out, because they are not finite."""
+        part = torch.zeros_like(self._sum)
+        self._state.add_gradients(part, samples)
+        if not bool(torch.isfinite(part).all()):
+            return False
+        self._sum += part
+        self.samples += samples
+        return True
+
+    def _contribution(self) -> Tensor:
+        """Return the vector that is averaged, weighted by ``samples``."""
+        return self._sum / max(self.samples, 1)
 
     def _tell(self) -> Coroutine[Any, Any, None]:
         return self._peer.report(self.samples, self._losses / max(self._loss_samples, 1), self._loss_samples)
@@ -164,3 +178,71 @@ class DelayedShare(GradientAccumulator):
         self.samples += self._given_samples
         self._losses += self._given_losses[0]
         self._loss_samples += self._given_losses[1]
+
+
+class LocalShare(GradientAccumulator):
+    """A share that steps by itself, see ``LocalSteps``. What is averaged in place of a gradient is the distance of its
+    parameters from the shared ones (the *pseudo-gradient* of DiLoCo).
+
+    A peer that comes too late by one global step brings its local steps into the next one, unless the others may have
+    counted them already. Older ones are dropped, as gradients are.
+    """
+
+    def __init__(self, peer: TrainingPeer, state: TrainedState, local: LocalSteps, max_norm: float = 0.0) -> None:
+        super().__init__(peer, state)
+        self._sum = torch.zeros(0)  # the sum of the steps is in the parameters
+        self._inner = InnerSteps(local, state.parameters, max_norm)
+        self._may_be_counted = False
+
+    def load(self) -> Asking:
+        before, kept = self._peer.own, (self.samples, self._losses, self._loss_samples)
+        is_whole = self.samples > 0 and self._losses < inf and not self._may_be_counted
+        drift = self._state.drift() if is_whole else None
+        yield from super().load()
+        now = self._peer.own
+        if (now.moment, now.state_digest) == (before.moment, before.state_digest):
+            return
+        if drift is None or now.moment != replace(before.moment, step=before.step + 1):
+            self._inner.forget()
+            return
+        self._state.restore(drift)
+        self.samples, self._losses, self._loss_samples = kept
+        yield self._tell()
+
+    def withdraw(self) -> None:
+        """Take all local steps since the last global step back."""
+        self._clear()
+        self._inner.forget()
+        self._state.restore()
+
+    def _take(self, samples: int) -> bool:
+        if not self._inner.take(samples):
+            return False
+        stepped = self._inner.step()
+        if stepped and not all(bool(torch.isfinite(each).all()) for each in self._state.parameters):
+            _logger.warning("a local step led to parameters that are not finite: %d samples are left out", self.samples)
+            self.withdraw()
+            return True
+        self.samples += stepped
+        return True
+
+    def _contribution(self) -> Tensor:
+        self._may_be_counted = True
+        return self._state.drift()
+
+    def _go_back(self, back: WentBack) -> Asking:
+        self._inner.forget()
+        yield from super()._go_back(back)
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._may_be_counted = False
+
+
+def make_share(
+    peer: TrainingPeer, state: TrainedState, config: TrainingConfig, local: LocalSteps | None
+) -> GradientAccumulator:
+    """Return the share of a peer that averages with a delay, or takes local steps, or does neither."""
+    if local is not None:
+        return LocalShare(peer, state, local, config.max_norm)
+    return (DelayedShare if config.delay else GradientAccumulator)(peer, state)

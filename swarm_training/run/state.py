@@ -6,8 +6,10 @@ import hashlib
 import inspect
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from math import fsum, sqrt
 from typing import Any, BinaryIO
 
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor, nn
 from swarm_models.checkpoints import safetensors_bytes
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.core.moment import Moment
+from swarm_training.numerics.reproducible import exact_sum, squared_norm
 
 _PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
+_CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 _PLAIN = (bool, int, float, str, type(None))
 _NO_STATE = "the state that a peer has sent is no safetensors file of a training run"
 
@@ -29,8 +33,11 @@ class TrainedState:
     Attributes:
         moment: the run's moment: the number of rollbacks and of global steps taken.
         parameters: the parameters that need gradients.
+        shared_parameters: the values of them that are part of the state. They are copies in CPU memory if the
+            parameters drift from them, else the parameters themselves.
         shapes: one text per parameter, its shape and type; peers compare them to check that they train the same model.
         common: the settings that must be equal at all peers.
+        max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
     """
 
     def __init__(
@@ -39,8 +46,11 @@ class TrainedState:
         optimizer: torch.optim.Optimizer,
         compressor: Compressor | None = None,
         common: Mapping[str, str] | None = None,
+        max_norm: float = 0.0,
+        drifts: bool = False,
     ) -> None:
         """Check what is trained. All peers share the state of ``compressor`` and the settings in ``common``.
+        ``drifts``: whether the caller changes the parameters between two calls of ``apply``, by local steps.
 
         Frozen parameters are not trained, but those in ``parameters`` must be bit-identical at all peers.
 
@@ -48,19 +58,24 @@ class TrainedState:
         """
         self.moment = Moment(0, 0)
         self.common = dict(common or {})
+        self.max_norm = max_norm
         given = list(parameters)
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
         if not given:
             raise ValueError("there are no parameters: expected model.parameters(); a generator can be used only once")
         if not self.parameters:
             raise ValueError("no parameter needs a gradient: expected at least one with requires_grad=True")
-        _require_all(self.parameters, optimizer)
-        _require_plain_step(optimizer)
+        require_steps(optimizer, self.parameters)
         if frozen := [parameter for parameter in given if not parameter.requires_grad]:
             self.common["frozen parameters"] = _shown_digest(frozen)
         self._optimizer = optimizer
         self._compressor = compressor or Plain()
         self._lock = threading.Lock()
+        self.shared_parameters: Sequence[Tensor] = self.parameters
+        self._copies: list[tuple[Tensor, nn.Parameter]] = []
+        if drifts:
+            self.shared_parameters = [parameter.detach().cpu().clone() for parameter in self.parameters]
+            self._copies = list(zip(self.shared_parameters, self.parameters, strict=True))
         self.shapes = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in self.parameters]
         self.length = sum(parameter.numel() for parameter in self.parameters)
         _plain_groups(optimizer)
@@ -81,26 +96,85 @@ class TrainedState:
 
     def add_gradients(self, vector: Tensor, weight: float) -> None:
         """Add the gradients, times ``weight``, to ``vector`` ([length] float32 on the CPU), and clear the gradients."""
-        at = 0
-        for parameter in self.parameters:
-            stop = at + parameter.numel()
+        for parameter, (start, stop) in self._spans():
             if parameter.grad is not None:
-                vector[at:stop].add_(parameter.grad.detach().reshape(-1).to("cpu", torch.float32), alpha=weight)
+                vector[start:stop].add_(parameter.grad.detach().reshape(-1).to("cpu", torch.float32), alpha=weight)
                 parameter.grad = None
-            at = stop
 
-    def apply(self, gradient: Tensor) -> None:
-        """Take one step of the optimizer with this gradient, [length] float32 or float64."""
+    def squared_norm(self, gradient: Tensor, without: Collection[tuple[int, int]] = ()) -> tuple[float, ...]:
+        """Return a gradient's squared norm without rounding it, as ``exact_sum`` does: all peers have the same bits.
+
+        ``gradient``: [length] float32 or float64. ``without``: (start, stop) of parameters that do not count.
+        """
+        spans = (span for _, span in self._spans() if span not in without)
+        return exact_sum(squared_norm(gradient[start:stop]) for start, stop in spans)
+
+    def apply(self, gradient: Tensor, squared_norm: float | None = None) -> None:
+        """Take one step of the optimizer from the shared parameters, with the gradient clipped to ``max_norm`` as
+        ``torch.nn.utils.clip_grad_norm_`` does. If the norm is not finite, all finite elements become 0.
+
+        ``gradient``: [length] float32 or float64. ``squared_norm``: that of a larger gradient, of which this one is a
+        part; None: that of this gradient counts.
+        """
+        scale = 1.0
+        if self.max_norm:
+            own = fsum(self.squared_norm(gradient)) if squared_norm is None else squared_norm
+            scale = min(1.0, self.max_norm / (sqrt(own) + _CLIP_EPSILON))
         with self._lock:
-            at = 0
-            for parameter in self.parameters:
-                part = gradient[at : at + parameter.numel()].view(parameter.shape)
+            self.restore()
+            for parameter, (start, stop) in self._spans():
+                part = gradient[start:stop].view(parameter.shape)
+                part = part if scale == 1.0 else part * scale
                 parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
-                at += parameter.numel()
             self._optimizer.step()
+            self._share()
             self.moment = replace(self.moment, step=self.step + 1)
             for parameter in self.parameters:
                 parameter.grad = None
+
+    @torch.no_grad()
+    def drift(self) -> Tensor:
+        """Return the shared parameters minus the present ones, [length] float32 on the CPU."""
+        found, at = torch.zeros(self.length), 0
+        for shared, own in self._copies:
+            difference = _wide(shared) - _wide(own.cpu())  # not 0 where bfloat16 would round it to 0
+            found[at : at + own.numel()] = difference.reshape(-1)
+            at += own.numel()
+        return found
+
+    @torch.no_grad()
+    def restore(self, drift: Tensor | None = None) -> None:
+        """Set the parameters to the shared ones, minus ``drift`` if it is given: a vector as ``drift()`` returns it."""
+        at = 0
+        for shared, own in self._copies:
+            part = None if drift is None else drift[at : at + own.numel()].view(own.shape)
+            own.copy_(shared if part is None else _wide(shared) - part)
+            at += own.numel()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set the parameters to the shared ones while the context is active."""
+        drifted = [own.detach().clone() for _, own in self._copies]
+        self.restore()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (_, own), before in zip(self._copies, drifted, strict=True):
+                    own.copy_(before)
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Take the present parameters as those that all peers share."""
+        for shared, own in self._copies:
+            shared.copy_(own)
+
+    def _spans(self) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
+        """Yield each parameter, and where its elements are in a vector of all: (start, stop)."""
+        stop = 0
+        for parameter in self.parameters:
+            start, stop = stop, stop + parameter.numel()
+            yield parameter, (start, stop)
 
     def digest(self) -> bytes:
         """Return the SHA-256 of everything that ``to_bytes`` contains."""
@@ -147,6 +221,7 @@ class TrainedState:
                 self._optimizer.state[parameter] = self._state_of(number, parameter, tensors, scalars)
                 if not self._optimizer.state[parameter]:
                     del self._optimizer.state[parameter]
+            self._share()
             for own, theirs in zip(self._optimizer.param_groups, settings, strict=True):
                 own.update(theirs)
 
@@ -164,6 +239,7 @@ class TrainedState:
             self.load(moment, data)
         else:
             with self._lock:
+                self.restore()
                 self.moment = moment
 
     def _require_same_shapes(self, tensors: Mapping[str, Tensor]) -> None:
@@ -191,7 +267,7 @@ class TrainedState:
 
     def _contents(self) -> tuple[dict[str, Tensor], str]:
         """Return all tensors by name, and the rest as JSON."""
-        tensors = {f"{_PARAMETER}/{number}": each.detach().cpu() for number, each in enumerate(self.parameters)}
+        tensors = {f"{_PARAMETER}/{number}": each.detach().cpu() for number, each in enumerate(self.shared_parameters)}
         tensors |= {f"{_COMPRESSOR}{name}": each.cpu() for name, each in self._compressor.state_dict().items()}
         scalars: dict[str, dict[str, Any]] = {}
         for number, parameter in enumerate(self.parameters):
@@ -205,16 +281,12 @@ class TrainedState:
         return tensors, json.dumps({"groups": _plain_groups(self._optimizer), "scalars": scalars}, sort_keys=True)
 
 
-def _require_all(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a parameter is not in the optimizer."""
+def require_steps(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError if a parameter is not in the optimizer, or its step cannot be called without arguments."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [number for number, parameter in enumerate(parameters) if id(parameter) not in known]
     if missing:
         raise ValueError(f"parameter {missing[0]} is not in the optimizer: expected one that has all of them")
-
-
-def _require_plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the optimizer's step cannot be called without arguments."""
     needed = [each.name for each in inspect.signature(optimizer.step).parameters.values() if _is_needed(each)]
     if needed:
         raise ValueError(
@@ -228,6 +300,10 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
         parameter.VAR_POSITIONAL,
         parameter.VAR_KEYWORD,
     )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _shown_digest(tensors: Iterable[Tensor]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,16 +17,19 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
+from swarm_training.compression.codecs import TWO_BIT
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.net.membership import RunMembership
+from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.progress import policy
+from swarm_training.rollback.saving import load_newest, save
 from swarm_training.run.meetings import GradientCompression
 from swarm_training.run.presence import PeerProcess
-from swarm_training.run.share import Asking, DelayedShare, GradientAccumulator
-from swarm_training.run.state import TrainedState
+from swarm_training.run.share import Asking, make_share
+from swarm_training.run.state import TrainedState, digest_of, require_steps
 
 
 class TrainingRun:
@@ -35,13 +39,16 @@ class TrainingRun:
     target batch, the gradients are averaged, weighted by samples. All peers then take the same step, so that their
     parameters stay bit-identical. ``loss`` must be a mean over the samples. Do not call the optimizer's own ``step``
     or ``zero_grad``.
+
+    With ``local`` each peer takes steps of its own, and what is averaged after the target batch is how far these have
+    moved its parameters. In between, parameters differ from peer to peer; ``shared_parameters`` gives the common ones.
     """
 
     def __init__(
         self,
         name: str,
         parameters: Iterable[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
         target_batch_size: int,
         initial_peers: Sequence[str] = (),
@@ -52,6 +59,8 @@ class TrainingRun:
         access: AccessControl | None = None,
         token: bytes = b"",
         resumed_at: Moment | None = None,
+        local: LocalSteps | None = None,
+        resume: str | Path | None = None,
     ) -> None:
         """Join the run through ``initial_peers`` and load its state, or found the run if there are none.
 
@@ -59,7 +68,8 @@ class TrainingRun:
             name: the run's name, the same for all peers.
             parameters: the model's parameters, or only the trained ones. Frozen parameters in this list must be
                 bit-identical at all peers. Each peer has its own buffers, such as a BatchNorm's means.
-            optimizer: an optimizer that has all trained parameters and steps without a closure.
+            optimizer: an optimizer that has all trained parameters and steps without a closure. With ``local`` it is
+                the outer one, and None stands for ``SGD(lr=1.0)``, which takes over the mean of all parameters.
             target_batch_size: the number of samples of all peers together between two global steps.
             identity: this peer's key; None creates a new one.
             compressor: the object that decides which vectors are averaged in place of the gradient.
@@ -67,9 +77,13 @@ class TrainingRun:
             access, token: the access control and this peer's token, for a private run.
             resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which the founder has loaded its
                 parameters and optimizer, if it has.
+            local: the steps that this peer takes between two global steps, see ``LocalSteps``; None: there are none.
+            resume: a directory of ``save``. The founder goes on from its newest intact checkpoint, or begins anew if
+                there is none; who joins loads the state of the others.
 
         Raises:
             ValueError: an argument makes training impossible, or the peers of the run train another model.
+            CheckpointError: all checkpoints in ``resume`` are damaged.
             NoSwarm, PeerUnavailable: no initial peer answered, or none of them trains this run.
         """
         check_run_name(name)
@@ -79,12 +93,26 @@ class TrainingRun:
             raise ValueError("initial_peers is a text: expected a list of multiaddrs")
         if resumed_at is not None and initial_peers:
             raise ValueError("resumed_at is for who founds a run: who joins loads the state of the others")
+        if resumed_at is not None and resume is not None:
+            raise ValueError("resume and resumed_at: expected one of them")
         config = config or TrainingConfig()
         if config.client_mode and not initial_peers:
             raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
         compressor = compressor or Plain()
         _check_compressor(compressor, config)
-        self._state = TrainedState(parameters, optimizer, compressor, config.common)
+        if config.codec == TWO_BIT and encoder is None:
+            raise ValueError(f"codec is {TWO_BIT!r}: expected an encoder with it, ErrorFeedback(codec_of({TWO_BIT!r}))")
+        common, parameters = config.common, list(parameters)
+        if local is not None:
+            _check_local(local, parameters, config, compressor, target_batch_size)
+            common |= local.common
+            optimizer = optimizer or outer_optimizer(parameters)
+        if optimizer is None:
+            raise ValueError("optimizer is missing: expected one, since there are no local steps")
+        max_norm = config.max_norm if local is None else 0.0  # local steps are clipped, not their sum
+        self._state = TrainedState(parameters, optimizer, compressor, common, max_norm, drifts=local is not None)
+        if resume is not None and not initial_peers:
+            resumed_at = load_newest(self._state, Path(resume), digest_of)
         self._presence = network_loop.run(
             PeerProcess.enter(
                 name,
@@ -95,7 +123,8 @@ class TrainingRun:
                 GradientCompression(compressor, encoder),
             )
         )
-        self._share = (DelayedShare if config.delay else GradientAccumulator)(self._presence.peer, self._state)
+        self._share = make_share(self._presence.peer, self._state, config, local)
+        self._max_norm = config.max_norm
         self._using = threading.Lock()
         self._is_closed = False
         with ExitStack() as on_error:
@@ -131,6 +160,11 @@ class TrainingRun:
         return self._presence.peer.rollbacks.went_back_to
 
     @property
+    def max_norm(self) -> float:
+        """Return the norm to which averaged gradients are clipped; 0: they are not clipped."""
+        return self._max_norm
+
+    @property
     def last_group(self) -> list[str]:
         """Return the ids of the peers whose gradients were averaged last, in the order of the sum."""
         return list(self._share.last_group)
@@ -157,8 +191,8 @@ class TrainingRun:
         return network_loop.run(self._totals())
 
     def step(self, samples: int, loss: float | None = None) -> None:
-        """Take the gradients, which must be a mean over ``samples`` samples. If the batch is complete, block while the
-        gradients are averaged, unless ``delay`` is on.
+        """Take the gradients, which must be a mean over ``samples`` samples, and take a local step with them if there
+        are local steps. If the batch is complete, block while the peers average, unless ``delay`` is on.
 
         ``loss`` is the mean over the same samples. Observers of the run see it, and it shows when the run has diverged.
 
@@ -174,11 +208,31 @@ class TrainingRun:
             self._share.add(samples, loss)
             self._drive(self._share.report())
 
+    def save(self, directory: str | Path, keep: int = 3) -> Path:
+        """Write parameters, optimizer state and compressor state as of the last global step to a file in a directory,
+        which is for this run alone; return the file's path. The newest ``keep`` files stay. See ``resume``.
+
+        Call this between two calls of ``step``. A process that is killed meanwhile leaves the older files intact.
+
+        Raises:
+            ValueError: ``keep`` is less than 1, or the directory cannot be written.
+        """
+        with self._using:
+            return save(self._state, self.went_back_to, Path(directory), keep)
+
     def close(self) -> None:
-        """Leave the run, and withdraw what has been accumulated since the last global step."""
+        """Leave the run, and withdraw what has been accumulated since the last global step, local steps too."""
         if not self._is_closed:
             self._is_closed = True
-            network_loop.run(self._presence.leave())
+            try:
+                network_loop.run(self._presence.leave())
+            finally:
+                self._state.restore()
+
+    def shared_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the parameters that all peers share, for evaluating or saving it.
+        It differs from them between two global steps of a run with local steps. Do not call ``step`` inside."""
+        return self._state.restored()
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -211,6 +265,28 @@ class TrainingRun:
 
     async def _totals(self) -> dict[str, UserTotal]:
         return self._presence.peer.ledger.totals()
+
+
+def _check_local(
+    local: LocalSteps,
+    parameters: Sequence[nn.Parameter],
+    config: TrainingConfig,
+    compressor: Compressor,
+    target_batch_size: int,
+) -> None:
+    """Raise ValueError if there can be no such local steps."""
+    require_steps(local.inner, (parameter for parameter in parameters if parameter.requires_grad))
+    if local.batch_size > target_batch_size:
+        raise ValueError(
+            f"batch_size of local steps is {local.batch_size}: expected at most the target_batch_size, which is "
+            f"{target_batch_size}"
+        )
+    if config.delay:
+        raise ValueError("delay is on, and there are local steps: expected one of the two")
+    if config.counting != "samples":
+        raise ValueError(f"counting is {config.counting!r}, and there are local steps: expected 'samples' with them")
+    if compressor.state_dict():
+        raise ValueError(f"{type(compressor).__name__} has a state: expected a compressor without one for local steps")
 
 
 def _check_compressor(compressor: Compressor, config: TrainingConfig) -> None:

@@ -16,7 +16,7 @@ from swarm_protocol.wire.codec import parts_of
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
-from swarm_training.core.record import Progress
+from swarm_training.core.record import Progress, is_squared_norm
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.run.state import TrainedState, digest_of
@@ -38,6 +38,7 @@ class Arrival:
         result_digest: the digest of the average that led to the moment, or of the rollback.
         history: the losses up to the moment, by which the next loss is judged.
         went_back_to: the step of the last rollback's checkpoint; 0 if there was none.
+        global_squared_norm: see ``Progress``.
     """
 
     moment: Moment
@@ -45,6 +46,7 @@ class Arrival:
     result_digest: bytes
     history: LossHistory = field(default_factory=LossHistory)
     went_back_to: int = 0
+    global_squared_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -106,15 +108,17 @@ class StateServer:
             usual_losses=arrival.history.usual,
             num_high_losses=arrival.history.num_high,
             went_back_to=arrival.went_back_to,
+            global_squared_norm=arrival.global_squared_norm,
         )
         async for part in self._sent(header, data):
             yield part
 
     async def checkpoint_parts(self, digest: bytes) -> AsyncIterator[pb.StatePart]:
         """Yield a checkpoint's header and data. Raise RequestRejected if this peer has none with that digest."""
-        found = [await self._in_thread(partial(kept.read, digest)) for kept in self._kept]
-        data = next((each for each in found if each is not None), None)
-        if data is None:
+        for kept in self._kept:
+            if (data := await self._in_thread(partial(kept.read, digest))) is not None:
+                break
+        else:
             raise RequestRejected("this peer does not have the checkpoint")
         async for part in self._sent(pb.StateHeader(), data):
             yield part
@@ -147,12 +151,16 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
         raise PeerUnavailable("the peer offers a state that nobody can have decided", source.peer_id)
     if len(losses) > MAX_WINDOW or not all(map(isfinite, losses)):
         raise PeerUnavailable("the peer offers losses that nobody can have judged", source.peer_id)
+    norm = header.global_squared_norm if header.HasField("global_squared_norm") else None
+    if not is_squared_norm((norm or 0.0,)):
+        raise PeerUnavailable("the peer offers a norm that is no number", source.peer_id)
     arrival = Arrival(
         Moment(header.rollbacks, header.step),
         tuple(header.roster),
         header.result_digest,
         LossHistory(losses, header.num_high_losses),
         header.went_back_to,
+        norm,
     )
     return Downloaded(source.peer_id, arrival, data)
 

@@ -38,6 +38,7 @@ block_length = 512            # tokens of a sample
 name = "adamw"                # {optimizers}
 lr = 1e-3
 # weight_decay = 0.0
+# decay_vectors = true        # false: biases and the scales of norms do not decay
 # schedule = "constant"       # {schedules}
 # warmup_steps = 0
 # total_steps = 0             # at which linear and cosine arrive at 0
@@ -47,6 +48,15 @@ lr = 1e-3
 # error_feedback = false      # true: what the codec loses is added to the next gradient
 # power_sgd_rank = 0          # above 0: matrices travel as two factors of this rank
 # aggregation = "mean"        # {aggregations}: the second is moved little by a minority of cheaters
+
+[clip]
+# max_norm = 0.0              # above 0, such as 1.0: the norm to which the gradient of a batch is clipped
+
+[local]                       # steps of each peer's own between two averages: for slow lines
+# batch_size = 0              # samples of such a step, which [optimizer] takes; 0: off
+# outer_lr = 1.0              # of the step that follows an average
+# outer_momentum = 0.0        # 0.9, with nesterov and outer_lr = 0.7, can pay in runs of hundreds of averages
+# nesterov = false
 
 [rollback]                    # to a checkpoint, when the loss is not finite, or too high
 # margin = 1.0                # above the median of the last losses

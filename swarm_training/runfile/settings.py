@@ -8,7 +8,7 @@ from math import cos, pi
 
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
-from swarm_training.core.config import RollbackPolicy
+from swarm_training.core.config import RollbackPolicy, check_max_norm
 from swarm_training.data.settings import DataSettings
 from swarm_training.runfile.stage_settings import StageSettings
 
@@ -96,12 +96,14 @@ class OptimizerSettings:
     Attributes:
         name: the name of the optimizer; optimizers of 8 bits keep their states in CPU memory.
         lr: the highest learning rate, after the warm-up.
+        decay_vectors: whether weight decay applies to biases and the scales of norms too, not to matrices alone.
         total_steps: the step at which linear and cosine schedules reach 0; 0 for constant schedules, which never do.
     """
 
     name: str
     lr: float
     weight_decay: float = 0.0
+    decay_vectors: bool = True
     schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
@@ -129,6 +131,47 @@ class OptimizerSettings:
             return self.lr
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return self.lr * (1 - done if self.schedule == "linear" else (1 + cos(pi * done)) / 2)
+
+
+@dataclass(frozen=True)
+class ClipSettings:
+    """The table ``[clip]``.
+
+    Attributes:
+        max_norm: the norm to which the average of all peers' gradients is clipped before each step, over all parameters
+            of the model, those of all stages too; 0: gradients are not clipped.
+    """
+
+    max_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_max_norm(self.max_norm)
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """The table ``[local]``.
+
+    Attributes:
+        batch_size: the samples after which a peer takes a step of its own with the optimizer of ``[optimizer]``; 0:
+            peers take no such steps, and average at every step.
+        outer_lr, outer_momentum, nesterov: settings of the SGD that steps with the average of the peers' own steps.
+    """
+
+    batch_size: int = 0
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.batch_size <= _MAX_COUNT:
+            raise ValueError(f"batch_size is {self.batch_size}: expected at least 1, or 0 (no local steps)")
+        if not 0 < self.outer_lr <= _LARGEST:
+            raise ValueError(f"outer_lr is {self.outer_lr}: expected a number above 0, up to {_LARGEST:g}")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"outer_momentum is {self.outer_momentum}: expected a number from 0 to less than 1")
+        if self.nesterov and not self.outer_momentum:
+            raise ValueError("nesterov is true: expected an outer_momentum above 0 with it, such as 0.9")
 
 
 @dataclass(frozen=True)
@@ -173,7 +216,24 @@ class RunFile:
     data: DataSettings
     optimizer: OptimizerSettings
     averaging: AveragingSettings = field(default_factory=AveragingSettings)
+    clip: ClipSettings = ClipSettings()
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     batch: BatchSettings = BatchSettings()
     tokens: TokenSettings = TokenSettings()
     stages: StageSettings = field(default_factory=StageSettings)
+    local: LocalSettings = LocalSettings()
+
+    def __post_init__(self) -> None:
+        if not self.local.batch_size:
+            return
+        for name, value in (
+            ("count of [stages]", self.stages.count),
+            ("power_sgd_rank of [averaging]", self.averaging.power_sgd_rank),
+        ):
+            if value:
+                raise ValueError(f"{name} is {value}: expected 0 with [local], which does not go with it")
+        if self.local.batch_size > self.run.target_batch_size:
+            raise ValueError(
+                f"batch_size of [local] is {self.local.batch_size}: expected at most the target_batch_size of [run], "
+                f"which is {self.run.target_batch_size}"
+            )

@@ -38,11 +38,16 @@ class TrainingRunCallback(TrainerCallback):
         self._run.step(samples=samples)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Check Trainer's arguments. Raises ValueError if an argument contradicts how a run trains."""
-        if args.max_grad_norm:
+        """Check Trainer's arguments. Raises ValueError if an argument contradicts how a run trains.
+
+        ``max_grad_norm`` is set to 0: the run clips the average, and Trainer must not clip this peer's part of it too.
+        """
+        if args.max_grad_norm not in (None, 0.0, self._run.max_norm):
             raise ValueError(
-                f"max_grad_norm is {args.max_grad_norm}: expected 0, since a peer's gradient is a part of the run's"
+                f"max_grad_norm is {args.max_grad_norm}: expected 0 or the max_norm of the run, which is "
+                f"{self._run.max_norm}, since the run clips the average of all peers"
             )
+        args.max_grad_norm = 0.0
         if args.fp16:
             raise ValueError("fp16 is on: expected bf16 or neither, since a scaler drops shares that others count")
 

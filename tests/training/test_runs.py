@@ -108,6 +108,19 @@ def test_survivors_of_a_failure_stay_equal_and_go_on(moment: str, name: str) -> 
         require_equal(peers, 1, 5)
 
 
+@SLOW
+def test_peers_that_step_by_themselves_are_equal_after_every_average_though_one_is_killed() -> None:
+    victim = {**SLOWLY, "moment": "reducing", "at_step": 1}
+    with volunteers([SLOWLY, SLOWLY, victim, SLOWLY], steps=5, target=48, local=4) as peers:
+        for peer in peers:
+            peer.go()
+        peers[2].wait_for("struck")
+        survivors = [peer for peer in peers if peer is not peers[2]]
+        finish(survivors)
+        require_equal(peers, 1, 5)
+        assert all(peer.steps()[5]["calls"] > 10 for peer in survivors)
+
+
 @pytest.mark.parametrize("dies", [False, True])
 @SLOW
 def test_all_go_back_to_a_checkpoint_when_losses_are_not_finite(dies: bool) -> None:

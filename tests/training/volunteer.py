@@ -16,7 +16,7 @@ import torch
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
-from swarm_training import TrainingConfig, TrainingRun
+from swarm_training import LocalSteps, TrainingConfig, TrainingRun
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound
 from swarm_training.meeting.attending import Attendance
@@ -41,6 +41,7 @@ class Task:
     moment: at which the process sends itself ``signal``, at global step ``at_step``; with ``among``, at that step or a
         later one, once so many take part in its round.
     follows: only in a round that another peer leads.
+    local: it takes a step of its own after so many samples; 0: it takes none.
     """
 
     number: int = 0
@@ -58,6 +59,7 @@ class Task:
     signal: str = "SIGKILL"
     config: dict[str, Any] = field(default_factory=dict)
     membership: str = ""  # a file
+    local: int = 0
 
 
 def model(size: int) -> torch.nn.Linear:
@@ -135,8 +137,10 @@ def main(task: Task) -> None:
     if task.moment:
         strike(task)
     trained = model(task.size)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01)
-    options = {"target_batch_size": task.target, "config": TrainingConfig(**task.config)}
+    optimizer: torch.optim.Optimizer | None = torch.optim.AdamW(trained.parameters(), lr=0.01)
+    options: dict[str, Any] = {"target_batch_size": task.target, "config": TrainingConfig(**task.config)}
+    if task.local and optimizer is not None:
+        optimizer, options["local"] = None, LocalSteps(optimizer, task.local)
     run = TrainingRun(
         RUN, trained.parameters(), optimizer, initial_peers=task.peers, **options, **member(task.membership)
     )
@@ -155,7 +159,8 @@ def main(task: Task) -> None:
             call += 1
             if (run.num_steps, run.num_rollbacks) != before:
                 facts = {"rollbacks": run.num_rollbacks, "calls": call, "members": run.last_group}
-                say("step", step=run.num_steps, digest=digest(trained), **facts)
+                with run.shared_parameters():
+                    say("step", step=run.num_steps, digest=digest(trained), **facts)
         say("done")
         while sys.stdin.readline() == "ledger\n":
             say("ledger", totals={user: [total.samples, total.rounds] for user, total in run.ledger.items()})

@@ -21,10 +21,11 @@ from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged
+from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.share import DelayedShare, GradientAccumulator
+from swarm_training.run.share import GradientAccumulator, make_share
 from swarm_training.run.state import TrainedState
 from tests.worlds.identities import identity
 from tests.worlds.virtual_time import at_once, run_virtually
@@ -245,11 +246,17 @@ class SimulatedPeer:
         encoder: Any = None,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
         orders: Callable[[int], Orders | None] = lambda _number: None,
+        local: Callable[[torch.nn.Parameter], LocalSteps | None] = lambda _parameter: None,
     ) -> SimulatedPeer:
         own = identity(number)
         parameter = torch.nn.Parameter(torch.full(shape or (size,), float(number)))
         compressor = compressor(number) if compressor else Plain()
-        state = TrainedState([parameter], optimizer([parameter], lr=0.1), compressor, config.common)
+        steps = local(parameter)
+        common = config.common | ({} if steps is None else steps.common)
+        outer = optimizer([parameter], lr=0.1)
+        state = TrainedState(
+            [parameter], outer, compressor, common, config.max_norm if steps is None else 0.0, drifts=steps is not None
+        )
         record = Progress(
             "toy",
             own.peer_id,
@@ -268,7 +275,7 @@ class SimulatedPeer:
             GradientCompression(compressor, encoder),
             orders(number),
         )
-        share = (DelayedShare if config.delay else GradientAccumulator)(peer, state)
+        share = make_share(peer, state, config, steps)
         made = cls(world, number, peer, state, share, parameter)
         world.peers[own.peer_id] = made
         return made
@@ -293,7 +300,7 @@ class SimulatedPeer:
         self.note()
 
     def note(self) -> None:
-        self.history[self.state.step] = self.parameter.detach().clone()
+        self.history[self.state.step] = self.state.shared_parameters[0].detach().clone()
         if self.peer.own.state_digest:  # it has joined
             self.moments[self.state.moment] = self.history[self.state.step]
 

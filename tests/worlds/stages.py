@@ -10,8 +10,9 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ def single(
     steps: int,
     tied: bool = False,
     batch_of: Callable[[int], int] = lambda step: step,
+    max_norm: float = 0.0,
 ) -> list[list[list[Tensor]]]:
     """By step and stage, the parameters of a training in one process, from step 0 on."""
     stages = [ToyStage(index, num_stages, tied) for index in range(num_stages)]
@@ -146,14 +148,25 @@ def single(
             ((start, stop),) = stages[0].shared
             sums[0][start:stop] += sums[-1][start:stop]
             sums[-1][start:stop] = sums[0][start:stop]
+        scale = _clip_scale(stages, [each / num_micro_batches for each in sums], max_norm) if max_norm else 1.0
         for stage, optimizer, total in zip(stages, optimizers, sums, strict=True):
             at = 0
             for parameter in stage.parameters:
                 mean = total[at : at + parameter.numel()] / num_micro_batches
-                parameter.grad = mean.view(parameter.shape).float()
+                parameter.grad = (mean * scale).view(parameter.shape).float()
                 at += parameter.numel()
             optimizer.step()
     return history
+
+
+def _clip_scale(stages: Sequence[ToyStage], means: Sequence[Tensor], max_norm: float) -> float:
+    """As torch clips gradients; parameters that the last stage shares with the first are no others."""
+    own_of_last = means[-1].clone()
+    for start, stop in stages[-1].shared:
+        own_of_last[start:stop] = 0.0
+    norm = float(torch.cat([*means[:-1], own_of_last]).norm())
+    assert norm > max_norm, "nothing is clipped"
+    return max_norm / (norm + 1e-6)
 
 
 @dataclass(eq=False)
@@ -236,11 +249,12 @@ class StageWorld(World):
             if peer.peer_id not in self.dead and index in (None, peer.stage_peer.index)
         ]
 
-    def make(self, index: int, number: int | None = None) -> SimulatedStagePeer:
+    def make(self, index: int, number: int | None = None, disk: Path | None = None) -> SimulatedStagePeer:
+        """``disk``: for its checkpoints."""
         number = len(self.everybody) if number is None else number
-        own, config = identity(number), self.config
+        own, config = identity(number), replace(self.config, lasting_directory=disk)
         stage = ToyStage(index, self.num_stages, self.tied)
-        state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
+        state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common, config.max_norm)
         network, board, rng = SimulatedNetwork(self, own.peer_id), self.board(own.peer_id), random.Random(number)
         record = Progress(
             self.runs[index],
@@ -287,8 +301,8 @@ class StageWorld(World):
 
         made.tasks += [asyncio.ensure_future(coroutine) for coroutine in (live(), made.stage_peer.watch.run(), note())]
 
-    def join(self, index: int) -> SimulatedStagePeer:
-        made = self.make(index)
+    def join(self, index: int, disk: Path | None = None) -> SimulatedStagePeer:
+        made = self.make(index, disk=disk)
         self.spawn(made)
         return made
 

@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,13 +29,14 @@ from swarm_protocol.rpc.serving import start_server
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import JOINING, PRESENT, Progress
+from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
+from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.service import AuditService, Witness
@@ -94,10 +96,10 @@ def stage_of(index: int, num_stages: int, model: LlamaConfig = MODEL) -> tuple[S
     return stage, torch.optim.AdamW(stage.parameters, lr=1e-2)
 
 
-def one_process(steps: int) -> tuple[list[dict[str, Tensor]], list[float]]:
+def one_process(steps: int, max_norm: float = 0.0) -> tuple[list[dict[str, Tensor]], list[float]]:
     """By step, from the first on: all parameters of the whole model by name; and the mean loss of each step."""
     (stage, optimizer), data = stage_of(0, 1), Data()
-    state = TrainedState(stage.parameters, optimizer, Plain())
+    state = TrainedState(stage.parameters, optimizer, Plain(), max_norm=max_norm)
     history, losses = [], []
     for step in range(steps + 1):
         history.append({name: each.detach().clone() for name, each in zip(stage.names, stage.parameters, strict=True)})
@@ -107,6 +109,7 @@ def one_process(steps: int) -> tuple[list[dict[str, Tensor]], list[float]]:
             found = stage.backward(content.ids, content.labels, loss_scale=data.loss_scale)
             total += rounded(torch.cat([each.reshape(-1) for each in found.parameters]))
             loss += found.loss_sum or 0.0
+        assert not max_norm or float((total / MICRO_BATCHES).norm()) > max_norm, "nothing is clipped"
         state.apply(total / MICRO_BATCHES)
         losses.append(loss / (MICRO_BATCHES * data.loss_scale))
     return history, losses
@@ -180,12 +183,14 @@ class WholeRun:
             for peer in list(run.peers):
                 await run.kill(peer)
 
-    async def join(self, index: int, computes: Callable[[Stage], Any] = lambda stage: stage) -> RunningPeer:
-        """``computes``: what it computes with for trainers, in place of its stage."""
+    async def join(
+        self, index: int, computes: Callable[[Stage], Any] = lambda stage: stage, disk: Path | None = None
+    ) -> RunningPeer:
+        """``computes``: what it computes with for trainers, in place of its stage. ``disk``: for checkpoints."""
         own = identity(self._number)
         self._number += 1
         stage, optimizer = stage_of(index, self.num_stages, self.model)
-        state = TrainedState(stage.parameters, optimizer, Plain(), self.config.common)
+        state = TrainedState(stage.parameters, optimizer, Plain(), self.config.common, self.config.max_norm)
         sums = Accumulator(stage, MICRO_BATCHES, torch.float64, 1 << 24)
         network, thread = GrpcNetwork(ClientCredentials(own)), ThreadPoolExecutor(1)
 
@@ -197,7 +202,7 @@ class WholeRun:
         model = state.model_digest
         record = Progress(runs[index], own.peer_id, state=JOINING, target_batch_size=MICRO_BATCHES, model=model)
         peer = TrainingPeer(
-            self.config,
+            replace(self.config, lasting_directory=disk),
             LedgerCredentials(own),
             record,
             Environment(network, boards[index], asyncio.to_thread, rng),
@@ -205,7 +210,7 @@ class WholeRun:
             GradientCompression(Plain()),
         )
         others = {number: board for number, board in enumerate(boards) if number != index}
-        mates = {index: lambda: [each for each in peer.view().all if each.state in PRESENT]}
+        mates = {index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
         watch = RunWatch(runs, network, others, CONFIG.silence_s, rng, mates)
         replicas = Replicas(index, self.num_stages, peer, watch, network, asyncio.to_thread)
         life = StagePeer(OwnStage(index, state, sums), peer, watch, replicas, CONFIG.codec, compute, asyncio.to_thread)
@@ -231,8 +236,8 @@ class WholeRun:
     def _keep_history(self, state: TrainedState, stage: Stage) -> None:
         apply = state.apply
 
-        def applied(gradient: Tensor) -> None:
-            apply(gradient)
+        def applied(gradient: Tensor, squared_norm: float | None) -> None:
+            apply(gradient, squared_norm)
             named = zip(stage.names, stage.parameters, strict=True)
             self.history[state.moment] += [(name, each.detach().clone()) for name, each in named]
 

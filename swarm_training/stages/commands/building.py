@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import platformdirs
@@ -14,7 +15,7 @@ from swarm_protocol.process.scratch import scratch_directory
 from swarm_training.commands.building import build_blocks, build_tokenizer
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig, checkpoints_needed
-from swarm_training.optim.by_name import optimizer_by_name
+from swarm_training.optim.by_name import decay_groups, optimizer_by_name
 from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
 from swarm_training.stages.engine.accumulator import Accumulator
@@ -54,16 +55,37 @@ def require_stages(file: RunFile) -> int:
     return file.stages.num_micro_batches(file.run.target_batch_size)
 
 
+def lasting_directory(file: RunFile) -> Path | None:
+    """Return the directory in which this machine keeps the checkpoints of all stages; None: in temporary ones."""
+    run = file.run
+    return Path(run.checkpoints) / run.name / f"{file.stages.count}-stages" if run.checkpoints else None
+
+
+def require_same_count(file: RunFile) -> None:
+    """Raise ValueError if there are checkpoints of the run with another number of stages."""
+    directory = lasting_directory(file)
+    if directory is None or directory.exists():
+        return
+    if others := sorted(path.name for path in directory.parent.glob("*-stages")):
+        raise ValueError(
+            f"{directory.parent} has checkpoints of this run in {others[0].replace('-', ' ')}: expected as many as "
+            "`count` under [stages], or another directory as `checkpoints` under [run]"
+        )
+
+
 def training_config(file: RunFile, **where: Any) -> TrainingConfig:
     """Return a peer's settings. ``where``: addresses and ports. Raises SwarmError if temporary files have no room."""
     codec = "fp64" if file.stages.sums == "fp64" else file.averaging.codec
+    lasting, needed = lasting_directory(file), checkpoints_needed(file.run.checkpoint_every, file.rollback)
     return TrainingConfig(
         counting="exact",
         codec=codec,
+        max_norm=file.clip.max_norm,
         presume_gone_s=PRESUME_GONE_S,
         checkpoint_every=file.run.checkpoint_every,
-        checkpoints_kept=checkpoints_needed(file.run.checkpoint_every, file.rollback),
-        checkpoint_directory=scratch_directory() if file.run.checkpoint_every else None,
+        checkpoints_kept=max(needed, file.run.keep) if lasting else needed,
+        checkpoint_directory=None if lasting else scratch_directory(),
+        lasting_directory=lasting,
         rollback=file.rollback,
         **where,
     )
@@ -121,10 +143,9 @@ def build(
     settings = file.optimizer
     room = room_of(needs_of(file, stage), memory_bytes)
     stage.keep_at_most(room.kept)
-    optimizer = optimizer_by_name(
-        settings.name, stage.parameters, lr=settings.rate(0), weight_decay=settings.weight_decay
-    )
-    state = TrainedState(stage.parameters, optimizer, Plain(), config.common)
+    groups = decay_groups(stage.parameters, settings.weight_decay, settings.decay_vectors)
+    optimizer = optimizer_by_name(settings.name, groups, lr=settings.rate(0))
+    state = TrainedState(stage.parameters, optimizer, Plain(), config.common, config.max_norm)
     _schedule(optimizer, settings, state)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
     sums = Accumulator(stage, num_micro_batches, dtype, room.pending)

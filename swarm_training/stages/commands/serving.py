@@ -21,12 +21,15 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import RunMembership
 from swarm_training.progress.board import DhtPeerRegistry
+from swarm_training.rollback.stored import StoredCheckpoints
+from swarm_training.run.state import digest_of
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.service import AuditService, Witness
 from swarm_training.stages.commands.building import (
     build,
     loss_scale,
+    require_same_count,
     require_stages,
     stage_source,
     trainer_config,
@@ -85,6 +88,7 @@ async def serve(
         SwarmError: see ``serve_trained``.
     """
     place = StageOfRun(file.run.name, index or 0, file.stages.count, require_stages(file))
+    require_same_count(file)
     config, member = training_config(file, **where), who.membership()
     source = await asyncio.to_thread(stage_source, file)
     board = await member.join(place.run, config, await member.find_host(config))
@@ -174,6 +178,9 @@ class _Serving:
                 AuditService(place.run, witness, built.limits, access).add_to(server)
 
         self.say(f"stage {index} of {place.num_stages}: blocks {stage.span}, {stage.num_trained} parameters")
+        if waits := self.is_new and self._has_checkpoints():
+            await self._say_address()
+            self.say("the run goes on from checkpoints on the disks of its peers, once each stage has one")
         presence = await StagePresence.enter(
             place,
             self.member,
@@ -192,7 +199,8 @@ class _Serving:
             if self.is_new and self.afterwards is not None:
                 require_untaken(self.afterwards, presence.stage_peer.step)
             self.is_new = False
-            self.say(f"others join by: --initial-peers {' '.join(presence.addresses)}")
+            if not waits:
+                await self._say_address()
             moved_to = await self._until_it_moves(presence, stage, stays)
             return moved_to
         finally:
@@ -203,6 +211,14 @@ class _Serving:
             await presence.leave()
             if moved_to is None:
                 self.say(f"left the run after step {presence.stage_peer.step}")
+
+    async def _say_address(self) -> None:
+        self.say(f"others join by: --initial-peers {' '.join(await self.board.addresses())}")
+
+    def _has_checkpoints(self) -> bool:
+        """Return whether this machine has checkpoints: the peer may wait for others then, until it has joined."""
+        stored = StoredCheckpoints(self.config.lasting_directory, digest_of)
+        return bool(stored.files(self.place.num_stages))
 
     def _recomputing(self, hosted: HostedStage, peer: StagePeer, network: GrpcNetwork) -> Recomputing:
         """Return a recomputation of micro-batches, as trainers with the usual routing compute them."""

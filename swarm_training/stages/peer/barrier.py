@@ -7,10 +7,16 @@ any peer past the step follows it: the barrier was open then.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from math import fsum
+from typing import TypeVar
 
 from swarm_training.core.moment import Moment
 from swarm_training.stages.peer.run_stages import RunStages, StageMember
+
+Norm = TypeVar("Norm", float, tuple[float, ...])
 
 
 def may_step(stages: RunStages, moment: Moment) -> bool:
@@ -18,6 +24,25 @@ def may_step(stages: RunStages, moment: Moment) -> bool:
     if any(_is_past(peer, moment) for stage in stages.stages for peer in stage):
         return True
     return bool(stages.stages) and all(_holds(stage, moment) for stage in stages.stages)
+
+
+def global_squared_norm(stages: RunStages, moment: Moment) -> float | None:
+    """Return the squared norm of all stages' averages of this moment; None while it is not known.
+
+    It is the sum over the stages. Once peers have applied their averages, they tell the sum instead. If peers tell
+    different norms, some of them lie: the most frequent one counts, and of equally frequent ones the largest, with
+    which the step is smallest.
+    """
+    told = [
+        Counter(peer.squared_norm for peer in stage if peer.moment == moment and peer.squared_norm)
+        for stage in stages.stages
+    ]
+    if told and all(told):
+        return fsum(part for norms in told for part in _most_frequent(norms))
+    after = replace(moment, step=moment.step + 1)
+    past = (peer for stage in stages.stages for peer in stage if peer.moment == after)
+    sums = Counter(peer.global_squared_norm for peer in past if peer.global_squared_norm is not None)
+    return _most_frequent(sums) if sums else None
 
 
 def went_back_to(stages: RunStages, moment: Moment) -> Moment | None:
@@ -58,3 +83,7 @@ def _holds(stage: Sequence[StageMember], moment: Moment) -> bool:
     stranded."""
     here = [peer for peer in stage if peer.moment == moment]
     return any(peer.holds for peer in here) and all(peer.holds or not any(peer.bits) for peer in here)
+
+
+def _most_frequent(norms: Counter[Norm]) -> Norm:
+    return max(norms, key=lambda norm: (norms[norm], norm))

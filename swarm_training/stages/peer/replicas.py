@@ -54,16 +54,16 @@ class Replicas:
                 await self._keep(newest(peer.kept for peer in self._watch.records(self._before)))
             await asyncio.sleep(_LOOK_S)
 
-    async def fetch(self, step: int | None = None) -> tuple[int, bytes] | None:
-        """Fetch the own stage's newest checkpoint, or that of a given step, from a peer of the next stage. Return its
-        step and its state; None if there is none."""
+    async def fetch(self, step: int | None = None) -> tuple[Kept, bytes] | None:
+        """Fetch the own stage's newest checkpoint, or that of a given step, from a peer of the next stage. Return it
+        and its state; None if there is none."""
         holders = self.holders()
         known = [peer.replica for peer in holders if peer.replica is not None]
         wanted = newest(each for each in known if step in (None, each.step))
         if wanted is None:
             return None
-        data = await self._download(wanted, [peer for peer in holders if peer.replica == wanted])
-        return None if data is None else (wanted.step, data)
+        data = await self.download(wanted, [peer for peer in holders if peer.replica == wanted])
+        return None if data is None else (wanted, data)
 
     def holders(self) -> list[Progress]:
         """Return the peers that may have checkpoints of the own stage."""
@@ -78,18 +78,21 @@ class Replicas:
         if wanted is None or wanted.state_digest in self._peer.replicas.digests().values():
             return
         sources = [peer for peer in self._watch.records(self._before) if peer.kept == wanted]
-        data = await self._download(wanted, sources)
+        data = await self.download(wanted, sources)
         if data is None:
             return
         self._peer.replicas.discard_after(wanted.step)  # checkpoints that a rollback has undone
         try:
-            await self._in_thread(lambda: self._peer.replicas.keep(wanted.step, wanted.state_digest, data))
+            await self._in_thread(
+                lambda: self._peer.replicas.keep(wanted.step, wanted.state_digest, data, wanted.lineage)
+            )
         except OSError as error:
             _logger.warning("a checkpoint of stage %d is not kept: %s", self._before, error.strerror)
             return
         self._peer.show_replica()
 
-    async def _download(self, wanted: Kept, sources: Iterable[Progress]) -> bytes | None:
+    async def download(self, wanted: Kept, sources: Iterable[Progress]) -> bytes | None:
+        """Return a checkpoint that one of these peers gives; None if none does."""
         digest = wanted.state_digest
         for source in sources:
             if source.is_reachable:

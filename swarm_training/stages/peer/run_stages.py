@@ -29,6 +29,8 @@ class StageMember:
         samples_per_s: the micro-batches per second that it could compute; 0: it has computed none yet.
         next_stage: the stage to which it has announced a move.
         skipped_batches: the batches of data skipped since the run began: at step t, the batch is t plus this.
+        squared_norm: numbers whose exact sum is the squared norm of the average that it holds; empty: it tells none.
+        global_squared_norm: the squared norm of all stages' averages that led to the moment; None: it tells none.
     """
 
     peer_id: str
@@ -40,6 +42,8 @@ class StageMember:
     samples_per_s: float
     next_stage: int | None = None
     skipped_batches: int = 0
+    squared_norm: tuple[float, ...] = ()
+    global_squared_norm: float | None = None
 
     @classmethod
     def of(cls, record: Progress) -> StageMember:
@@ -53,6 +57,8 @@ class StageMember:
             record.samples_per_s,
             record.next_stage,
             record.skipped_batches,
+            record.squared_norm,
+            record.global_squared_norm,
         )
 
 

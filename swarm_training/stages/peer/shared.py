@@ -43,7 +43,12 @@ def spans_of(names: Sequence[str], parameters: Sequence[Tensor], shared: Collect
 
 
 class SharedGradients:
-    """A peer's exchange of shared parameters' gradients with another stage."""
+    """A peer's exchange of shared parameters' gradients with another stage.
+
+    Attributes:
+        other: the stage that has these parameters too, in the same order.
+        spans: where they are in the average.
+    """
 
     def __init__(
         self,
@@ -54,12 +59,10 @@ class SharedGradients:
         network: Network,
         in_thread: InThread,
     ) -> None:
-        """Set up the exchange. ``other``: the stage that has these parameters too, in the same order. ``spans``: where
-        they are in the average."""
         assert spans
         self._in_thread = in_thread
-        self._other = other
-        self._spans = spans
+        self.other = other
+        self.spans = spans
         self._peer = peer
         self._watch = watch
         self._network = network
@@ -73,9 +76,9 @@ class SharedGradients:
 
     async def completed(self, averaged: Averaged) -> Tensor | None:
         """Return the average, [n], with both stages' sum in it; None if no peer gives the other part at present."""
-        length = sum(stop - start for start, stop in self._spans)
+        length = sum(stop - start for start, stop in self.spans)
         step, size_bytes = averaged.group.step, length * averaged.gradient.element_size()
-        holders = [peer for peer in self._watch.records(self._other) if _holds(peer, averaged)]
+        holders = [peer for peer in self._watch.records(self.other) if _holds(peer, averaged)]
         digests = Counter(peer.shared.state_digest for peer in holders if peer.shared)
         for digest, _ in digests.most_common():
             for source in holders:
@@ -94,13 +97,13 @@ class SharedGradients:
     def _with_sum(self, gradient: Tensor, data: bytes) -> Tensor:
         theirs = torch.frombuffer(bytearray(data), dtype=gradient.dtype)
         result, at = gradient.clone(), 0
-        for start, stop in self._spans:
+        for start, stop in self.spans:
             result[start:stop] += theirs[at : at + stop - start]
             at += stop - start
         return result
 
     def _part(self, gradient: Tensor) -> Tensor:
-        return torch.cat([gradient[start:stop] for start, stop in self._spans])
+        return torch.cat([gradient[start:stop] for start, stop in self.spans])
 
 
 def _holds(peer: Progress, averaged: Averaged) -> bool:

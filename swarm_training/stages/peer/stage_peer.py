@@ -32,6 +32,7 @@ from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import RunStages
 from swarm_training.stages.peer.shared import SharedGradients
 from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.resume.resuming import ResumedState, Resuming
 from swarm_training.stages.routing.speed import ComputeSpeed
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class StagePeer:
         self.peer = peer
         self.watch = watch
         self._replicas = replicas
+        self._resuming = Resuming(stage.index, peer, watch, replicas.download, in_thread)
         self._shared = shared
         self._stranded_s: float | None = None  # the time since which the stage is stranded
         self._state = stage.state
@@ -200,13 +202,23 @@ class StagePeer:
     async def join(self, look_s: float = LOOK_S) -> None:
         """Take over the state of the stage from a mate. If none is found for ``look_s``, the first joining peer by id
         founds the stage. It begins with what it has if no stage has taken a step, else from a checkpoint. A silent peer
-        that has not evidently ended is waited for, for a minute.
+        that has not evidently ended is waited for, for a minute. If peers have checkpoints of an earlier life of the
+        run on their disks, it goes on from those, see ``Resuming``.
 
         Raises:
-            ValueError: the others train another model.
+            ValueError: the others train another model, or a checkpoint is of another model.
             AccessDenied: a moderator has banned this peer.
         """
         self.peer.start()
+        await self._resuming.look()
+        offering = asyncio.ensure_future(self._resuming.offer())
+        try:
+            await self._join(look_s)
+            self._resuming.note_joined(self.step)
+        finally:
+            await end_tasks([offering])
+
+    async def _join(self, look_s: float) -> None:
         deadline_s = now() + look_s
         while not self.peer.own.state_digest:
             if self.peer.view().others:
@@ -225,14 +237,40 @@ class StagePeer:
 
     async def _found(self) -> bool:
         """Begin the stage's run, or go on from a checkpoint if all its peers are gone; return False if there is none
-        yet."""
+        yet.
+
+        Raises:
+            ValueError: the checkpoint is of another model.
+        """
         moments = [peer.moment for stage in self._stages().stages for peer in stage]
         newest = max(moments, default=Moment(0, 0))
-        if newest == Moment(0, 0):
+        found = await self._resuming.find(newest)
+        if found is None and newest == Moment(0, 0):
+            if self._resuming.is_awaited():
+                return False
             await self.peer.found(await self._compute(self._state.digest))
             return True
-        found = await self._replicas.fetch()
+        found = found or await self._replicated(newest)
         if found is None:
+            return False
+        step = found.kept.step
+        _logger.warning("nobody is left of stage %d: it goes on from its checkpoint of step %d", self.index, step)
+        try:
+            digest = await self._take_over(partial(self._state.load, found.moment, found.data))
+        except ValueError:
+            raise ValueError(
+                f"the checkpoint of step {step} is not of stage {self.index} of this run file: expected the model and "
+                "the optimizer that it was written with, or another directory as `checkpoints` under [run]"
+            ) from None
+        self.peer.skip_batches(max(found.skipped_batches, self.peer.own.skipped_batches))
+        await self._in_thread(partial(self.peer.rollbacks.kept.adopt, step, digest))
+        await self.peer.found(digest, found.moment, found.kept.lineage.born)
+        return True
+
+    async def _replicated(self, newest: Moment) -> ResumedState | None:
+        """Return the state that peers of the next stage keep; None if there is none so far."""
+        fetched = await self._replicas.fetch()
+        if fetched is None:
             if not self._has_warned:
                 _logger.warning(
                     "nobody is left of stage %d, and no peer of the next one has a checkpoint of it so far; runs keep "
@@ -240,13 +278,9 @@ class StagePeer:
                     self.index,
                 )
             self._has_warned = True
-            return False
-        step, data = found
-        _logger.warning("nobody is left of stage %d: it goes on from its checkpoint of step %d", self.index, step)
-        moment = Moment(newest.rollbacks, step)
-        digest = await self._take_over(partial(self._state.load, moment, data))
-        await self.peer.found(digest, resumed_at=moment)
-        return True
+            return None
+        kept, data = fetched
+        return ResumedState(Moment(newest.rollbacks, kept.step), kept, data)
 
     async def load(self) -> bool:
         """Take over the state of the stage; return False if no peer gives it. Gradients of an older state are dropped.
@@ -265,7 +299,7 @@ class StagePeer:
             return False
         is_right = await self.peer.loaded(downloaded, digest)
         if is_right:
-            await self._compute(partial(self.peer.keep, digest))
+            await self._compute(partial(self.peer.keep, digest, self.peer.born(digest)))
             await self.peer.copy_checkpoint()
         return is_right
 
@@ -359,9 +393,11 @@ class StagePeer:
             if isinstance(decided, WentBack):
                 await self._accept_rollback(decided)
             elif decided is not None:
-                self.peer.hold(decided, b"" if self._shared is None else await self._shared.offer(decided))
+                await self._hold(decided)
                 if await self._may_step() and (gradient := await self._completed(decided)) is not None:
-                    await self._step(decided, gradient, *losses)
+                    norm = await self._global_squared_norm(gradient)
+                    if norm is not None or not self._state.max_norm:
+                        await self._step(decided, gradient, norm, *losses)
 
     async def _decision(self, vector: Tensor) -> Averaged | WentBack | None:
         """Return what the stage decides; None too if another stage goes back meanwhile: this one may wait in vain."""
@@ -378,6 +414,35 @@ class StagePeer:
             return averaging.result()
         finally:
             await end_tasks([averaging])
+
+    async def _hold(self, averaged: Averaged) -> None:
+        """Publish that this peer holds its stage's average. The norm follows if another stage has a part of it."""
+        if self._shared is not None:
+            self.peer.hold(averaged, await self._shared.offer(averaged))
+        else:
+            self.peer.hold(averaged, squared_norm=await self._squared_norm(averaged.gradient))
+
+    async def _squared_norm(self, gradient: Tensor) -> tuple[float, ...]:
+        """Return the squared norm of this stage's gradient, empty if the run does not clip. Of two stages that share
+        parameters, the first one counts them."""
+        if not self._state.max_norm:
+            return ()
+        counted_elsewhere = () if self._shared is None or self.index < self._shared.other else self._shared.spans
+        norm: tuple[float, ...] = await self._in_thread(partial(self._state.squared_norm, gradient, counted_elsewhere))
+        return norm
+
+    async def _global_squared_norm(self, gradient: Tensor) -> float | None:
+        """Wait for the squared norm of all stages' gradients. Return None if the run does not clip, goes back, or goes
+        on without this peer. ``gradient``: that of this stage, with the part of another one."""
+        if not self._state.max_norm:
+            return None
+        if self._shared is not None:
+            self.peer.show_norm(await self._squared_norm(gradient))
+        while (norm := barrier.global_squared_norm(self._stages(), self._state.moment)) is None:
+            if self._elsewhere() is not None or await self.peer.is_lost():
+                return None
+            await self._wait()
+        return norm
 
     async def _may_step(self) -> bool:
         """Wait for the other stages; return False if the run goes back instead."""
@@ -397,12 +462,15 @@ class StagePeer:
             await self._wait()
         return gradient
 
-    async def _step(self, averaged: Averaged, gradient: Tensor, loss: float, loss_samples: int) -> None:
+    async def _step(
+        self, averaged: Averaged, gradient: Tensor, squared_norm: float | None, loss: float, loss_samples: int
+    ) -> None:
         num_counted = len(self._counting.done)
-        digest = await self._take_over(partial(self._state.apply, gradient))
+        digest = await self._take_over(partial(self._state.apply, gradient, squared_norm))
         self.num_counted = num_counted
         await self._compute(partial(self.peer.keep, digest))
-        await self.peer.stepped(averaged, digest, loss, loss_samples)
+        await self.peer.stepped(averaged, digest, loss, loss_samples, squared_norm)
+        self.peer.withdraw_offers()
 
     async def _accept_rollback(self, back: WentBack) -> None:
         """Go back as this stage has decided. The batches since that checkpoint, this one too, are skipped."""
@@ -436,10 +504,11 @@ class StagePeer:
         kept = self.peer.rollbacks.kept
         known = kept.digests().get(moment.step)
         data = None if known is None else await self._in_thread(partial(kept.read, known))
+        born = None
         has_mates = any(peer.moment.rollbacks >= moment.rollbacks for peer in self.peer.view().others)
         if data is None and not has_mates:
             found = await self._replicas.fetch(moment.step)
-            data = None if found is None else found[1]
+            data, born = (None, None) if found is None else (found[1], found[0].lineage.born)
         if data is None:
             if not has_mates and self._warned_of != moment:
                 self._warned_of = moment
@@ -453,7 +522,7 @@ class StagePeer:
         digest = await self._take_over(partial(self._state.load, moment, data))
         _logger.warning("the run goes back to step %d, as a stage was lost, or has decided so", moment.step)
         await self.peer.go_back(moment, digest)
-        await self._compute(partial(self.peer.keep, digest))
+        await self._compute(partial(self.peer.keep, digest, born))
         self.peer.show_kept()
         return True
 

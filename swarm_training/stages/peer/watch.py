@@ -46,7 +46,11 @@ class ProgressSource(Protocol):
 
 
 class RunWatch:
-    """The watch of all stages of a run. All its methods are for one event loop."""
+    """The watch of all stages of a run. All its methods are for one event loop.
+
+    Attributes:
+        num_stages: the number of stages.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class RunWatch:
         }
         self._own = dict(own or {})
         self._banned = banned
-        self._num_stages = len(runs)
+        self.num_stages = len(runs)
         assert set(range(len(runs))) == self._watched.keys() | self._own.keys()
 
     @property
@@ -91,7 +95,7 @@ class RunWatch:
 
     def all_records(self) -> list[list[Progress]]:
         """Return the records of each stage's peers."""
-        return [self.records(number) for number in range(self._num_stages)]
+        return [self.records(number) for number in range(self.num_stages)]
 
     def view(self) -> RunStages:
         return RunStages.of(self.all_records())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ class LocalRun:
         target_batch_size: int,
         stop_after: int | None = None,
         goes_back: tuple[int, int] | None = None,
+        max_norm: float = 0.0,
     ) -> None:
         self._parameters = list(parameters)
         self._optimizer = optimizer
@@ -32,6 +34,7 @@ class LocalRun:
         self._samples = 0
         self._stop_after = stop_after
         self._goes_back = goes_back
+        self.max_norm = max_norm
         self.stopping = threading.Event()
         self.num_steps = self.num_rollbacks = self.went_back_to = 0
         self.initial_peers = ["/ip4/127.0.0.1/tcp/1/p2p/QmSelf"]
@@ -49,6 +52,8 @@ class LocalRun:
         if self._samples >= self._target:
             for total, parameter in zip(self._sums, self._parameters, strict=True):
                 parameter.grad = total / self._samples
+            if self.max_norm:
+                nn.utils.clip_grad_norm_(self._parameters, self.max_norm)
             self._optimizer.step()
             self.rates.append(self._optimizer.param_groups[0]["lr"])
             self._optimizer.zero_grad()
@@ -60,6 +65,9 @@ class LocalRun:
                 self.went_back_to = self.num_steps
             if self.num_steps == self._stop_after:
                 self.stopping.set()
+
+    def shared_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         self.is_closed = True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
+from swarm_training.core.record import LEFT, MEETING, TRAINING, Kept, Lineage, OfferedCheckpoint, Progress
 from swarm_training.core.signing import read_signed, sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.table import ProgressTable
@@ -29,8 +30,12 @@ def table(**options: float) -> ProgressTable:
 
 def test_a_record_survives_the_wire() -> None:
     sent = record(step=3, samples=7, samples_per_s=1.5, call_s=0.25, share=2.0, state_digest=b"1", state=MEETING)
-    sent = replace(sent, excludes=("Qma", "Qmb"))
-    assert read_signed(pb.SignedProgress.FromString(sign(sent, identity(1)).SerializeToString())) == sent
+    sent = replace(sent, excludes=("Qma", "Qmb"), squared_norm=(2.0, -1e-17), global_squared_norm=inf)
+    kept = Kept(4, b"k", Lineage(1, 2, 3))
+    sent = replace(sent, kept=kept, offers=(OfferedCheckpoint(5, kept), OfferedCheckpoint(6, Kept(7, b"o"))))
+    read = read_signed(pb.SignedProgress.FromString(sign(sent, identity(1)).SerializeToString()))
+    assert read == sent and read.kept is not None
+    assert read.kept.lineage == read.offers[0].kept.lineage == kept.lineage
 
 
 @pytest.mark.parametrize(
@@ -57,12 +62,20 @@ def test_what_another_has_signed_or_nobody_is_refused(change: object) -> None:
     [
         {"samples_per_s": float("nan")},
         {"share": -1.0},
+        {"offers": (OfferedCheckpoint(0, Kept(1 << 63, b"k")),)},
         {"address": "a\n"},
         {"run": "x" * 600},
         {"step": 1 << 63},
         {"loss": float("nan")},
         {"loss": float("-inf")},
         {"loss_samples": 1 << 63},
+        {"squared_norm": (float("nan"),)},
+        {"squared_norm": (1e-9, -1.0)},
+        {"squared_norm": (float("inf"), 1.0)},
+        {"squared_norm": (1e302,)},
+        {"squared_norm": (1.0,) * 65},
+        {"global_squared_norm": float("nan")},
+        {"global_squared_norm": -1.0},
         {"excludes": ("",)},
         {"excludes": ("a\n",)},
         {"excludes": ("a" * 65,)},
@@ -148,4 +161,5 @@ def test_the_largest_record_is_small_enough_to_be_read() -> None:
     most = record(excludes=tuple("Q" * 44 + f"{number:02}" for number in range(16)), micro_batches=bytes(512))
     most = replace(most, run="x" * 200, target_batch_size=4096, state_digest=bytes(32), result_digest=bytes(32))
     most = replace(most, accepted=bytes(32), decided=bytes(32), tls_fingerprint=bytes(32))
+    most = replace(most, squared_norm=(1.0,) * 64, global_squared_norm=64.0)
     assert read_signed(sign(most, identity(1))) == most

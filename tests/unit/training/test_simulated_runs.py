@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import PRESENT
@@ -66,6 +67,35 @@ def test_a_step_is_the_weighted_mean_in_the_order_of_the_members() -> None:
         for peer in peers:
             assert torch.equal(peer.history[1], expected.detach())
             assert peer.share.last_batch_size == sum(counts)
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("way", ["at once", "delayed", "PowerSGD"])
+def test_the_average_of_all_is_clipped_with_the_same_bits_at_every_peer(way: str) -> None:
+    """Not the shares: the second one is large and the first one small."""
+    gradients = [torch.randn(6, 6, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+    gradients[1] *= 30
+    options: dict[str, Any] = dict(shape=(6, 6), optimizer=torch.optim.SGD, target=1)
+    options["config"] = replace(CONFIG, max_norm=2.0, delay=way == "delayed")
+    if way == "PowerSGD":
+        options["compressor"] = lambda _number: PowerSGD([(6, 6)], 2, "run")
+
+    async def scenario() -> None:
+        peers = await enter_all(World(), 2, **options)
+        while any(len(peer.peer.view().all) < 2 for peer in peers):
+            await asyncio.sleep(0.1)
+        before = peers[0].parameter.detach().clone()
+        for _ in range(2):
+            steps = zip(peers, gradients, (3, 1), strict=True)
+            await all_done([peer.spawn(peer.step(gradient, samples)) for peer, gradient, samples in steps])
+            await asyncio.sleep(1.0)
+        require_equal(peers, 1)
+        change = (before - peers[0].history[1]) / 0.1
+        assert float(change.norm()) == pytest.approx(2.0, rel=1e-4)
+        if way != "PowerSGD":
+            mean = (3 * gradients[0] + gradients[1]) / 4
+            torch.testing.assert_close(change, 2 * mean / mean.norm(), rtol=1e-3, atol=1e-4)
 
     simulate(scenario)
 

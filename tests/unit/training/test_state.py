@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 
 from swarm_models.checkpoints import safetensors_bytes
 from swarm_training import Checkpoint, CheckpointDirectory, Moment, TrainingConfig, TrainingRun, load_optimizer
+from swarm_training.numerics.reproducible import squared_norm
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run import transfer
+from swarm_training.run.presence import PeerProcess
 from swarm_training.run.state import TrainedState
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -68,6 +71,39 @@ def test_a_step_is_that_of_the_optimizer() -> None:
     optimizer.step()
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_a_gradient_is_clipped_as_torch_clips_it(max_norm: float, dtype: torch.dtype) -> None:
+    _, model = make("SGD", 0)
+    other = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other)]
+    state = TrainedState(model.parameters(), optimizers[0], max_norm=max_norm)
+    gradient = torch.randn(state.length, dtype=dtype)
+    state.apply(gradient)
+    for parameter, part in zip(other.parameters(), gradient.float().split([20, 4, 12, 3]), strict=True):
+        parameter.grad = part.view(parameter.shape)
+    assert torch.nn.utils.clip_grad_norm_(other.parameters(), max_norm) > 0.5
+    optimizers[1].step()
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-6, atol=1e-7)
+
+
+def test_parts_of_a_model_are_clipped_as_the_whole_is_bit_for_bit() -> None:
+    _, model = make("SGD", 0)
+    parts = copy.deepcopy(model)
+    whole = TrainedState(model.parameters(), torch.optim.SGD(model.parameters(), lr=0.1), max_norm=0.5)
+    states = [
+        TrainedState(each.parameters(), torch.optim.SGD(each.parameters(), lr=0.1), max_norm=0.5) for each in parts
+    ]
+    gradient = torch.randn(whole.length, dtype=torch.float64) * torch.logspace(-6, 0, whole.length, dtype=torch.float64)
+    whole.apply(gradient)
+    pieces = list(zip(states, gradient.split([each.length for each in states]), strict=True))
+    norm = math.fsum(number for state, piece in pieces for number in state.squared_norm(piece))
+    for state, piece in pieces:
+        state.apply(piece, norm)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), parts.parameters(), strict=True))
+    assert states[0].squared_norm(pieces[0][1], [(0, 20)]) == (squared_norm(pieces[0][1][20:]),)
 
 
 def test_the_digest_sees_parameters_state_and_settings() -> None:
@@ -165,10 +201,24 @@ def test_parameters_outside_the_optimizer_are_refused() -> None:
         TrainingRun("toy", parameters(), torch.optim.SGD(parameters(), lr=0.1), target_batch_size=4)
 
 
-@pytest.mark.parametrize("wrong", [{"share": -1.0}, {"silence_s": 1.0}, {"chunk_elements": 0}, {"straggler_s": 0.0}])
+@pytest.mark.parametrize("wrong", [{"share": -1.0}, {"silence_s": 1.0}, {"chunk_elements": 0}, {"max_norm": -1.0}])
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
         TrainingConfig(**wrong)
+
+
+def test_a_run_clips_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+
+    def enter(*arguments: object) -> None:
+        states.extend(each for each in arguments if isinstance(each, TrainedState))
+        raise InterruptedError
+
+    monkeypatch.setattr(PeerProcess, "enter", enter)
+    with pytest.raises(InterruptedError):
+        run(parameters(), config=TrainingConfig(max_norm=0.5))
+    assert states[0].max_norm == 0.5 and states[0].common["max_norm"] == "0.5"
+    assert "max_norm" not in TrainingConfig().common  # peers of older versions have no such setting
 
 
 class NeedsLoss(torch.optim.SGD):

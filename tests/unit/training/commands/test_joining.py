@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import swarm_training
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.net.identity import Identity
@@ -18,6 +23,7 @@ from swarm_training.commands.batch_size import BatchSizeLimits
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
 from swarm_training.contract.backend import Joining
 from swarm_training.core.moment import Moment
+from swarm_training.core_backend import open_run
 from swarm_training.data.opening import DataReader
 from swarm_training.data.order import EVERYTHING
 from swarm_training.data.settings import DataSettings
@@ -25,7 +31,15 @@ from swarm_training.optim.lamb import LAMB
 from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 from swarm_training.optim.rules import Moments, UpdateRule, adamw_update, lamb_update
 from swarm_training.run.state import TrainedState
-from swarm_training.runfile.settings import BatchSettings, ModelSettings, OptimizerSettings, RunFile, RunSettings
+from swarm_training.runfile.settings import (
+    OPTIMIZERS,
+    BatchSettings,
+    LocalSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RunFile,
+    RunSettings,
+)
 from tests.unit.training.fakes import LocalRun
 
 BLOCK, BATCH, TARGET, STEPS = 32, 4, 8, 6
@@ -198,6 +212,30 @@ def test_optimizers_are_as_the_file_says() -> None:
     assert isinstance(build_optimizer(OptimizerSettings("sgd", 0.5), model), torch.optim.SGD)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_matrices_alone_decay_if_the_file_says_so(name: str) -> None:
+    """Beside the same optimizer with the groups that anybody would write in torch, over two steps."""
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 1, bias=False))]
+    models.append(copy.deepcopy(models[0]))
+    settings = OptimizerSettings(name, 0.125, weight_decay=0.25, decay_vectors=False)
+    (first, norm, last), built = models[1], build_optimizer(settings, models[0])
+    expected = type(built)(
+        [
+            {"params": [first.weight, last.weight], "weight_decay": 0.25},
+            {"params": [first.bias, norm.weight, norm.bias], "weight_decay": 0.0},
+        ],
+        lr=0.125,
+    )
+    for step in range(2):
+        for model, optimizer in zip(models, (built, expected), strict=True):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + step)
+            optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+    only_matrices = torch.nn.Linear(2, 2, bias=False)
+    assert len(build_optimizer(settings, only_matrices).param_groups) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "rule"),
     [("lamb", LAMB, lamb_update), ("lamb8bit", LAMB8bit, lamb_update), ("adamw8bit", AdamW8bit, adamw_update)],
@@ -214,6 +252,18 @@ def test_optimizers_for_large_batches_and_little_memory_follow_their_rules(
     model.weight.grad = gradient.clone()
     optimizer.step()
     assert torch.equal(model.weight, expected)
+
+
+def test_a_run_is_opened_with_the_clipping_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(swarm_training, "TrainingRun", lambda *_arguments, **options: opened.update(options))
+    model = torch.nn.Linear(2, 2)
+    open_run(
+        Joining("run", TARGET, (), IDENTITY, max_norm=0.5),
+        list(model.parameters()),
+        torch.optim.SGD(model.parameters()),
+    )
+    assert opened["config"].max_norm == 0.5
 
 
 def test_peers_with_other_rules_are_no_equals() -> None:
@@ -245,6 +295,49 @@ def test_a_run_that_is_founded_again_goes_on_from_its_last_checkpoint(file: RunF
     assert checkpoints.steps() == [4, STEPS] and checkpoints.read(STEPS).rollbacks == 1
 
 
+class DriftingRun(LocalRun):
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
+        """What all share is 0."""
+        drifted = [parameter.detach().clone() for parameter in self._parameters]
+        with torch.no_grad():
+            torch._foreach_zero_(self._parameters)
+            yield
+            torch._foreach_copy_(self._parameters, drifted)
+
+
+def test_local_steps_have_the_rate_of_their_average_and_checkpoints_have_what_all_share(
+    file: RunFile, tmp_path: Path
+) -> None:
+    settings = LocalSettings(BATCH, outer_lr=0.7, outer_momentum=0.9, nesterov=True)
+    file = replace(file, local=settings, batch=BatchSettings())
+    asked: list[BatchSizeLimits] = []
+    runs: list[LocalRun] = []
+
+    def open_run(who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
+        assert who.local is not None and who.local.batch_size == BATCH and type(optimizer) is torch.optim.SGD
+        assert {key: optimizer.param_groups[0][key] for key in ("lr", "momentum", "nesterov", "weight_decay")} == {
+            "lr": 0.7,
+            "momentum": 0.9,
+            "nesterov": True,
+            "weight_decay": 0,
+        }
+        runs.append(DriftingRun(parameters, who.local.inner, TARGET))
+        return runs[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "find_batch_size", lambda _, limits: asked.append(limits) or 2)
+        setup = prepared(file, said := [])
+    joining.take_part(setup, who(), open_run, threading.Event(), said.append)
+    assert asked[0].max_size == BATCH and runs[0].rates == [file.optimizer.rate(step) for step in range(STEPS)]
+    saved = CheckpointDirectory(tmp_path / "checkpoints").read(STEPS)
+    assert not any(parameter.any() for parameter in saved.parameters.values())
+    assert any(parameter.any() for parameter in setup.model.parameters())
+    assert saved.optimizer["param_groups"][0]["lr"] == 0.7
+    with pytest.raises(ValueError, match="is of another model or optimizer: expected another directory"):
+        joined(replace(file, local=LocalSettings(), batch=BatchSettings(size=BATCH)), [])
+
+
 @pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "checkpoint.json"])
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact(file: RunFile, tmp_path: Path, damaged: str) -> None:
     directory = tmp_path / "checkpoints"
@@ -273,6 +366,48 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact(file: RunFile, 
     with pytest.raises(CheckpointError, match=r"has no checkpoint that is intact: .*expected another directory"):
         joined(file, [])
     assert CheckpointDirectory(directory).steps() == [2, 4, 6]
+
+
+def test_a_run_that_is_founded_again_and_again_keeps_its_checkpoint(file: RunFile, tmp_path: Path) -> None:
+    """A ledger counts rollbacks that no checkpoint knows of."""
+    joined(file, [], stop_after=4)
+    for rollbacks in (1, 2, 3):
+        stopping = threading.Event()
+
+        def open_run(
+            who: Joining, *arguments: Any, rollbacks: int = rollbacks, stopping: threading.Event = stopping
+        ) -> LocalRun:
+            assert who.resumed_at == Moment(0, 4)
+            run = LocalRun(*arguments, TARGET)
+            run.num_steps, run.num_rollbacks, run.went_back_to = 4, rollbacks, 4
+            stopping.set()
+            return run
+
+        joining.take_part(prepared(file, []), who(), open_run, stopping, str)
+    assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [2, 4]
+
+
+def test_who_joins_goes_on_with_its_data_and_without_newer_checkpoints(
+    file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The founder had only an older one: there is one run, and nothing is lost."""
+    file = replace(file, run=replace(file.run, keep=3))
+    joined(file, [])
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+    taken = checkpoints.read(4).data["taken"]
+    monkeypatch.setattr(joining, "train", lambda *_arguments: None)
+
+    def open_run(_who: Joining, *arguments: Any) -> LocalRun:
+        run = LocalRun(*arguments, TARGET)
+        run.num_steps, run.num_rollbacks, run.went_back_to = 4, 1, 4
+        return run
+
+    setup = prepared(file, said := [])
+    others = replace(who(), initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/QmOther",))
+    joining.take_part(setup, others, open_run, threading.Event(), said.append)
+    assert setup.batches.state_dict()["taken"] == taken > 0
+    assert checkpoints.steps() == [2, 4] and (tmp_path / "checkpoints" / "unused-1-step-000000006").is_dir()
+    assert sum("the run is at step 4, and goes on without the newer checkpoints here" in line for line in said) == 1
 
 
 def test_who_joins_is_not_hindered_by_a_checkpoint_that_cannot_be_read(file: RunFile, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swarm_training.compression.codecs import CODEC_NAMES, codec_of
+from swarm_training.compression.error_feedback import ErrorFeedback
 
 
 def random(n: int, seed: int = 0, name: str = "fp32") -> torch.Tensor:
@@ -23,6 +24,7 @@ def random(n: int, seed: int = 0, name: str = "fp32") -> torch.Tensor:
         ("fp32", lambda n: 4 * n),
         ("fp16", lambda n: 2 * n),
         ("int8", lambda n: -(-n // 64) * 68),
+        ("2bit", lambda n: -(-n // 64) * 20),
     ],
 )
 def test_sizes(name: str, bytes_of: object, n: int) -> None:
@@ -59,7 +61,7 @@ def test_what_is_not_finite_stays_so_and_spoils_at_most_its_block(name: str, val
     decoded = codec.decode(codec.encode(x), 256)
     assert not decoded[70].isfinite()
     assert decoded[:64].isfinite().all() and decoded[128:].isfinite().all()
-    if name != "int8":
+    if name not in ("int8", "2bit"):
         assert decoded[70].item() == value or math.isnan(value)
         assert decoded.isfinite().sum() == 255
 
@@ -67,6 +69,32 @@ def test_what_is_not_finite_stays_so_and_spoils_at_most_its_block(name: str, val
 def test_values_beyond_fp16_become_its_largest() -> None:
     codec = codec_of("fp16")
     assert codec.decode(codec.encode(torch.tensor([1e6, -1e30])), 2).tolist() == [65504.0, -65504.0]
+
+
+@pytest.mark.parametrize("n", [64, 130, 7])
+def test_two_bits_are_a_sign_and_the_mean_of_the_larger_or_of_the_smaller_ones(n: int) -> None:
+    x, codec = random(n) * torch.logspace(-3, 3, n), codec_of("2bit")
+    expected = []
+    for start in range(0, n, 64):
+        block = x[start : start + 64].tolist()
+        mean = sum(map(abs, block)) / len(block)
+        halves = [[abs(v) for v in block if (abs(v) > mean) == is_large] for is_large in (False, True)]
+        levels = [sum(half) / len(half) for half in halves]
+        expected += [math.copysign(levels[abs(v) > mean], v) for v in block]
+    torch.testing.assert_close(codec.decode(codec.encode(x), n), torch.tensor(expected), rtol=1e-3, atol=1e-6)
+
+
+def test_what_two_bits_lose_arrives_later() -> None:
+    codec, encoder = codec_of("2bit"), ErrorFeedback(codec_of("2bit"))
+    vectors = [random(200, seed) for seed in range(20)]
+    arrived = torch.zeros(200)
+    for vector in vectors:
+        arrived += codec.decode(encoder.encode("key", vector), 200)
+        encoder.commit()
+    total = torch.stack(vectors).sum(0)
+    torch.testing.assert_close(arrived + encoder._errors["key"], total, rtol=0, atol=1e-4)
+    without = sum(codec.decode(codec.encode(vector), 200) for vector in vectors)
+    assert (arrived - total).norm() < (without - total).norm()
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
@@ -92,7 +120,7 @@ def test_data_of_a_wrong_size_is_refused(name: str) -> None:
 
 
 def test_other_tensors_and_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="codec 'int4' is unknown: expected one of fp32, fp16, int8, fp64"):
+    with pytest.raises(ValueError, match="codec 'int4' is unknown: expected one of fp32, fp16, int8, 2bit, fp64"):
         codec_of("int4")
     with pytest.raises(ValueError, match="expected a flat float32 vector"):
         codec_of("fp32").encode(torch.zeros(2, 2))

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from swarm_training.numerics.reproducible import dot, norm, orthonormal, outer_sum, power
+from swarm_training.numerics.reproducible import dot, exact_sum, norm, orthonormal, outer_sum, power, squared_norm
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -44,6 +44,22 @@ def test_norms_of_nothing_zeros_and_what_is_not_finite() -> None:
     assert math.isnan(norm(torch.tensor([1.0, math.nan, math.inf])))
     assert math.isnan(dot(torch.tensor([math.nan]).double(), torch.ones(1).double()))
     assert dot(torch.empty(0).double(), torch.empty(0).double()) == 0
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1e-170, 0.0), (1e-155, 3e-310), (1e121, math.inf)])
+def test_squares_beyond_the_range_of_a_float64_are_no_error(value: float, expected: float) -> None:
+    assert squared_norm(torch.full((3,), value, dtype=torch.float64)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_sum_in_parts_is_that_of_all_whatever_the_parts() -> None:
+    terms = (random(1000).double().square() * torch.logspace(-60, 60, 1000, dtype=torch.float64)).tolist()
+    exact = sum(map(Fraction, terms))
+    assert sum(map(Fraction, exact_sum(terms))) == exact and len(exact_sum(terms)) < 20
+    for size in (1, 7, 300):
+        parts = [exact_sum(terms[start : start + size]) for start in range(0, 1000, size)]
+        assert math.fsum(each for part in parts for each in part) == float(exact)
+    assert exact_sum([]) == exact_sum([0.0]) == (0.0,)
+    assert exact_sum([1.0, math.nan]) == exact_sum([math.inf, 1.0]) == (math.inf,)
 
 
 def test_products_of_either_sign_cancel() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
-from swarm_training.rollback.kept import KeptCheckpoints
+from swarm_training.core.record import Lineage
+from swarm_training.rollback.kept import KeptCheckpoints, stored_in
 
 
 def digest(step: int) -> bytes:
@@ -50,6 +53,79 @@ def test_processes_share_a_directory_without_sharing_files(tmp_path: Path) -> No
     second.keep(1, digest(1), b"state")
     first.close()
     assert second.read(digest(1)) == b"state"
+
+
+def sha(data: bytes) -> bytes:
+    return sha256(data).digest()
+
+
+def lasting(directory: Path, most: int = 2) -> KeptCheckpoints:
+    return KeptCheckpoints(1, most, directory, stays=True, digest_of=sha)
+
+
+def test_what_stays_is_whole_at_every_byte_of_writing(tmp_path: Path) -> None:
+    kept, data = lasting(tmp_path), b"a new state"
+
+    def write(file: BinaryIO) -> None:
+        for byte in data:
+            file.write(bytes([byte]))
+            file.flush()
+            assert [each.step for each in stored_in(tmp_path).values()] == [1]
+
+    kept.keep(1, sha(b"state"), b"state")
+    kept.keep_written(2, sha(data), write)
+    kept.close()
+    assert {each.step: path.read_bytes() for path, each in stored_in(tmp_path).items()} == {1: b"state", 2: data}
+
+
+def test_what_stays_is_taken_over(tmp_path: Path) -> None:
+    first = lasting(tmp_path, 3)
+    for step in (1, 2, 3):
+        first.keep(step, sha(b"%d" % step), b"%d" % step, Lineage(0, 0, 0))
+    first.mark(1, 1, 51)  # the run goes back to step 1, and is killed before it discards what was later
+    second = lasting(tmp_path, 3)
+    second.adopt(1, sha(b"1"))
+    assert second.digests() == {1: sha(b"1")} and second.newest().lineage == Lineage(0, 1, 51)
+    assert len(stored_in(tmp_path)) == 1
+    second.keep(2, sha(b"2 again"), b"2 again", Lineage(1, 1, 51))
+    third = lasting(tmp_path, 1)
+    third.adopt(2, sha(b"2 again"))
+    assert third.digests() == {2: sha(b"2 again")} and len(stored_in(tmp_path)) == 1
+    third.keep(3, sha(b"3"), b"3")
+    assert [each.step for each in stored_in(tmp_path).values()] == [3]
+
+
+def test_processes_that_share_what_stays_leave_each_others_older_ones(tmp_path: Path) -> None:
+    """The second has joined late."""
+    first, second = lasting(tmp_path, 3), lasting(tmp_path, 3)
+    for step in (1, 2, 3):
+        first.keep(step, sha(b"%d" % step), b"%d" % step)
+    second.keep(3, sha(b"3"), b"3")
+    assert sorted(each.step for each in stored_in(tmp_path).values()) == [1, 2, 3]
+
+
+def test_what_was_undone_while_nobody_knew_is_not_taken_over(tmp_path: Path) -> None:
+    """Step 2 was undone by a rollback to step 1, and the run has come to step 3 since."""
+    kept = lasting(tmp_path, 5)
+    for step, lineage in ((1, Lineage(0, 1, 51)), (2, Lineage()), (3, Lineage(1, 1, 51))):
+        kept.keep(step, sha(b"%d" % step), b"%d" % step, lineage)
+    again = lasting(tmp_path, 5)
+    again.adopt(3, sha(b"3"))
+    assert again.digests().keys() == {1, 3}
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(b"stat")])
+def test_what_is_damaged_is_not_read(harm: Callable[[Path], object], tmp_path: Path) -> None:
+    kept = lasting(tmp_path)
+    kept.keep(1, sha(b"state"), b"state")
+    (path,) = stored_in(tmp_path)
+    assert kept.read(sha(b"state")) == b"state"
+    path.rename(renamed := path.with_name(path.name.replace(".0.0.0.", ".0.1.2.")))  # by another process
+    assert kept.read(sha(b"state")) == b"state"
+    kept.mark(1, 1, 3)
+    assert kept.read(sha(b"state")) == b"state"
+    harm(renamed)
+    assert kept.read(sha(b"state")) is None
 
 
 def test_none_are_kept_where_none_are_wanted(tmp_path: Path) -> None:

@@ -71,11 +71,16 @@ def stock(directory: Path, count: int = 48, **changes: Any) -> Trainer:
 
 
 def together(
-    directory: Path, target: int, count: int = 48, max_run_steps: int | None = None, **changes: Any
+    directory: Path,
+    target: int,
+    count: int = 48,
+    max_run_steps: int | None = None,
+    max_norm: float = 0.0,
+    **changes: Any,
 ) -> tuple[Trainer, LocalRun]:
     model = Model()
     optimizer = adamw(model)
-    run = LocalRun(list(model.parameters()), optimizer, target)
+    run = LocalRun(list(model.parameters()), optimizer, target, max_norm=max_norm)
     callback = TrainingRunCallback(run, optimizer, max_run_steps)
     trainer = Trainer(
         model,
@@ -125,6 +130,13 @@ def test_a_run_that_accumulates_is_accumulation(tmp_path: Path) -> None:
     assert_same_weights(trainer, expected)
 
 
+@pytest.mark.parametrize("asked", [0.1, 0.0])
+def test_the_run_clips_the_average_and_trainer_no_part_of_it(asked: float, tmp_path: Path) -> None:
+    trainer, _ = together(tmp_path, target=12, max_steps=36, max_norm=0.1, max_grad_norm=asked)
+    expected = stock(tmp_path, gradient_accumulation_steps=3, max_grad_norm=0.1)
+    assert_same_weights(trainer, expected)
+
+
 def test_a_short_last_batch_weighs_as_much_as_it_has(tmp_path: Path) -> None:
     _, run = together(tmp_path, target=10, count=10, max_steps=6)
     assert run.shares == [4, 4, 2, 4, 4, 2] and run.num_steps == 2
@@ -168,8 +180,10 @@ def test_it_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_what_contradicts_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"max_grad_norm is 1\.0: expected 0"):
-        together(tmp_path, target=4, max_grad_norm=1.0)
+    with pytest.raises(
+        ValueError, match=r"max_grad_norm is 1\.0: expected 0 or the max_norm of the run, which is 0\.5"
+    ):
+        together(tmp_path, target=4, max_norm=0.5, max_grad_norm=1.0)
     model = Model()
     optimizer = adamw(model)
     callback = TrainingRunCallback(LocalRun(list(model.parameters()), optimizer, 4), optimizer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
@@ -14,8 +16,9 @@ FILE = parse_run_file(TEXT.replace("nowhere", DEFAULT_MODEL))
 
 
 def test_what_a_stage_keeps_fits_into_the_memory_that_it_is_given() -> None:
-    source, config = stage_source(FILE), training_config(FILE)
+    source, config = stage_source(FILE), replace(training_config(FILE), max_norm=0.5)
     free = build(FILE, source, 1, config)
+    assert free.state.max_norm == 0.5
     needs = needs_of(FILE, free.stage)
     assert needs.num_trained == free.stage.num_trained and needs.other_bytes == 0
     gradient, least = needs.gradient_bytes, needs.needed_bytes + needs.gradient_bytes + needs.request_bytes

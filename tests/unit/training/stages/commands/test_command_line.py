@@ -10,10 +10,16 @@ import pytest
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.runfile.reading import parse_run_file
-from swarm_training.runfile.settings import RunFile, TokenSettings
+from swarm_training.runfile.settings import ClipSettings, RunFile, TokenSettings
 from swarm_training.runfile.stage_settings import WIRE_FORMS, StageSettings
 from swarm_training.stages.command_line import main
-from swarm_training.stages.commands.building import build_micro_batches, require_stages, stage_options, training_config
+from swarm_training.stages.commands.building import (
+    build_micro_batches,
+    require_same_count,
+    require_stages,
+    stage_options,
+    training_config,
+)
 from swarm_training.stages.commands.inference import after_last_step
 from swarm_training.stages.compress.layers import BoundaryCompression
 from swarm_training.stages.rpc.forms import FORMS
@@ -131,14 +137,29 @@ def test_some_runs_cannot_be_served_by_their_stages() -> None:
 
 def test_sums_in_fp64_are_averaged_in_fp64() -> None:
     assert training_config(settings(sums="fp64")).codec == "fp64"
-    file = replace(settings(), averaging=AveragingSettings(codec="int8"))
+    file = replace(settings(), averaging=AveragingSettings(codec="int8"), clip=ClipSettings(0.5))
     assert training_config(file).codec == "int8" and training_config(file).counting == "exact"
+    assert training_config(file).max_norm == 0.5
 
 
 def test_checkpoints_are_kept_on_disk() -> None:
     """In memory, they took 24 bytes per parameter, and those of the stage before as many."""
-    directory = training_config(settings()).checkpoint_directory
-    assert directory is not None and directory.is_dir()
+    config = training_config(settings())
+    assert config.lasting_directory == Path("checkpoints") / "toy" / "2-stages"
+    assert config.checkpoints_kept == settings().run.keep and config.checkpoint_directory is None
+    none = replace(settings(), run=replace(settings().run, checkpoints=""))
+    directory = training_config(none).checkpoint_directory
+    assert directory is not None and directory.is_dir() and training_config(none).lasting_directory is None
+
+
+def test_checkpoints_of_another_number_of_stages_are_refused(tmp_path: Path) -> None:
+    file = replace(settings(), run=replace(settings().run, checkpoints=str(tmp_path)))
+    require_same_count(file)
+    (tmp_path / "toy" / "3-stages").mkdir(parents=True)
+    with pytest.raises(ValueError, match="has checkpoints of this run in 3 stages: expected as many as `count`"):
+        require_same_count(file)
+    (tmp_path / "toy" / "2-stages").mkdir()
+    require_same_count(file)
 
 
 @pytest.mark.parametrize("layers", ["none", "bottleneck:4", "maxout:2", "maxout:1", "maxout:02", "none:2", "", "2"])

@@ -9,7 +9,7 @@ import pytest
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.peer.barrier import is_stranded, may_step, went_back_to
+from swarm_training.stages.peer.barrier import global_squared_norm, is_stranded, may_step, went_back_to
 from swarm_training.stages.peer.run_stages import RunStages, StageMember
 
 NOW = Moment(0, 5)
@@ -17,12 +17,15 @@ NOW = Moment(0, 5)
 
 def stages(*text: str) -> RunStages:
     """A stage is a list of peers: ``5`` is at step 5, ``5h`` holds its average, ``5b`` has micro-batches, ``1/3`` is at
-    step 3 after one rollback."""
+    step 3 after one rollback. ``5=2`` tells the squared norm of its average, ``5~2`` that of all which led there."""
 
     def member(number: int, each: str) -> StageMember:
+        each, _, total = each.partition("~")
+        each, _, norm = each.partition("=")
+        norms = {"squared_norm": (float(norm),) if norm else (), "global_squared_norm": float(total) if total else None}
         rollbacks, _, step = each.rstrip("hb").rpartition("/")
         moment = Moment(int(rollbacks or 0), int(step))
-        return StageMember(f"p{number}", "", b"", moment, b"\x01" if "b" in each else b"\0", "h" in each, 1.0)
+        return StageMember(f"p{number}", "", b"", moment, b"\x01" if "b" in each else b"\0", "h" in each, 1.0, **norms)
 
     return RunStages(tuple(tuple(member(number, each) for number, each in enumerate(one.split())) for one in text))
 
@@ -71,6 +74,26 @@ def test_a_rollback_of_one_stage_is_one_of_all(seen: list[str], moment: Moment |
 )
 def test_a_stage_is_stranded_if_others_have_left_it_behind(seen: list[str], stranded: bool) -> None:
     assert is_stranded(stages(*seen), 0, NOW) == stranded
+
+
+@pytest.mark.parametrize(
+    ("seen", "norm"),
+    [
+        (["5=1", "5=2 5=2", "5=4"], 7.0),
+        (["5=1", "5=2 5", "5=4"], 7.0),
+        (["5=1", "5 5", "5=4"], None),  # the second stage has not told it yet
+        (["5=1", "6=2", "5=4"], None),  # that is of another step
+        (["5=1", "6~7", "6~7 6=9"], 7.0),  # who has stepped tells the sum
+        (["5=1", "7~9", "4~3 1/6~2"], None),
+        (["5=1", "5=2 5=2 5=900", "5=4"], 7.0),  # one lies
+        (["5=1", "5=2 5=3", "5=4"], 8.0),
+        (["5=1", "6~7 6~7 6~900", ""], 7.0),
+        (["5=1", "5=inf", "5=4"], float("inf")),
+        ([], None),
+    ],
+)
+def test_the_norm_is_that_of_all_stages_averages(seen: list[str], norm: float | None) -> None:
+    assert global_squared_norm(stages(*seen), NOW) == norm
 
 
 def record(name: str, model: bytes = b"m", **fields: Any) -> Progress:

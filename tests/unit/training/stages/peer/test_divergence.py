@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
+from tests.marks import SLOW
 from tests.unit.training.stages.peer.test_simulated_stages import start
 from tests.worlds.runs import simulate
 from tests.worlds.stages import (
@@ -73,6 +75,31 @@ def test_a_loss_that_is_far_too_high_sends_all_stages_back() -> None:
         assert {peer.peer.own.skipped_batches for peer in world.alive()} == {SKIPPED}
 
     simulate(scenario)
+
+
+@pytest.mark.parametrize("stopped_at", [CHECKPOINT + 1, pytest.param(9, marks=SLOW)])
+def test_what_was_skipped_is_skipped_after_all_have_ended_too(stopped_at: int, tmp_path: Path) -> None:
+    """At the first, the checkpoint of the time before the rollback is still the newest."""
+    disks = [(index, tmp_path / str(index)) for index in range(STAGES)]
+
+    async def life(spoils: bool, until: int) -> StageWorld:
+        world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
+        peers = [world.join(index, disk) for index, disk in disks]
+        if spoils:
+            spoil(peers[-1], lambda found: replace(found, loss_sum=100 * (found.loss_sum or 1.0)))
+        await train_past(world, until)
+        for peer in peers:
+            world.kill(peer.peer_id)
+        return world
+
+    simulate(lambda: life(spoils=True, until=stopped_at))
+    again = simulate(lambda: life(spoils=False, until=stopped_at + 2))
+    newest = 2 * (stopped_at // 2)
+    truth = single(STAGES, MICRO_BATCHES, stopped_at + 3, batch_of=lambda step: step + SKIPPED * (step >= CHECKPOINT))
+    for peer in again.everybody.values():
+        assert min(peer.history) == Moment(2, newest) and peer.peer.own.skipped_batches == SKIPPED
+        for moment, parameters in peer.history.items():
+            assert all(map(torch.equal, parameters, truth[moment.step][peer.stage_peer.index])), (peer.number, moment)
 
 
 def test_what_nobody_can_compute_sends_all_stages_back_a_newcomer_without_checkpoint_too() -> None:

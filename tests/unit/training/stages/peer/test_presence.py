@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +27,12 @@ from swarm_training.ledger.orders import Ban, ModeratorOrder
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import RunMembership
 from swarm_training.progress import gossip
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import presence, watch
 from swarm_training.stages.peer.presence import StageOfRun, StagePresence, WatchPresence
+from swarm_training.stages.resume import resuming
+from tests.marks import SLOW
 from tests.unit.support import until
 from tests.worlds.identities import identity
 from tests.worlds.stages import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
@@ -45,13 +50,18 @@ def boards_are_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def enter(
-    index: int, number: int, initial_peers: list[str], organiser: OrganiserKey | None = None
+    index: int,
+    number: int,
+    initial_peers: list[str],
+    organiser: OrganiserKey | None = None,
+    disk: Path | None = None,
+    board: DhtPeerRegistry | None = None,
 ) -> tuple[StagePresence, ToyStage]:
     stage = ToyStage(index, STAGES)
-    config = replace(CONFIG, host="127.0.0.1")
+    config = replace(CONFIG, host="127.0.0.1", lasting_directory=disk)
     state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
     where, member = StageOfRun("toy", index, STAGES, MICRO_BATCHES), member_of(number, initial_peers, organiser)
-    return await StagePresence.enter(where, member, config, state, ToySums(stage), look_s=LOOK_S), stage
+    return await StagePresence.enter(where, member, config, state, ToySums(stage), board=board, look_s=LOOK_S), stage
 
 
 def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> RunMembership:
@@ -128,6 +138,36 @@ def test_a_moderator_bans_by_the_name_of_the_run() -> None:
             assert watching.watch.view().stages[1][0].peer_id == identity(2).peer_id
             with pytest.raises(AccessDenied, match="sends noise"):
                 await asyncio.wait_for(banned.wait(), 60.0)
+
+    asyncio.run(scenario())
+
+
+@SLOW
+def test_a_private_run_that_has_ended_starts_again_over_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its founder is found by the second stage while it waits for that."""
+    monkeypatch.setattr(resuming, "SETTLE_S", 0.5)
+    organiser, disks = OrganiserKey.generate(), [tmp_path / str(index) for index in range(STAGES)]
+
+    async def scenario() -> None:
+        async with asyncio.timeout(120.0):
+            first, _ = await enter(0, 0, [], organiser, disks[0])
+            second, _ = await enter(1, 1, first.addresses, organiser, disks[1])
+            for each in (second, first):
+                await each.leave()
+            shutil.rmtree(disks[0] / "stage-0" / "before")  # a copy of the second stage's
+            founder, config = member_of(0, [], organiser), replace(CONFIG, host="127.0.0.1")
+            board = await founder.join("toy", config, await founder.find_host(config))
+            founding = asyncio.ensure_future(enter(0, 0, [], organiser, disks[0], board))
+            await asyncio.sleep(2.0)
+            assert not founding.done()  # the second stage has its checkpoint alone
+            second, _ = await enter(1, 1, await board.addresses(), organiser, disks[1])
+            first, _ = await founding
+            assert first.stage_peer.moment == second.stage_peer.moment == Moment(1, 0)
+            for each in (second, first):
+                await each.leave()
+            await board.close()
 
     asyncio.run(scenario())
 

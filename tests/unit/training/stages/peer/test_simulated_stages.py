@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from swarm_training.core.bitmap import from_bits
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
+from swarm_training.stages.peer.run_stages import RunStages
 from swarm_training.stages.peer.stage_peer import LOOK_S
+from tests.marks import SLOW
 from tests.worlds.runs import simulate
 from tests.worlds.stages import (
     CONFIG,
@@ -23,13 +27,15 @@ from tests.worlds.stages import (
 )
 
 STAGES, MICRO_BATCHES = 4, 6
+CLIPPED = replace(CONFIG, max_norm=0.1)
 
 
 def require_equal_to_single(world: StageWorld, steps: int) -> None:
     """Every tensor that any peer has had, at every step."""
     everybody = [*world.everybody.values(), *world.former]
     newest = max(moment.step for peer in everybody for moment in peer.history)
-    truth = single(world.num_stages, world.num_micro_batches, newest, world.tied)
+    max_norm = world.config.max_norm
+    truth = single(world.num_stages, world.num_micro_batches, newest, world.tied, max_norm=max_norm)
     compared = 0
     for peer in everybody:
         for moment, parameters in peer.history.items():
@@ -114,17 +120,20 @@ async def train(world: StageWorld, steps: int, *trainers: ToyTrainer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "codec", "message"),
+    ("micro_batches", "changes", "message"),
     [
-        (MICRO_BATCHES + 1, "fp64", f"target_batch_size is {MICRO_BATCHES + 1} here and {MICRO_BATCHES} in the run"),
-        (MICRO_BATCHES, "int8", "codec is int8 here and fp64 in the run"),
+        (MICRO_BATCHES + 1, {}, f"target_batch_size is {MICRO_BATCHES + 1} here and {MICRO_BATCHES} in the run"),
+        (MICRO_BATCHES, {"codec": "int8"}, "codec is int8 here and fp64 in the run"),
+        (MICRO_BATCHES, {"max_norm": 1.0}, "max_norm is 1.0 here and not set in the run"),
     ],
 )
-def test_who_joins_with_another_batch_or_other_settings_is_told(micro_batches: int, codec: str, message: str) -> None:
+def test_who_joins_with_another_batch_or_other_settings_is_told(
+    micro_batches: int, changes: dict[str, Any], message: str
+) -> None:
     async def scenario() -> None:
         world = StageWorld(1, MICRO_BATCHES)
         await start(world)
-        world.num_micro_batches, world.config = micro_batches, replace(world.config, codec=codec)
+        world.num_micro_batches, world.config = micro_batches, replace(world.config, **changes)
         with pytest.raises(ValueError, match=message):
             await world.make(0).stage_peer.join()
 
@@ -151,11 +160,12 @@ def test_of_two_peers_that_have_the_same_micro_batch_one_gives_it_up() -> None:
     simulate(scenario)
 
 
-def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal() -> None:
+@pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=SLOW, id=""), pytest.param(CLIPPED, id="clipped")])
+def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal(config: TrainingConfig) -> None:
     """A number of micro-batches that is a power of two: see ``SharedGradients``."""
 
     async def scenario() -> None:
-        world = StageWorld(3, 4, tied=True)
+        world = StageWorld(3, 4, config, tied=True)
         peers = await start(world)
         trainer = ToyTrainer(world)
         training = asyncio.ensure_future(trainer.run())
@@ -168,6 +178,28 @@ def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal() -> None:
         require_equal_to_single(world, 6)
         first, last = (world.alive(index)[0].history[Moment(0, 6)][0] for index in (0, 2))
         assert torch.equal(first, last)
+
+    simulate(scenario)
+
+
+def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
+    """One hears of the other stage only when that has stepped, and does not hold the average of this step any more."""
+
+    async def scenario() -> None:
+        world = StageWorld(2, MICRO_BATCHES, CLIPPED)
+        late, _ = await start(world, per_stage=1)
+        seen, late_steps = late.stage_peer._stages, set()
+
+        def stages() -> RunStages:
+            found = seen()
+            there = tuple(peer for peer in found.stages[1] if peer.moment > late.state.moment)
+            late_steps.update(late.state.step for _ in there)
+            return replace(found, stages=(found.stages[0], there))
+
+        late.stage_peer._stages = stages  # type: ignore[method-assign]
+        await train(world, 2, ToyTrainer(world))
+        assert late_steps >= {0, 1}
+        require_equal_to_single(world, 2)
 
     simulate(scenario)
 
@@ -270,8 +302,8 @@ class Churn:
         return [peer for peer in here if peer.peer.own.moment == newest]
 
 
-async def train_under_kills(seed: int, steps: int, most_s: float) -> Churn:
-    world = StageWorld(STAGES, MICRO_BATCHES)
+async def train_under_kills(seed: int, steps: int, most_s: float, config: TrainingConfig = CONFIG) -> Churn:
+    world = StageWorld(STAGES, MICRO_BATCHES, config)
     await start(world)
     trainer, churn = ToyTrainer(world, seed=seed), Churn(world, seed, most_s)
     tasks = [asyncio.ensure_future(each.run()) for each in (trainer, churn)]
@@ -282,7 +314,8 @@ async def train_under_kills(seed: int, steps: int, most_s: float) -> Churn:
     return churn
 
 
-@pytest.mark.parametrize("steps", [10, pytest.param(20, marks=pytest.mark.slow)])
-def test_under_kills_every_step_is_that_of_one_process(steps: int) -> None:
-    churn = simulate(lambda: train_under_kills(seed=5, steps=steps, most_s=3.0), 2000.0)
+@pytest.mark.parametrize("config", [pytest.param(CONFIG, id=""), pytest.param(CLIPPED, marks=SLOW, id="clipped")])
+@pytest.mark.parametrize("steps", [10, pytest.param(20, marks=SLOW)])
+def test_under_kills_every_step_is_that_of_one_process(steps: int, config: TrainingConfig) -> None:
+    churn = simulate(lambda: train_under_kills(seed=5, steps=steps, most_s=3.0, config=config), 2000.0)
     assert churn.killed >= steps // 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -15,14 +16,15 @@ from swarm_training.core.moment import Moment
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
 from swarm_training.stages.trainer.trainer import StepReport
+from tests.marks import SLOW
 from tests.worlds.identities import identity
-from tests.worlds.whole_runs import RUN, Data, WholeRun, one_process
+from tests.worlds.whole_runs import CONFIG, RUN, Data, WholeRun, one_process
 
 LIMIT_S = 300.0
 
 
 def require_equal(run: WholeRun, reports: list[StepReport], steps: int) -> None:
-    truth, losses = one_process(steps)
+    truth, losses = one_process(steps, run.config.max_norm)
     names = {
         step: {name for moment, found in run.history.items() if moment.step == step for name, _ in found}
         for step in range(1, steps + 1)
@@ -37,12 +39,18 @@ def require_equal(run: WholeRun, reports: list[StepReport], steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "kills"),
-    [(3, 0), pytest.param(10, 8, marks=pytest.mark.slow), pytest.param(30, 25, marks=pytest.mark.long)],
+    ("steps", "kills", "max_norm"),
+    [
+        (3, 0, 0.1),
+        pytest.param(10, 8, 0.0, marks=SLOW),
+        pytest.param(10, 8, 0.1, marks=SLOW),
+        pytest.param(30, 25, 0.1, marks=pytest.mark.long),
+    ],
 )
-def test_every_tensor_is_that_of_one_process(steps: int, kills: int) -> None:
+def test_every_tensor_is_that_of_one_process(steps: int, kills: int, max_norm: float) -> None:
     async def scenario() -> None:
-        async with asyncio.timeout(LIMIT_S), WholeRun.running(3, 2) as run:
+        config = replace(CONFIG, max_norm=max_norm)
+        async with asyncio.timeout(LIMIT_S), WholeRun.running(3, 2, config=config) as run:
             reports: list[StepReport] = []
             await run.until(lambda: all(peer.moment is not None for peer in run.peers))
             training = asyncio.ensure_future(run.train(steps, reports))

@@ -1,0 +1,75 @@
+"""The checkpoints of all stages that earlier processes of this machine have left on its disk.
+
+``DIRECTORY/stage-1`` has those of stage 1, written by its peers, and ``DIRECTORY/stage-1/before`` those of the stage
+before, of which the same peers keep copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from swarm_training.core.record import OfferedCheckpoint
+from swarm_training.rollback.kept import is_state, stored_in
+
+_DAMAGED = "damaged-"
+_logger = logging.getLogger(__name__)
+
+
+def stage_directory(directory: Path, stage: int) -> Path:
+    return directory / f"stage-{stage}"
+
+
+def copies_directory(directory: Path, keeper: int) -> Path:
+    """Return the directory for copies of the stage before, which peers of the stage ``keeper`` keep."""
+    return stage_directory(directory, keeper) / "before"
+
+
+class StoredCheckpoints:
+    """The checkpoints on this disk that have been found intact, to be given by digest."""
+
+    def __init__(self, directory: Path | None, digest_of: Callable[[bytes], bytes]) -> None:
+        """Start with none. ``directory``: see above; None: nothing is there. ``digest_of``: see ``KeptCheckpoints``."""
+        self.directory = directory
+        self._digest_of = digest_of
+        self._intact: dict[bytes, Path] = {}
+
+    def files(self, num_stages: int) -> dict[Path, OfferedCheckpoint]:
+        """Return what is there, as the files' names say: first the newest of each stage."""
+        found: dict[Path, OfferedCheckpoint] = {}
+        if self.directory is None:
+            return found
+        for stage in range(num_stages):
+            after = (stage + 1) % num_stages
+            for directory in (stage_directory(self.directory, stage), copies_directory(self.directory, after)):
+                found |= {path: OfferedCheckpoint(stage, kept) for path, kept in stored_in(directory).items()}
+        return dict(sorted(found.items(), key=lambda item: (-item[1].kept.step, item[1].stage, item[0])))
+
+    def check(self, path: Path, digest: bytes) -> bool:
+        """Read a file. Return whether it is the state of this digest; if not, it is renamed, with a warning."""
+        try:
+            if is_state(path.read_bytes(), digest, self._digest_of):
+                self._intact[digest] = path
+                return True
+        except OSError as error:
+            _logger.warning("the checkpoint %s cannot be read, and is not used: %s", path, error.strerror)
+            return False
+        aside = path.with_name(f"{_DAMAGED}{path.name}")
+        with suppress(OSError):
+            path.replace(aside)
+        _logger.warning("the checkpoint %s is damaged: an older one takes its place; it is %s now", path.name, aside)
+        return False
+
+    def read(self, digest: bytes) -> bytes | None:
+        """Return the state of this digest; None if there is none."""
+        path = self._intact.get(digest)
+        try:
+            return None if path is None else path.read_bytes()
+        except OSError:
+            return None
+
+    def forget(self) -> None:
+        """Give nothing any more, since the run goes on."""
+        self._intact.clear()

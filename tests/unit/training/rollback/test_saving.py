@@ -1,0 +1,111 @@
+"""``TrainingRun.save`` and ``resume``: what is trained after a restart is what would have been trained without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_protocol.errors import CheckpointError
+from swarm_training import TrainingRun
+from swarm_training.compression.power_sgd import PowerSGD
+from swarm_training.core.moment import Moment
+from swarm_training.rollback import saving
+from swarm_training.rollback.saving import save
+from swarm_training.run.state import TrainedState, digest_of
+
+SHAPES = [(4, 3), (4,)]
+
+
+def made(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[TrainedState, PowerSGD]:
+    torch.manual_seed(0)
+    layer, compressor = torch.nn.Linear(3, 4), PowerSGD(SHAPES, rank=1)
+    return TrainedState(layer.parameters(), optimizer(layer.parameters(), lr=0.1), compressor), compressor
+
+
+def load_newest(state: TrainedState, directory: Path) -> Moment | None:
+    return saving.load_newest(state, directory, digest_of)
+
+
+def train(state: TrainedState, steps: int) -> None:
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(state.step)
+        state.apply(torch.randn(state.length, generator=generator))
+
+
+def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    (truth, _), (stopped, compressor), (again, loaded) = made(), made(), made()
+    train(truth, 7)
+    train(stopped, 4)
+    for tensor in compressor.state_dict().values():
+        tensor.add_(1.0)
+    path = save(stopped, 0, tmp_path / "new", keep=3)
+    assert [path] == list((tmp_path / "new").iterdir())
+    assert load_newest(again, tmp_path / "new") == again.moment == Moment(0, 4)
+    assert all(map(torch.equal, loaded.state_dict().values(), compressor.state_dict().values()))
+    train(again, 3)
+    assert all(map(torch.equal, again.parameters, truth.parameters))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def tamper(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+
+
+@pytest.mark.parametrize("harm", [truncate, tamper, lambda path: path.write_bytes(b"")])
+def test_the_newest_that_is_intact_is_loaded(
+    harm: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, paths = made()[0], []
+    for _ in range(4):
+        train(state, 1)
+        paths.append(save(state, 0, tmp_path, keep=3))
+    assert set(tmp_path.iterdir()) == set(paths[1:])
+    harm(paths[-1])
+    with caplog.at_level(logging.WARNING):
+        assert load_newest(made()[0], tmp_path) == Moment(0, 3)
+    assert [f"the checkpoint {paths[-1]} is damaged, and is not used"] == caplog.messages
+    for path in paths[1:]:
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="has no checkpoint that is intact: expected another one"):
+        load_newest(made()[0], tmp_path)
+
+
+def test_what_a_rollback_has_undone_is_not_loaded(tmp_path: Path) -> None:
+    state, _ = made()
+    train(state, 2)
+    save(state, 0, tmp_path, keep=5)
+    train(state, 2)
+    undone = save(state, 0, tmp_path, keep=5)
+    load_newest(state, tmp_path)
+    state.go_to(Moment(1, 2), None)
+    train(state, 1)
+    save(state, 2, tmp_path, keep=5)
+    assert not undone.exists() and load_newest(made()[0], tmp_path) == Moment(1, 3)
+    train(state, 3)
+    assert load_newest(state, tmp_path) == Moment(1, 3)
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    state, _ = made()
+    assert load_newest(state, tmp_path / "nowhere") is None
+    with pytest.raises(ValueError, match="keep is 0: expected at least 1 checkpoint"):
+        save(state, 0, tmp_path, keep=0)
+    save(state, 0, tmp_path, keep=1)
+    other = torch.nn.Linear(5, 5)
+    optimizer = torch.optim.AdamW(other.parameters())
+    for options, message in (
+        ({}, "is of another model or optimizer: expected another directory"),
+        ({"resumed_at": Moment(0, 1)}, "resume and resumed_at: expected one of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainingRun("toy", other.parameters(), optimizer, target_batch_size=1, resume=tmp_path, **options)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"checkpoints is .*file: "):
+        save(state, 0, tmp_path / "file", keep=1)

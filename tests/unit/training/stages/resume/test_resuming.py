@@ -1,0 +1,210 @@
+"""Stages whose peers have all ended, and which start again from their disks, in virtual time beside one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_training.core.moment import Moment
+from swarm_training.rollback.kept import stored_in
+from tests.marks import SLOW
+from tests.worlds.identities import identity
+from tests.worlds.runs import simulate
+from tests.worlds.stages import CONFIG, StageWorld, ToyTrainer, single
+
+STAGES, MICRO_BATCHES = 2, 3
+Disks = list[tuple[int, Path]]  # by peer, its stage and its disk
+
+
+def live(disks: Disks, until: int | None, limit_s: float = 300.0, keep: int = 8) -> dict[int, Moment]:
+    """Start peers, train to a step, and kill them at once. Return by stage where it began; a stage that waits is not in
+    it. ``until``: None to live for ``limit_s`` without a trainer."""
+
+    async def scenario() -> dict[int, Moment]:
+        world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, checkpoints_kept=keep))
+        peers = [world.join(index, disk) for index, disk in disks]
+        began: dict[int, Moment] = {}
+        training = asyncio.ensure_future(ToyTrainer(world).run() if until is not None else asyncio.sleep(limit_s))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while until is None or any(peer.state.step < until for peer in peers):
+                    for peer in peers:
+                        if peer.peer.own.state_digest and peer.history:
+                            began.setdefault(peer.stage_peer.index, next(iter(peer.history)))
+                    for task in [task for peer in peers for task in peer.tasks[:3] if task.done()]:  # its life
+                        raise AssertionError(task.result())
+                    await asyncio.sleep(0.005)
+        training.cancel()
+        await asyncio.sleep(1.0)  # the next stage copies the last checkpoint
+        for peer in peers:
+            world.kill(peer.peer_id)
+        truth = single(STAGES, MICRO_BATCHES, until or 0)
+        for peer in peers:
+            for moment, parameters in peer.history.items():
+                for own, expected in zip(parameters, truth[moment.step][peer.stage_peer.index], strict=True):
+                    assert torch.equal(own, expected), moment
+            assert until is None or max(moment.step for moment in peer.history) == until
+        return began
+
+    return simulate(scenario, limit_s=10 * limit_s)
+
+
+@pytest.fixture(scope="module")
+def five_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    both = [(index, directory / str(index)) for index in range(STAGES)]
+    assert live(both, until=5) == {0: Moment(0, 0), 1: Moment(0, 0)}
+    return directory
+
+
+@pytest.fixture
+def disks(five_steps: Path, tmp_path: Path) -> Disks:
+    """A disk for each stage, of a run that has taken five steps."""
+    shutil.copytree(five_steps, tmp_path, dirs_exist_ok=True)
+    return [(index, tmp_path / str(index)) for index in range(STAGES)]
+
+
+def checkpoint(disk: Path, stage: int, step: int, copies: bool = False) -> Path:
+    directory = disk / f"stage-{stage + 1 if copies else stage}" / ("before" if copies else "")
+    return next(path for path, kept in stored_in(directory).items() if kept.step == step)
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_as_if_it_had_not_stopped(disks: Disks) -> None:
+    assert live(disks, until=7) == {0: Moment(1, 4), 1: Moment(1, 4)}
+    assert live(disks, until=8) == {0: Moment(2, 6), 1: Moment(2, 6)}
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def tamper(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # of a parameter
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [tamper, *(pytest.param(each, marks=SLOW) for each in (truncate, empty, Path.unlink))])
+def test_the_next_older_one_takes_the_place_of_a_damaged_one(
+    disks: Disks, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other stage has the newest one, and goes back with it, and says so."""
+    shutil.rmtree(disks[1][1] / "stage-1" / "before")  # a copy of the damaged one
+    harm(checkpoint(disks[0][1], 0, 4))
+    with caplog.at_level(logging.WARNING):
+        assert live(disks, until=7) == {0: Moment(1, 2), 1: Moment(1, 2)}
+    assert "from step 2, the newest of which each stage has a checkpoint, unless those of step 4 come" in caplog.text
+    assert "the run is at step 2, and goes on without the newer checkpoint of step 4 here" in caplog.messages
+    assert sum("is damaged: an older one takes its place" in text for text in caplog.messages) == (harm != Path.unlink)
+    assert {kept.step for kept in stored_in(disks[1][1] / "stage-1").values()} == {0, 2, 4, 6}
+
+
+@SLOW
+def test_a_copy_at_the_next_stage_takes_the_place_of_a_damaged_one(disks: Disks) -> None:
+    checkpoint(disks[1][1], 0, 4, copies=True)
+    tamper(checkpoint(disks[0][1], 0, 4))
+    assert live(disks, until=6) == {0: Moment(1, 4), 1: Moment(1, 4)}
+
+
+@SLOW
+def test_it_does_not_matter_which_stage_a_disk_comes_back_with(disks: Disks) -> None:
+    (_, first), (_, second) = disks
+    assert live([(0, second), (1, first)], until=6) == {0: Moment(1, 4), 1: Moment(1, 4)}
+
+
+def test_a_stage_that_comes_later_is_awaited(disks: Disks, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beginning anew would be another run."""
+    shutil.rmtree(disks[0][1] / "stage-0" / "before")  # of stage 1
+    new = tmp_path / "new"
+    with caplog.at_level(logging.WARNING):
+        assert live([disks[0], (1, new)], until=None, limit_s=30.0) == {}
+    assert "nobody has a checkpoint of stage 1 so far. To begin anew, remove " in caplog.text
+    assert live(disks, until=6) == {0: Moment(1, 4), 1: Moment(1, 4)}
+
+
+@SLOW
+def test_the_newest_disk_of_a_stage_wins(disks: Disks, tmp_path: Path) -> None:
+    """The older one is that of a machine that had left before."""
+    old = tmp_path / "old"
+    shutil.copytree(disks[0][1], old)
+    checkpoint(old, 0, 4).unlink()
+    assert live([(0, old), *disks], until=6) == {0: Moment(1, 4), 1: Moment(1, 4)}
+
+
+@SLOW
+def test_processes_of_a_machine_share_a_disk(tmp_path: Path) -> None:
+    shared = [(index, tmp_path / "disk") for index in (0, 0, 1, 1)]
+    live(shared, until=5)
+    assert live(shared, until=7)[0].step == 4
+
+
+@SLOW
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    both = [(index, tmp_path / str(index)) for index in range(STAGES)]
+    live(both, until=13, keep=6)
+    live(both, until=17, keep=6)
+    for index, disk in both:
+        assert sorted(kept.step for kept in stored_in(disk / f"stage-{index}").values()) == [6, 8, 10, 12, 14, 16]
+        assert len(stored_in(disk / f"stage-{index}" / "before")) == 2
+
+
+@SLOW
+def test_a_stage_that_lost_its_peer_goes_on_from_its_disk_beside_the_others(disks: Disks) -> None:
+    """The peer is started again; the others have gone on meanwhile."""
+
+    async def scenario() -> None:
+        world = StageWorld(STAGES, MICRO_BATCHES, CONFIG)
+        _, lost = (world.join(index, disk) for index, disk in disks)
+        training = asyncio.ensure_future(ToyTrainer(world).run())
+        await world.reach(7)
+        world.kill(lost.peer_id)
+        again = world.join(1, disks[1][1])
+        await world.reach(9)
+        training.cancel()
+        assert next(iter(again.history)).step == 6
+        truth = single(STAGES, MICRO_BATCHES, 9)
+        assert all(map(torch.equal, again.stage.parameters, truth[again.state.step][1]))
+
+    simulate(scenario)
+
+
+@SLOW
+def test_whose_checkpoint_is_gone_before_its_stage_has_it_takes_an_older_one(disks: Disks, tmp_path: Path) -> None:
+    """The second stage has begun at step 4 by then, and goes back."""
+    old = tmp_path / "old"
+    shutil.copytree(disks[0][1], old)
+    checkpoint(old, 0, 4).unlink()
+    shutil.rmtree(disks[1][1] / "stage-1" / "before")
+    first, second, third = sorted(range(3), key=lambda number: identity(number).peer_id)
+
+    async def scenario() -> None:
+        world = StageWorld(STAGES, MICRO_BATCHES, CONFIG)
+        founder = world.make(0, first, old)
+        gone, other = world.make(0, second, disks[0][1]), world.make(1, third, disks[1][1])
+        for peer in (founder, gone, other):
+            world.spawn(peer)
+        while not other.peer.own.state_digest:
+            await asyncio.sleep(0.001)
+        assert not founder.peer.own.state_digest
+        world.kill(gone.peer_id)
+        training = asyncio.ensure_future(ToyTrainer(world).run())
+        await world.reach(6)
+        training.cancel()
+        assert min(founder.history) == Moment(2, 2) and min(other.history) == Moment(1, 4)
+        truth = single(STAGES, MICRO_BATCHES, 7)
+        for peer in (founder, other):
+            assert all(map(torch.equal, peer.stage.parameters, truth[peer.state.step][peer.stage_peer.index]))
+
+    simulate(scenario)
