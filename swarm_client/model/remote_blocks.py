@@ -97,7 +97,7 @@ class RemoteSpan:
         tensors = added.adapter.tensors
         snapshot, need_grad = snapshot or added.snapshot(), needs_grad(hidden, *tensors)
         is_packed = packed and attention_mask is None and joined is None
-        inputs = BlockInput(hidden, attention_mask, position_ids, is_packed, joined)
+        inputs = BlockInput(hidden, attention_mask, position_ids, is_packed, joined=joined)
         return _RemoteForward.apply(hidden, inputs, self, added.drops, snapshot, need_grad, *tensors)
 
     def open_session(

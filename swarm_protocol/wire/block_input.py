@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -33,8 +33,8 @@ class BlockInput:
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     packed: bool = False
-    additions: torch.Tensor | None = None
-    joined: torch.Tensor | None = None
+    additions: torch.Tensor | None = field(default=None, kw_only=True)
+    joined: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def stacked(self) -> torch.Tensor:
@@ -55,8 +55,8 @@ class BlockInput:
             None if mask is None else mask[rows],
             positions if positions is None or len(positions) == 1 else positions[rows],
             self.packed,
-            None if self.additions is None else self.additions[rows],
-            None if self.joined is None else self.joined[rows],
+            additions=None if self.additions is None else self.additions[rows],
+            joined=None if self.joined is None else self.joined[rows],
         )
 
     @classmethod

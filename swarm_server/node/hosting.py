@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.checkpoints.family import max_positions
+from swarm_models.checkpoints.family import max_positions, sees
 from swarm_models.gpu.devices import best_device, default_dtype, named_device
 from swarm_models.quantization import Report, devices_of, quantize_, require_device
 from swarm_protocol.process.logs import shows_progress
@@ -180,7 +180,7 @@ class SpanLoader:
             max_positions(self._checkpoint.config),
             self._checkpoint.family.position_axes,
             max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # else one piece per prompt
-            joins=await asyncio.to_thread(can_join, engine),
+            joins=sees(self._checkpoint.whole_config) and await asyncio.to_thread(can_join, engine),
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)
         adapters = AdapterStore(config.adapter_bytes, named)

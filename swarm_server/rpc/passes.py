@@ -239,7 +239,7 @@ def _block_input(validator: RequestValidator, message: pb.Forward, hidden: torch
         if message.packed:
             raise RequestRejected("packed sequences have no positions that attend to later ones")
         joined = validator.joined(message.joined, batch_size, num_tokens)
-    return BlockInput(hidden, mask, positions, message.packed, joined)
+    return BlockInput(hidden, mask, positions, message.packed, joined=joined)
 
 
 def _in_parts(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> list[pb.TensorReply]:
