@@ -27,7 +27,7 @@ class RemoteLayer(CacheLayerMixin):
         super().__init__()
         self._num_virtual = num_virtual
 
-    # Models ask for it to tell a prompt, whose positions may see later ones, from what follows.
+    # Models read it to distinguish a prompt, whose positions may see later ones, from what follows.
     is_initialized = property(lambda self: self.session.length > 0, lambda _self, _value: None)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What stock models ask of attention masks: servers build them, from the padding and from what sees later positions."""
+"""The attention masks of stock models. Servers build them from the padding and from which positions see later ones."""
 
 from __future__ import annotations
 

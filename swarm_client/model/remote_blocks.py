@@ -119,7 +119,7 @@ class RemoteSpan:
             on_event: see ``DistributedModel.from_pretrained``, which gives the default.
             is_bundled: whether steps share a message with steps of other sessions that are ready at the same time.
             row_unit: the number of rows, such as the beams of one text, that are reordered among themselves.
-            purpose: whom the session is for, and whether somebody waits for it.
+            purpose: the user of the session, and whether somebody waits for its answers.
         """
         return RemoteSession(
             self.swarm,

@@ -111,7 +111,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class SessionPurpose:
-    """What a session is for.
+    """The purpose of a session.
 
     Attributes:
         user: the name of the user, see ``swarm_client.batching.request.Request``.

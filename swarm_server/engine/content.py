@@ -19,7 +19,7 @@ from swarm_server.engine.batch import positions_and_mask
 from swarm_server.engine.session_state import KvState, SessionStep
 from swarm_server.kv.prefix_cache import token_content
 
-# Added to the first byte of a position, which tells dtypes apart, so that no text has the same bytes:
+# Added to the first byte of a position, which identifies the dtype, so that no text has the same bytes:
 _WITH_ADDITIONS = 3  # for each block to whose output something is added
 _WITH_DIGEST = 128  # for the digest of a run
 

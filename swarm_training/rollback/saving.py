@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 
 
 class SavedState(Protocol):
-    """What is saved and loaded: a ``TrainedState``."""
+    """The interface of a state that is saved and loaded: a ``TrainedState``."""
 
     moment: Moment
 

@@ -78,8 +78,8 @@ class TrainingRun:
             resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which the founder has loaded its
                 parameters and optimizer, if it has.
             local: the steps that this peer takes between two global steps, see ``LocalSteps``; None: there are none.
-            resume: a directory of ``save``. The founder goes on from its newest intact checkpoint, or begins anew if
-                there is none; who joins loads the state of the others.
+            resume: a directory of ``save``. The founder goes on from its newest intact checkpoint, or begins at step
+                0 if there is none; who joins loads the state of the others.
 
         Raises:
             ValueError: an argument makes training impossible, or the peers of the run train another model.

@@ -29,8 +29,8 @@ def may_step(stages: RunStages, moment: Moment) -> bool:
 def global_squared_norm(stages: RunStages, moment: Moment) -> float | None:
     """Return the squared norm of all stages' averages of this moment; None while it is not known.
 
-    It is the sum over the stages. Once peers have applied their averages, they tell the sum instead. If peers tell
-    different norms, some of them lie: the most frequent one counts, and of equally frequent ones the largest, with
+    It is the sum over the stages. Once peers have applied their averages, they publish the sum instead. If peers
+    publish different norms, some of them lie: the most frequent one counts, and of equally frequent ones the largest, with
     which the step is smallest.
     """
     told = [

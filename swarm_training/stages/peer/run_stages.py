@@ -29,8 +29,8 @@ class StageMember:
         samples_per_s: the micro-batches per second that it could compute; 0: it has computed none yet.
         next_stage: the stage to which it has announced a move.
         skipped_batches: the batches of data skipped since the run began: at step t, the batch is t plus this.
-        squared_norm: numbers whose exact sum is the squared norm of the average that it holds; empty: it tells none.
-        global_squared_norm: the squared norm of all stages' averages that led to the moment; None: it tells none.
+        squared_norm: numbers whose exact sum is the squared norm of the average that it holds; empty: it holds none.
+        global_squared_norm: the squared norm of all stages' averages that led to the moment; None: it is not known.
     """
 
     peer_id: str

@@ -56,7 +56,7 @@ class StageRecords(Protocol):
 
 
 class Resuming:
-    """What a peer that has not joined yet offers from its disk, and what it makes of all offers."""
+    """The start of a peer that has not joined yet: its offers from its disk, and its choice among all offers."""
 
     def __init__(
         self, index: int, peer: TrainingPeer, watch: StageRecords, download: Download, in_thread: InThread
@@ -96,7 +96,7 @@ class Resuming:
             )
 
     def is_awaited(self) -> bool:
-        """Return whether a run may go on from some disk, so that none must begin anew."""
+        """Return whether a run may go on from some disk, so that none may start from step 0."""
         return bool(self._files) or any(self._offers())
 
     async def find(self, newest: Moment) -> ResumedState | None:
