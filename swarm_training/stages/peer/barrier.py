@@ -30,8 +30,8 @@ def global_squared_norm(stages: RunStages, moment: Moment) -> float | None:
     """Return the squared norm of all stages' averages of this moment; None while it is not known.
 
     It is the sum over the stages. Once peers have applied their averages, they publish the sum instead. If peers
-    publish different norms, some of them lie: the most frequent one counts, and of equally frequent ones the largest, with
-    which the step is smallest.
+    publish different norms, some of them lie: the most frequent one counts, and of equally frequent ones the largest,
+    with which the step is smallest.
     """
     told = [
         Counter(peer.squared_norm for peer in stage if peer.moment == moment and peer.squared_norm)
