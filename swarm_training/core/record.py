@@ -48,6 +48,11 @@ class Kept:
     state_digest: bytes
     lineage: Lineage = field(default=NEW_STATE, compare=False)
 
+    @property
+    def is_beginning(self) -> bool:
+        """Return whether this is the state that a run begins with, which every peer can make anew."""
+        return self.step == 0 and not self.lineage.skipped_batches
+
     def to_proto(self) -> pb.Checkpoint:
         return pb.Checkpoint(step=self.step, state_digest=self.state_digest, **dataclasses.asdict(self.lineage))
 

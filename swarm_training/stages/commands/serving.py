@@ -218,7 +218,7 @@ class _Serving:
     def _has_checkpoints(self) -> bool:
         """Return whether this machine has checkpoints: the peer may wait for others then, until it has joined."""
         stored = StoredCheckpoints(self.config.lasting_directory, digest_of)
-        return bool(stored.files(self.place.num_stages))
+        return any(not offered.kept.is_beginning for offered in stored.files(self.place.num_stages).values())
 
     def _recomputing(self, hosted: HostedStage, peer: StagePeer, network: GrpcNetwork) -> Recomputing:
         """Return a recomputation of micro-batches, as trainers with the usual routing compute them."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,8 +97,12 @@ class Resuming:
             )
 
     def is_awaited(self) -> bool:
-        """Return whether a run may go on from some disk, so that none may start from step 0."""
-        return bool(self._files) or any(self._offers())
+        """Return whether a run may go on from some disk, so that none may start from step 0.
+
+        The state of step 0 alone says nothing: another stage of this run may have written it just now.
+        """
+        on_disk = (offered.kept for offered in self._files.values())
+        return any(not kept.is_beginning for kept in (*on_disk, *chain.from_iterable(self._offers())))
 
     async def find(self, newest: Moment) -> ResumedState | None:
         """Return the state from which the own stage goes on; None if it must wait, or has none. ``newest``: the latest
@@ -126,7 +131,7 @@ class Resuming:
         ``waited_s``: the time without a new offer."""
         point = agreed(offers)
         if point is None:
-            if self.is_awaited():
+            if self.is_awaited() and waited_s >= SETTLE_S:  # before, it reads what is on its own disk
                 begun_anew = self._peer.stored.directory or "those of the other peers"
                 self._say(
                     f"the run goes on from checkpoints when each stage has one: {lacking(offers)}. To begin anew, "

@@ -82,6 +82,14 @@ def test_a_run_goes_on_from_the_newest_checkpoint_as_if_it_had_not_stopped(disks
     assert live(disks, until=8) == {0: Moment(2, 6), 1: Moment(2, 6)}
 
 
+def test_peers_of_all_stages_that_begin_a_run_may_share_a_disk(tmp_path: Path) -> None:
+    """Whoever comes later finds the checkpoint there with which another stage has just begun."""
+    disks = [(0, tmp_path), (1, tmp_path)]
+    live(disks[:1], until=None, limit_s=20.0)  # it is killed before anybody joins
+    assert [kept.step for kept in stored_in(tmp_path / "stage-0").values()] == [0]
+    assert live(disks, until=3) == {0: Moment(0, 0), 1: Moment(0, 0)}
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
 
