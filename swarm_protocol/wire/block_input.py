@@ -62,34 +62,31 @@ class BlockInput:
     @classmethod
     def of_rows(cls, parts: Sequence[BlockInput]) -> BlockInput:
         """Join all rows of these inputs, which have equally many positions, and position ids for every row."""
-        masks = [part.attention_mask for part in parts]
-        mask = None
-        if any(each is not None for each in masks):
-            like = next(each for each in masks if each is not None)
-            rows = [like.new_ones(len(part.hidden), like.shape[1]) for part in parts]
-            mask = torch.cat([ones if each is None else each for ones, each in zip(rows, masks, strict=True)])
         positions = [part.position_ids for part in parts if part.position_ids is not None]
         assert len(positions) == len(parts)
-        joined = None
-        if any(part.joined is not None for part in parts):
-            joined = torch.cat([joined_of(part) for part in parts])
-        hidden = torch.cat([part.hidden for part in parts])
-        positions_of_all = torch.cat(with_same_axes(positions))
-        return cls(hidden, mask, positions_of_all, additions=_additions_of_rows(parts), joined=joined)
+        rows = [len(part.hidden) for part in parts]
+        return cls(
+            torch.cat([part.hidden for part in parts]),
+            _rows_of([part.attention_mask for part in parts], rows, fill=1),
+            torch.cat(with_same_axes(positions)),
+            additions=_rows_of([part.additions for part in parts], rows, fill=0),
+            joined=_rows_of([part.joined for part in parts], rows, fill=0),
+        )
+
+
+def _rows_of(parts: Sequence[torch.Tensor | None], rows: Sequence[int], fill: int) -> torch.Tensor | None:
+    """Return the rows of all parts, filled where a part is None; None if all are. ``rows``: how many each part has."""
+    like = next((part for part in parts if part is not None), None)
+    if like is None:
+        return None
+    shape = like.shape[1:]
+    pairs = zip(parts, rows, strict=True)
+    return torch.cat([like.new_full((count, *shape), fill) if part is None else part for part, count in pairs])
 
 
 def unstacked(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the hidden states and the additions of a tensor that ``BlockInput.stacked`` returned."""
     return (tensor, None) if tensor.dim() == 3 else (tensor[:, :, 0], tensor[:, :, 1:])
-
-
-def _additions_of_rows(parts: Sequence[BlockInput]) -> torch.Tensor | None:
-    like = next((part.additions for part in parts if part.additions is not None), None)
-    if like is None:
-        return None
-    nothing = [like.new_zeros(len(part.hidden), *like.shape[1:]) for part in parts]
-    additions = [part.additions for part in parts]
-    return torch.cat([zeros if each is None else each for zeros, each in zip(nothing, additions, strict=True)])
 
 
 def with_same_axes(positions: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -87,21 +87,9 @@ class TrainingRun:
             NoSwarm, PeerUnavailable: no initial peer answered, or none of them trains this run.
         """
         check_run_name(name)
-        if target_batch_size <= 0:
-            raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
-        if isinstance(initial_peers, str):
-            raise ValueError("initial_peers is a text: expected a list of multiaddrs")
-        if resumed_at is not None and initial_peers:
-            raise ValueError("resumed_at is for who founds a run: who joins loads the state of the others")
-        if resumed_at is not None and resume is not None:
-            raise ValueError("resume and resumed_at: expected one of them")
-        config = config or TrainingConfig()
-        if config.client_mode and not initial_peers:
-            raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
-        compressor = compressor or Plain()
-        _check_compressor(compressor, config)
-        if config.codec == TWO_BIT and encoder is None:
-            raise ValueError(f"codec is {TWO_BIT!r}: expected an encoder with it, ErrorFeedback(codec_of({TWO_BIT!r}))")
+        config, compressor = config or TrainingConfig(), compressor or Plain()
+        _check_start(target_batch_size, initial_peers, config, resumed_at, resume)
+        _check_compressor(compressor, encoder, config)
         common, parameters = config.common, list(parameters)
         if local is not None:
             _check_local(local, parameters, config, compressor, target_batch_size)
@@ -289,10 +277,32 @@ def _check_local(
         raise ValueError(f"{type(compressor).__name__} has a state: expected a compressor without one for local steps")
 
 
-def _check_compressor(compressor: Compressor, config: TrainingConfig) -> None:
-    """Raise ValueError if the compressor has a state, and the config does not allow it."""
+def _check_start(
+    target_batch_size: int,
+    initial_peers: Sequence[str],
+    config: TrainingConfig,
+    resumed_at: Moment | None,
+    resume: str | Path | None,
+) -> None:
+    """Raise ValueError if a run can be neither founded nor joined with these arguments."""
+    if target_batch_size <= 0:
+        raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
+    if isinstance(initial_peers, str):
+        raise ValueError("initial_peers is a text: expected a list of multiaddrs")
+    if resumed_at is not None and initial_peers:
+        raise ValueError("resumed_at is for who founds a run: who joins loads the state of the others")
+    if resumed_at is not None and resume is not None:
+        raise ValueError("resume and resumed_at: expected one of them")
+    if config.client_mode and not initial_peers:
+        raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
+
+
+def _check_compressor(compressor: Compressor, encoder: Encoder | None, config: TrainingConfig) -> None:
+    """Raise ValueError if the config does not allow the compressor, or its codec needs an encoder."""
     kind = type(compressor).__name__
     if config.delay and compressor.state_dict():
         raise ValueError(f"delay is on, and {kind} has a state: expected a compressor without one")
     if config.aggregation != "mean" and compressor.state_dict():
         raise ValueError(f"aggregation is {config.aggregation!r}, and {kind} has a state: expected one without")
+    if config.codec == TWO_BIT and encoder is None:
+        raise ValueError(f"codec is {TWO_BIT!r}: expected an encoder with it, ErrorFeedback(codec_of({TWO_BIT!r}))")
