@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,7 @@ async def enter(
     board: DhtPeerRegistry | None = None,
 ) -> tuple[StagePresence, ToyStage]:
     stage = ToyStage(index, STAGES)
-    config = replace(CONFIG, host="127.0.0.1", lasting_directory=disk)
+    config = replace(CONFIG, host="127.0.0.1", lasting_directory=disk, checkpoint_every=1, checkpoints_kept=11)
     state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
     where, member = StageOfRun("toy", index, STAGES, MICRO_BATCHES), member_of(number, initial_peers, organiser)
     return await StagePresence.enter(where, member, config, state, ToySums(stage), board=board, look_s=LOOK_S), stage
@@ -71,6 +72,21 @@ def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | N
     role = Role.MODERATOR if number == MODERATOR else Role.TRAINER
     grant = Grant.new(organiser.public, role, f"member {number}", own.peer_id, time.time() - 10, time.time() + 1000)
     return RunMembership(own, initial_peers, AccessControl(organiser.public), grant.signed(organiser))
+
+
+async def compute_last(last: StagePresence, first: ToyStage, second: ToyStage, micro_batches: Iterable[int]) -> None:
+    """Micro-batches of step 0, at the last stage."""
+    for m in micro_batches:
+        last.stage_peer.add(0, m, "trainer", second.backward(first.forward(micro_batch(0, m)), None))
+        assert await last.stage_peer.commit(0, m, "trainer")
+
+
+async def compute_first(peer: StagePresence, first: ToyStage, second: ToyStage) -> None:
+    """All micro-batches of step 0, at the first stage."""
+    for m in range(MICRO_BATCHES):
+        grad = second.backward(first.forward(micro_batch(0, m)), None).inputs
+        peer.stage_peer.add(0, m, "trainer", first.backward(micro_batch(0, m), grad))
+        assert await peer.stage_peer.commit(0, m, "trainer")
 
 
 def test_two_stages_step_together_and_who_watches_sees_them() -> None:
@@ -89,22 +105,12 @@ def test_two_stages_step_together_and_who_watches_sees_them() -> None:
             assert [peer.address for stage in seen.view().stages for peer in stage] == [
                 entered.stage_peer.record().address for entered in (first, second)
             ]
-            for m in range(MICRO_BATCHES):
-                hidden = first_stage.forward(micro_batch(0, m))
-                last = second_stage.backward(hidden, None)
-                second.stage_peer.add(0, m, "trainer", last)
-                assert await second.stage_peer.commit(0, m, "trainer")
-                if m == 1:
-                    await until(
-                        lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1])
-                    )
+            await compute_last(second, first_stage, second_stage, range(2))
+            await until(lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1]))
+            await compute_last(second, first_stage, second_stage, range(2, MICRO_BATCHES))
             await until(lambda: any(peer.holds for peer in seen.view().stages[1]))
             assert seen.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
-            for m in range(MICRO_BATCHES):
-                hidden = first_stage.forward(micro_batch(0, m))
-                grad = second_stage.backward(hidden, None).inputs
-                first.stage_peer.add(0, m, "trainer", first_stage.backward(micro_batch(0, m), grad))
-                assert await first.stage_peer.commit(0, m, "trainer")
+            await compute_first(first, first_stage, second_stage)
             await until(lambda: seen.view().moment == Moment(0, 1))
             truth = single(STAGES, MICRO_BATCHES, 1)[1]
             for stage, expected in zip((first_stage, second_stage), truth, strict=True):
@@ -152,11 +158,14 @@ def test_a_private_run_that_has_ended_starts_again_over_the_network(
 
     async def scenario() -> None:
         async with asyncio.timeout(120.0):
-            first, _ = await enter(0, 0, [], organiser, disks[0])
-            second, _ = await enter(1, 1, first.addresses, organiser, disks[1])
+            first, first_stage = await enter(0, 0, [], organiser, disks[0])
+            second, second_stage = await enter(1, 1, first.addresses, organiser, disks[1])
+            await compute_last(second, first_stage, second_stage, range(MICRO_BATCHES))
+            await compute_first(first, first_stage, second_stage)
+            await until(lambda: all(each.stage_peer.moment == Moment(0, 1) for each in (first, second)))
             for each in (second, first):
                 await each.leave()
-            shutil.rmtree(disks[0] / "stage-0" / "before")  # a copy of the second stage's
+            shutil.rmtree(disks[0] / "stage-0" / "before", ignore_errors=True)  # a copy of the second stage's
             founder, config = member_of(0, [], organiser), replace(CONFIG, host="127.0.0.1")
             board = await founder.join("toy", config, await founder.find_host(config))
             founding = asyncio.ensure_future(enter(0, 0, [], organiser, disks[0], board))
@@ -164,7 +173,7 @@ def test_a_private_run_that_has_ended_starts_again_over_the_network(
             assert not founding.done()  # the second stage has its checkpoint alone
             second, _ = await enter(1, 1, await board.addresses(), organiser, disks[1])
             first, _ = await founding
-            assert first.stage_peer.moment == second.stage_peer.moment == Moment(1, 0)
+            assert first.stage_peer.moment == second.stage_peer.moment == Moment(1, 1)
             for each in (second, first):
                 await each.leave()
             await board.close()
