@@ -103,7 +103,6 @@ def test_bytes_that_are_no_message(running: Attacked, method: str) -> None:
     assert "Traceback" not in running.server.stderr
 
 
-@pytest.mark.promise("text of strangers does not steer logs or terminals")
 @attack("text that would steer a log")
 def test_text_that_would_steer_a_log_or_terminal(target: Attacked) -> None:
     attacker, evil = target.attacker, "evil\n00:00:00 all is well \x1b[2J"

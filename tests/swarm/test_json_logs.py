@@ -15,7 +15,6 @@ from tests.swarm.waiting import DEADLINE_S
 SERVER = ["--blocks", "0:2", "--quant", "none"]
 
 
-@pytest.mark.promise("logs are lines of JSON where one asks for it")
 def test_a_server_writes_lines_of_json(cluster):
     server = cluster.start(*SERVER, "--swarm", "json-logs", "--log-format", "json")
     cluster.wait_ready([server])

@@ -273,7 +273,6 @@ def test_who_leaves_frees_the_room_on_servers(front: Front, stream: bool) -> Non
     front.wait_until_all_room_is_free()
 
 
-@pytest.mark.promise("the death of a server is a pause in a stream")
 def test_a_server_is_killed_in_the_middle_of_a_stream(front: Front) -> None:
     """The last test: fewer servers are left."""
     expected = front.expected(600)

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
 from hivemind.proto import crypto_pb2
 
+from swarm_protocol.net import identity as identity_module
 from swarm_protocol.net.identity import MIN_KEY_BITS, Identity, peer_id_of, verified_signer
 
 LOCK_IN_ANOTHER_PROCESS = """
@@ -52,13 +53,15 @@ class TestKeyFile:
         assert Identity.load_or_create(tmp_path / "key").peer_id == peer_id
         assert (tmp_path / "key").read_bytes() == content
 
-    def test_two_servers_of_one_process_cannot_share_it(self, tmp_path: Path) -> None:
+    def test_two_servers_of_one_process_cannot_share_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(identity_module, "_LOCK_WAIT_S", 0.1)
         first = Identity.load_or_create(tmp_path / "key")
         with pytest.raises(ValueError, match="in use by another server of this machine"):
             Identity.load_or_create(tmp_path / "key")
         assert first.peer_id
 
-    def test_two_processes_cannot_share_it(self, tmp_path: Path) -> None:
+    def test_two_processes_cannot_share_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(identity_module, "_LOCK_WAIT_S", 0.1)
         path = tmp_path / "key"
         peer_id = Identity.load_or_create(path).peer_id
         command = [sys.executable, "-c", LOCK_IN_ANOTHER_PROCESS, str(path)]

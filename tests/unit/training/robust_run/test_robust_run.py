@@ -24,6 +24,7 @@ from swarm_training.robust.workbench import Workbench
 from swarm_training.robust_run.directory import PeerDirectory
 from swarm_training.robust_run.presence import RobustPresence
 from swarm_training.robust_run.robust_run import GlobalStep, RobustRun
+from tests.marks import SLOW
 from tests.worlds.identities import identity
 from tests.worlds.runs import simulate
 
@@ -97,6 +98,7 @@ def require_equal(peers: list[Volunteer]) -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
+@SLOW
 def test_four_honest_peers_equal_one_process_that_clips_the_same_gradients() -> None:
     with volunteers(4) as (peers, each):
         done = each(lambda peer: peer.advance(3), peers)
@@ -143,6 +145,7 @@ def test_who_flips_gradients_is_banned_by_evidence_and_nobody_else(monkeypatch: 
         assert all(sorted(peer.run.members) == sorted(each.run.peer_id for each in honest) for peer in honest)
 
 
+@SLOW
 def test_a_newcomer_joins_and_its_gradients_count_once_they_were_audited() -> None:
     rules = Rules(audit_share=0.5, audits_to_join=1)
     with volunteers(3, rules=rules) as (peers, _):

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from swarm_training.stages.placement.memory import StageNeeds
+from tests.marks import SLOW
 from tests.unit.held import held_bytes
 from tests.worlds.whole_runs import CONFIG, MODEL, WholeRun
 
@@ -16,6 +17,7 @@ LIMIT_S = 300.0
 SMALL = 50_000  # bytes of a peer that do not grow with the model, such as records; a sum of gradients has 650 000
 
 
+@SLOW
 def test_between_steps_a_peer_keeps_what_its_next_step_needs(tmp_path: Path) -> None:
     """Steps, checkpoints and replicas of the stage before leave nothing behind."""
     model = LlamaConfig(**{**MODEL.to_dict(), "hidden_size": 64, "intermediate_size": 256})
