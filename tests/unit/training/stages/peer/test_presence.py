@@ -150,7 +150,7 @@ def test_a_moderator_bans_by_the_name_of_the_run() -> None:
 
 @SLOW
 def test_a_private_run_that_has_ended_starts_again_over_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its founder is found by the second stage while it waits for that."""
     monkeypatch.setattr(resuming, "SETTLE_S", 0.5)
@@ -169,7 +169,7 @@ def test_a_private_run_that_has_ended_starts_again_over_the_network(
             founder, config = member_of(0, [], organiser), replace(CONFIG, host="127.0.0.1")
             board = await founder.join("toy", config, await founder.find_host(config))
             founding = asyncio.ensure_future(enter(0, 0, [], organiser, disks[0], board))
-            await asyncio.sleep(2.0)
+            await until(lambda: "nobody has a checkpoint of stage 1 so far" in caplog.text)
             assert not founding.done()  # the second stage has its checkpoint alone
             second, _ = await enter(1, 1, await board.addresses(), organiser, disks[1])
             first, _ = await founding
