@@ -27,6 +27,7 @@ from swarm_client.swarm.caller import ClientIdentity
 from swarm_client.weights.opening import ModelOpening
 from swarm_models.checkpoints import files
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, locate
+from swarm_models.sharing import obtaining
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_server.core.config import ServerConfig
@@ -74,6 +75,7 @@ class Net:
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Net:
     """A swarm with one model."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(obtaining, "_LOOK_S", 0.0)
     net = Net(Member(made(tmp_path / "first" / "tiny")))
     monkeypatch.setattr(ClientIdentity, "join", lambda _caller, config: net.join(config))
     monkeypatch.setattr(ClientIdentity, "connect", lambda _caller, record, config: net.connect(record, config))
