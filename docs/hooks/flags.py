@@ -1,4 +1,5 @@
-"""A hook of MkDocs: tables of a command's flags, made from its parser where a page says ``{{ flags PACKAGE }}``."""
+"""A hook of MkDocs that fills in ``{{ flags PACKAGE }}``, tables of a command's flags that are made from its parser,
+and ``{{ run file }}``, the example of a run file."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+from swarm_training.runfile.example import example
+
 PACKAGES = ("swarm_server", "swarm_cli", "swarm_training", "swarm_training.stages", "swarm_training.experts")
 
 
 def on_page_markdown(markdown: str, **_page: object) -> str:
     """Called by MkDocs for every page."""
-    return re.sub(r"\{\{ flags ([\w.]+) \}\}", lambda found: "\n".join(lines(found[1])), markdown)
+    markdown = re.sub(r"\{\{ flags ([\w.]+) \}\}", lambda found: "\n".join(lines(found[1])), markdown)
+    return re.sub(r"\{\{ run file \}\}", lambda _: example("RUN.toml").rstrip(), markdown)
 
 
 def parser_of(package: str) -> argparse.ArgumentParser:

@@ -116,6 +116,12 @@ def test_every_flag_has_a_row_in_its_table() -> None:
     assert "{{" not in page
 
 
+def test_the_page_of_the_run_file_has_the_example() -> None:
+    page = hook("flags").on_page_markdown((DOCS / "reference" / "run-file.md").read_text())
+    assert "[averaging]\n# codec" in page
+    assert "{{" not in page
+
+
 @pytest.mark.parametrize("path", names(TEXTS))
 def test_links_resolve(path: str) -> None:
     assert not list(broken_links(ROOT / path))
