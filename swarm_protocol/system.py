@@ -1,4 +1,4 @@
-"""Facts about this machine that each system tells in its own way: Linux in files, macOS by sysctl(8)."""
+"""Facts about this machine, read from files on Linux and from sysctl(8) on macOS."""
 
 from __future__ import annotations
 

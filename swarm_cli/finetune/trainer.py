@@ -86,7 +86,7 @@ def misses_evaluation(checkpoint: Path) -> bool:
 class StaysFinite(TrainerCallback):
     """A callback that raises TrainingDiverged after a step that made weights infinite, before they are saved."""
 
-    def on_step_end(  # type: ignore[override]  # it is always told the model
+    def on_step_end(  # type: ignore[override]  # the Trainer always passes the model
         self, _args: Any, _state: Any, _control: Any, *, model: Any, **_others: Any
     ) -> None:
         require_finite([parameter for parameter in model.parameters() if parameter.requires_grad], "weights")
@@ -95,7 +95,7 @@ class StaysFinite(TrainerCallback):
 class Lines(TrainerCallback):
     """A callback that prints a line for each loss, above the progress bar if there is one."""
 
-    def on_log(  # type: ignore[override]  # it is always told the logs
+    def on_log(  # type: ignore[override]  # the Trainer always passes the logs
         self, _args: Any, state: TrainerState, _control: Any, logs: dict[str, Any], **_others: Any
     ) -> None:
         if "eval_loss" in logs:

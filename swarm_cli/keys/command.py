@@ -186,7 +186,8 @@ def _tell(key: OrganiserKey, config: ClientConfig, revoked: list[GrantEntry]) ->
         background.run(publish(config, key, revoked))
     except NoSwarm as error:
         raise NoSwarm(
-            f"the swarm has not been told, so it still lets them in: {error}. Once it runs: `swarm keys publish`"
+            f"the swarm has not received the revocation, so it still lets them in: {error}. Once it runs: "
+            "`swarm keys publish`"
         ) from None
 
 

@@ -376,7 +376,7 @@ def _deep_stack(given: dict[str, Any]) -> DeepStack | None:
 
 
 def _positions(position_ids: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the positions that tell packed sequences apart, [batch, tokens], and those that blocks get.
+    """Return the positions that separate packed sequences, [batch, tokens], and the positions that blocks get.
 
     Models of Qwen2-VL's kind pass [axes, batch, tokens], or [1 + axes, batch, tokens] with the places in the text
     first. Blocks get [batch, tokens] where all axes are equal, as in text, and otherwise [batch, tokens, axes].

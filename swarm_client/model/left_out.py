@@ -49,7 +49,7 @@ def require_padding_mask(mask: Any) -> None:
     found = f"has shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
     raise RequestRejected(
         f"attention_mask {found}: expected a tensor [batch, tokens], 0 for padding. Servers make the model's causal "
-        "and sliding masks from it, and take no others; sequences packed into one row are told apart by position_ids"
+        "and sliding masks from it, and take no others; sequences packed into one row are separated by position_ids"
     )
 
 

@@ -37,9 +37,10 @@ class RttTracker:
         """Return the known round-trip times in seconds, by peer id."""
         return MappingProxyType(self._rtts_s)
 
-    def guess_s(self, hopeful: bool) -> float:
-        """Return the guess for unknown servers: 0 if ``hopeful``, else so long that known servers are taken first."""
-        return 0.0 if hopeful else _FAR_S
+    def guess_s(self, optimistic: bool) -> float:
+        """Return the round-trip time to assume for unmeasured servers: 0 if ``optimistic``, so that they are chosen and
+        measured; else a long one, so that measured servers are chosen first."""
+        return 0.0 if optimistic else _FAR_S
 
     async def measure(self, first: Sequence[ServerRecord], others: Sequence[ServerRecord]) -> set[str]:
         """Ping the unknown servers of ``first`` and some of ``others``. Return which of ``first`` do not answer."""

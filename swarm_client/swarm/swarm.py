@@ -211,8 +211,8 @@ class Swarm:
         is_session = like is None and need_tokens > 0
         keep = self._last_chains.get(blocks, ()) if is_session else ()
 
-        def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            costs = self._costs_among(servers, hopeful, need_tokens, pushes)
+        def choose(servers: SwarmView, optimistic: bool) -> list[Route]:
+            costs = self._costs_among(servers, optimistic, need_tokens, pushes)
             if need_tokens > 0:
                 costs = with_own_load(costs, servers, (session.load for session in self.sessions))
             return [fastest_chain(servers, blocks, costs, keep)]
@@ -233,8 +233,8 @@ class Swarm:
             NoRoute: some block is still not served after ``wait_timeout_s``.
         """
 
-        def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            return spread(servers, blocks, sizes, self._costs_among(servers, hopeful, pushes=False))
+        def choose(servers: SwarmView, optimistic: bool) -> list[Route]:
+            return spread(servers, blocks, sizes, self._costs_among(servers, optimistic, pushes=False))
 
         routes = await self._when_there_is(choose, blocks)
         await self.links.prepare(routes, pushes=False)
@@ -252,8 +252,8 @@ class Swarm:
         """
         await self.chain(blocks, need_tokens, timeout_s=0.0)  # this also measures the chain's links
 
-        def choose(servers: SwarmView, hopeful: bool) -> list[Route]:
-            costs = self._costs_among(servers, hopeful, need_tokens)
+        def choose(servers: SwarmView, optimistic: bool) -> list[Route]:
+            costs = self._costs_among(servers, optimistic, need_tokens)
             return chains_of_lanes(servers, blocks, num_rows, unit, costs, self.links.stages)
 
         chains = await self._when_there_is(choose, blocks, timeout_s=0.0)
@@ -308,11 +308,11 @@ class Swarm:
         error: NoRoute | None = None
         for just_now in (False, True):
             silent: set[str] = set()
-            for hopeful in [True] * _MAX_MEASURING + [False]:
+            for optimistic in [True] * _MAX_MEASURING + [False]:
                 left = self._banned(just_now) | dict.fromkeys(avoid, FAILED) | dict.fromkeys(silent, SILENT)
                 servers, left_out = self._usable(left)
                 try:
-                    chains = _choose_kind(choose, servers, like, hopeful and like is None)
+                    chains = _choose_kind(choose, servers, like, optimistic and like is None)
                 except NoRoute:
                     error = error or no_route(servers, blocks, left_out)
                     if self._denials:
@@ -322,7 +322,7 @@ class Swarm:
                     silent.clear()
                     continue
                 unknown = self._unmeasured(chains)
-                if not unknown or not hopeful or like is not None:
+                if not unknown or not optimistic or like is not None:
                     return chains
                 silent |= await self._rtts.measure(unknown, servers.servers)
         assert error is not None  # the last round took no unknown server for near
@@ -479,10 +479,11 @@ class Swarm:
         found = [s for s in servers.servers if s.span.start < span.end and span.start < s.span.end]
         return random.sample(found, min(len(found), _MAX_TRIED))
 
-    def _costs_among(self, servers: SwarmView, hopeful: bool, need_tokens: int = 0, pushes: bool = True) -> Costs:
-        """Return the costs among these servers. ``hopeful``: servers without a known round trip count as near."""
+    def _costs_among(self, servers: SwarmView, optimistic: bool, need_tokens: int = 0, pushes: bool = True) -> Costs:
+        """Return the costs among these servers. ``optimistic``: servers without a measured round trip count as
+        near."""
         newcomers = Newcomers.among(servers, self._acquaintance.newcomers(now_s()))
-        return Costs(self._rtts.known, self._rtts.guess_s(hopeful), need_tokens, pushes, newcomers=newcomers)
+        return Costs(self._rtts.known, self._rtts.guess_s(optimistic), need_tokens, pushes, newcomers=newcomers)
 
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
         """Return usable servers and what was left out. Failed servers do not use up the limit per address."""
@@ -505,11 +506,11 @@ class Swarm:
         return task
 
 
-def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, hopeful: bool) -> list[Route]:
+def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, optimistic: bool) -> list[Route]:
     if like is not None:
         with contextlib.suppress(NoRoute):
-            return choose(_alike(servers, like), hopeful)
-    return choose(servers, hopeful)
+            return choose(_alike(servers, like), optimistic)
+    return choose(servers, optimistic)
 
 
 def _alike(view: SwarmView, like: ServerRecord) -> SwarmView:

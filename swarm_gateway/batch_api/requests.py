@@ -18,7 +18,7 @@ KINDS: Mapping[str, type[ChatRequest] | type[CompletionRequest] | type[Embedding
     "/v1/embeddings": EmbeddingRequest,
 }
 MOST_LINES = 50_000  # OpenAI's limit
-_MOST_ERRORS = 100  # that are told of one file
+_MOST_ERRORS = 100  # reported for one file
 
 
 class CreateBatch(Fields):

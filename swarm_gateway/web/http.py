@@ -143,7 +143,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the error as a request is told of it, and log it if it is a mistake of this server."""
+    """Return the error for the response, and log it if the fault is in this server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SwarmError) and not isinstance(error, RequestRejected):

@@ -108,7 +108,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """A loader that calls ``execute`` and leaves no trace of itself in the module."""
+    """A loader that calls ``execute`` and then gives the module its original loader back."""
 
     def __init__(self, loader: Loader, execute: Execute) -> None:
         self._loader, self._execute = loader, execute

@@ -261,7 +261,7 @@ def masks_of(
         inputs_embeds=hidden,
         attention_mask=attention_mask,
         past_key_values=cache,
-        position_ids=None,  # they would only tell packed sequences apart
+        position_ids=None,  # they would only separate packed sequences
         or_mask_function=or_mask_function,
     )
     return masks

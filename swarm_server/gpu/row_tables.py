@@ -25,7 +25,7 @@ def row_tables(
     num_new: int,
     num_rows: int,
 ) -> npt.NDArray[np.int64] | None:
-    """Return the table that tells kernels where each block's keys and values are.
+    """Return the table of addresses at which kernels find each block's keys and values.
 
     Args:
         windows: for each block that attends, how many of the last positions it looks at; None for all.

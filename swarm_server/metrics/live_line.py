@@ -24,7 +24,7 @@ _COLUMNS = 80  # of a terminal that does not say how wide it is
 
 
 class LiveLine:
-    """A line that is written anew in place. Log lines appear above it while the context is active.
+    """A status line that is rewritten in place. Log lines appear above it while the context is active.
 
     Nothing is shown while the shell has the terminal, as after ``swarm server &``.
     """

@@ -228,9 +228,7 @@ def _block_input(validator: RequestValidator, message: pb.Forward, hidden: torch
     batch_size, num_tokens, _ = hidden.shape
     mask = positions = joined = None
     if message.packed and message.HasField("attention_mask"):
-        raise RequestRejected(
-            "packed sequences are told apart by their positions: expected no attention mask with them"
-        )
+        raise RequestRejected("packed sequences are separated by their positions: expected no attention mask with them")
     if message.HasField("attention_mask"):
         mask = validator.mask(message.attention_mask, batch_size, num_tokens)
     if message.HasField("position_ids"):

@@ -85,7 +85,7 @@ class CheckpointDirectory:
         if damaged:
             raise CheckpointError(
                 f"{self.directory} has no checkpoint that is intact: {next(iter(damaged.values()))}; expected another "
-                "directory, to begin anew"
+                "directory, to start over"
             )
         return None
 

@@ -214,7 +214,7 @@ def go_on_with_data(trained: TrainingSetup, data: Mapping[str, object], say: Say
     try:
         trained.batches.load_state_dict(dict(data))
     except (ValueError, KeyError):
-        say("the data begin anew: those of the checkpoint are of another part")
+        say("the data start over: the position in the checkpoint is of another part of the data")
 
 
 def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:

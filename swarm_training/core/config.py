@@ -59,7 +59,7 @@ class TrainingConfig:
     ``chunk_elements``, ``checkpoint_every`` and ``rollback`` must be the same for all peers of a run.
 
     A step needs a quorum of the peers that took the last step together. A peer that leaves, or whose process ends, does
-    not count. If a peer is merely silent, no other peer can tell whether it has ended or the network is divided. With a
+    not count. If a peer is merely silent, no other peer knows whether it has ended or the network is divided. With a
     finite ``presume_gone_s`` a run goes on without silent peers after that time. Both parts of a network that stays
     divided for longer then go on, and the smaller part loses its steps when they meet again.
 

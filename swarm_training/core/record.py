@@ -50,7 +50,7 @@ class Kept:
 
     @property
     def is_beginning(self) -> bool:
-        """Return whether this is the state that a run begins with, which every peer can make anew."""
+        """Return whether this is the state that a run begins with, which every peer can create by itself."""
         return self.step == 0 and not self.lineage.skipped_batches
 
     def to_proto(self) -> pb.Checkpoint:

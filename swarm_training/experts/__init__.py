@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarm_training.experts.core.config import MixtureConfig, ServerConfig
+    from swarm_training.experts.core.config import ExpertServerConfig, MixtureConfig
     from swarm_training.experts.mixture.client import ExpertClient
     from swarm_training.experts.mixture.mixture import RemoteMixtureOfExperts
     from swarm_training.experts.server.expert_server import ExpertServer
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ExpertClient",
     "ExpertServer",
+    "ExpertServerConfig",
     "MixtureConfig",
     "RemoteMixtureOfExperts",
-    "ServerConfig",
     "register_expert",
 ]
 
@@ -26,7 +26,7 @@ _MODULES = {
     "ExpertServer": "server.expert_server",
     "MixtureConfig": "core.config",
     "RemoteMixtureOfExperts": "mixture.mixture",
-    "ServerConfig": "core.config",
+    "ExpertServerConfig": "core.config",
     "register_expert": "server.registry",
 }
 

@@ -25,7 +25,7 @@ from swarm_protocol.process.invocation import CONSOLE_SCRIPT, add_common_flags
 from swarm_protocol.process.logs import say_error, start_logging
 from swarm_protocol.wire.constants import MIB
 from swarm_training.experts.core.cells import check_grid, check_name, expert_name, parse_expert_name
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 
 _CHECK_EVERY_S = 1.0
 _COMMAND = "experts"
@@ -39,18 +39,18 @@ def _bytes_of_mib(mib: float) -> int:
 
 
 _MIXTURE = ConfigFlags(
-    ServerConfig,
+    ExpertServerConfig,
     Flag("name", "of the mixture: letters, digits, hyphens, underscores"),
     Flag("hidden", "size of a row", metavar="N"),
     Flag("grid", "sizes of its dimensions", metavar="N"),
 )
 _EXPERTS = ConfigFlags(
-    ServerConfig,
+    ExpertServerConfig,
     Flag("num_experts", "how many to host, in free cells", name="experts", metavar="N"),
     Flag("kind", "of expert"),
 )
 _HOSTING = ConfigFlags(
-    ServerConfig,
+    ExpertServerConfig,
     Flag("learning_rate", "of Adam; 0: they are not trained"),
     Flag("max_grad_norm", "of the gradients of a batch"),
     Flag("initial_peers", "servers of experts; none: a new DHT", metavar="MULTIADDR"),
@@ -68,7 +68,7 @@ _HOSTING = ConfigFlags(
         name="replica-memory",
         metavar="MIB",
         kind=float,
-        default=ServerConfig.replica_bytes / MIB,
+        default=ExpertServerConfig.replica_bytes / MIB,
         read=_bytes_of_mib,
     ),
     Flag("adopt", "experts to take whose server is gone", metavar="N"),
@@ -110,16 +110,16 @@ def parse_args(argv: list[str], all_parsers: Callable[[], Parsers] | None = None
     return parser.parse_args(argv)
 
 
-def read_config(args: argparse.Namespace) -> ServerConfig:
+def read_config(args: argparse.Namespace) -> ExpertServerConfig:
     """Return the configuration of these arguments. Raise ValueError if a flag is wrong."""
     for peer in args.initial_peers:
         check_peer(peer)
     values = {**_MIXTURE.values(args), **_EXPERTS.values(args), **_HOSTING.values(args)}
     cells = tuple(parse_expert_name(text, check_name(args.name), check_grid(args.grid)) for text in args.cells)
-    return ServerConfig(**{**values, "cells": cells, "num_experts": len(cells) or args.experts})
+    return ExpertServerConfig(**{**values, "cells": cells, "num_experts": len(cells) or args.experts})
 
 
-def serve(config: ServerConfig, identity_file: Path | None, membership: Path | None) -> None:
+def serve(config: ExpertServerConfig, identity_file: Path | None, membership: Path | None) -> None:
     """Serve experts until a signal comes; a second signal ends the process at once.
 
     Raises:

@@ -36,7 +36,7 @@ Countersign = Callable[[Sequence[pb.Join]], bytes]  # from the joins of the cred
 
 
 @dataclass(frozen=True)
-class Outlook:
+class LeaderContext:
     """A leader's context: its present knowledge of the run, apart from the members' messages.
 
     Attributes:
@@ -109,7 +109,7 @@ class Leader:
             self._began_s = now
         self._joined[peer_id] = _Joined(join, record)
 
-    def leave(self, peer_id: str, outlook: Outlook, now: float) -> Replies:
+    def leave(self, peer_id: str, context: LeaderContext, now: float) -> Replies:
         """Drop a peer whose stream has ended or that is silent, and return the replies that follow."""
         if self.stage is MeetingState.GATHERING:
             self._joined.pop(peer_id, None)
@@ -122,9 +122,9 @@ class Leader:
         group.alive.discard(number)
         group.reports.pop(number, None)
         dropped = pb.MeetReply(dropped=pb.Dropped(member=number))
-        return [*self._to_alive(group, dropped), *self._advance(group, outlook, now)]
+        return [*self._to_alive(group, dropped), *self._advance(group, context, now)]
 
-    def report(self, peer_id: str, report: pb.Report, outlook: Outlook, now: float) -> Replies:
+    def report(self, peer_id: str, report: pb.Report, context: LeaderContext, now: float) -> Replies:
         group = self._group
         if self.stage is not MeetingState.AVERAGING or group is None or peer_id not in group.members:
             return []
@@ -132,23 +132,23 @@ class Leader:
         if (report.phase, report.attempt) != (group.phase, group.attempt) or number not in group.alive:
             return []
         group.reports[number] = report
-        return self._advance(group, outlook, now)
+        return self._advance(group, context, now)
 
-    def tick(self, outlook: Outlook, now: float) -> Replies:
+    def tick(self, context: LeaderContext, now: float) -> Replies:
         """Return the replies that are due by now. Call this when a peer has joined, and at short intervals."""
-        if self.stage is MeetingState.GATHERING and self._is_full(outlook, now):
-            return self._form(outlook, now)
+        if self.stage is MeetingState.GATHERING and self._is_full(context, now):
+            return self._form(context, now)
         group = self._group
         if self.stage is not MeetingState.AVERAGING or group is None:
             return []
         replies: Replies = []
-        if now - group.began_s > _REPORT_DEADLINES * outlook.deadline_s:
+        if now - group.began_s > _REPORT_DEADLINES * context.deadline_s:
             for number in sorted(group.alive - group.reports.keys()):
                 late = pb.MeetReply(dismissal=pb.Dismissal(reason="this peer was too slow"))
-                replies += [(group.members[number], late), *self.leave(group.members[number], outlook, now)]
+                replies += [(group.members[number], late), *self.leave(group.members[number], context, now)]
         return replies
 
-    def _is_full(self, outlook: Outlook, now: float) -> bool:
+    def _is_full(self, context: LeaderContext, now: float) -> bool:
         """Return whether the group can be formed. It needs a quorum of the roster, so that a run cannot fork. It also
         needs a quorum of all peers that are known to be at this step, so that no small group takes a step."""
         present = self._joined.keys()
@@ -156,21 +156,21 @@ class Leader:
         if self._began_s is None or not any(peer.record.is_reachable for peer in joined):
             return False
         is_something = any(peer.join.samples or peer.join.accepted.group for peer in joined)
-        if not is_something and self._proposal(outlook) is None:
+        if not is_something and self._proposal(context) is None:
             return False
-        electorates = outlook.roster, {*outlook.known, *present}
-        if not _is_quorum(present, electorates, outlook.gone) or not self._may_average(outlook):
+        electorates = context.roster, {*context.known, *present}
+        if not _is_quorum(present, electorates, context.gone) or not self._may_average(context):
             return False
-        is_late = now - self._began_s >= outlook.wait_s
-        return is_late or set(outlook.expected) <= present or len(present) >= MAX_MEMBERS
+        is_late = now - self._began_s >= context.wait_s
+        return is_late or set(context.expected) <= present or len(present) >= MAX_MEMBERS
 
-    def _may_average(self, outlook: Outlook) -> bool:
+    def _may_average(self, context: LeaderContext) -> bool:
         """Return whether the members have a whole batch, if counting is exact and a new average is needed."""
         joined = [self._joined[peer] for peer in self._members()]
         if not joined[0].record.counts_exactly or any(peer.join.accepted.group for peer in joined):
             return True
         parts = (peer.record.micro_batches for peer in joined)
-        return is_partition(parts, joined[0].record.target_batch_size) or self._proposal(outlook) is not None
+        return is_partition(parts, joined[0].record.target_batch_size) or self._proposal(context) is not None
 
     def _members(self) -> list[str]:
         """Return the members' ids, in their order in the group."""
@@ -180,18 +180,18 @@ class Leader:
             return [peer for peer in ordered if peer in first]  # members without samples are not needed
         return ordered[:MAX_MEMBERS]
 
-    def _proposal(self, outlook: Outlook) -> pb.Rollback | None:
+    def _proposal(self, context: LeaderContext) -> pb.Rollback | None:
         members = [self._joined[peer] for peer in self._members()]
         joins, records = [member.join for member in members], [member.record for member in members]
-        return proposal(outlook.judge, self.moment, joins, records)
+        return proposal(context.judge, self.moment, joins, records)
 
-    def _form(self, outlook: Outlook, now: float) -> Replies:
+    def _form(self, context: LeaderContext, now: float) -> Replies:
         peers = self._members()
         joined = [self._joined[peer] for peer in peers]
         shares = _shares([peer.record for peer in joined])
         reachable = frozenset(number for number, peer in enumerate(joined) if peer.record.is_reachable)
         is_exact = joined[0].record.counts_exactly
-        message = self._group_message(peers, shares, outlook)
+        message = self._group_message(peers, shares, context)
         self.stage = MeetingState.AVERAGING
         self._group = _Averaging(
             tuple(peers),
@@ -205,10 +205,10 @@ class Leader:
         )
         return self._to_alive(self._group, pb.MeetReply(group=message))
 
-    def _group_message(self, peers: Sequence[str], shares: Sequence[float], outlook: Outlook) -> pb.Group:
+    def _group_message(self, peers: Sequence[str], shares: Sequence[float], context: LeaderContext) -> pb.Group:
         joined = [self._joined[peer] for peer in peers]
         accepted = max((peer.join.accepted for peer in joined), key=lambda result: result.ballot)
-        new = None if accepted.group else self._proposal(outlook)
+        new = None if accepted.group else self._proposal(context)
         return pb.Group(
             id=self._name,
             step=self.moment.step,
@@ -218,7 +218,7 @@ class Leader:
                 pb.Member(record=peer.join.own, weight=peer.join.samples, share=share)
                 for peer, share in zip(joined, shares, strict=True)
             ],
-            deadline_s=outlook.deadline_s,
+            deadline_s=context.deadline_s,
             continues=accepted.group,
             layout=accepted.layout or shares,
             roster=accepted.roster or sorted(peer for peer in peers if self._joined[peer].record.is_reachable),
@@ -226,7 +226,7 @@ class Leader:
             go_back=accepted.go_back if accepted.HasField("go_back") else new,
         )
 
-    def _advance(self, group: _Averaging, outlook: Outlook, now: float) -> Replies:
+    def _advance(self, group: _Averaging, context: LeaderContext, now: float) -> Replies:
         """Return the replies that follow once all living members have reported."""
         if not group.alive:
             self.stage = MeetingState.OVER
@@ -234,7 +234,7 @@ class Leader:
             return []
         reports = {number: group.reports[number] for number in group.alive}
         if all(report.digest for report in reports.values()):
-            return self._decide(group, reports, outlook)
+            return self._decide(group, reports, context)
         if not _are_of_one_length(reports.values()):
             return self._end(group, "the members do not average vectors of the same length")
         try:
@@ -264,13 +264,13 @@ class Leader:
         )
         return self._to_alive(group, pb.MeetReply(plan=plan))
 
-    def _decide(self, group: _Averaging, reports: Mapping[int, pb.Report], outlook: Outlook) -> Replies:
+    def _decide(self, group: _Averaging, reports: Mapping[int, pb.Report], context: LeaderContext) -> Replies:
         """Decide for the result that most members hold, if these are a quorum of the roster and of the group."""
         counts = Counter(report.digest for report in reports.values())
         digest = max(sorted(counts), key=lambda each: counts[each])
         holders = {group.members[number] for number, report in reports.items() if report.digest == digest}
-        electorates = (outlook.roster, [group.members[number] for number in group.reachable])
-        if not _is_quorum(holders, electorates, outlook.gone):
+        electorates = (context.roster, [group.members[number] for number in group.reachable])
+        if not _is_quorum(holders, electorates, context.gone):
             return self._end(group, "those who are left are no quorum")
         self.stage = MeetingState.OVER
         credited = [self._joined[peer].join for peer in group.members if peer in holders and not group.goes_back]

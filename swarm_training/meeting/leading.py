@@ -16,7 +16,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.network import Talk
 from swarm_training.core.record import Progress
 from swarm_training.ledger.crediting import Crediting
-from swarm_training.meeting.leader import Leader, MeetingState, Outlook, Replies
+from swarm_training.meeting.leader import Leader, LeaderContext, MeetingState, Replies
 from swarm_training.pb import training_pb2 as pb
 
 MemberTalk = Talk[pb.MeetReply, pb.MeetRequest]
@@ -32,7 +32,7 @@ class Leading:
         self,
         run: str,
         peer_id: str,
-        outlook: Callable[[], Outlook],
+        context: Callable[[], LeaderContext],
         note: Callable[[pb.SignedProgress], Progress],
         referral: Callable[[pb.Join], pb.Dismissal | None],
         config: TrainingConfig,
@@ -42,7 +42,7 @@ class Leading:
         returns the answer to a peer that should ask another leader, or None if this peer leads it."""
         self._run = run
         self._peer_id = peer_id
-        self._outlook = outlook
+        self._context = context
         self._note = note
         self._referral = referral
         self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
@@ -87,7 +87,7 @@ class Leading:
             await end_tasks([writing, reading, ticking])
             if self._outboxes.get((leader, peer_id)) is outbox:
                 del self._outboxes[leader, peer_id]
-                self._deliver(leader, leader.leave(peer_id, self._outlook(), _now()))
+                self._deliver(leader, leader.leave(peer_id, self._context(), _now()))
 
     def _leader_at(self, moment: Moment) -> Leader:
         gathering = self._gathering
@@ -119,14 +119,14 @@ class Leading:
                 if request is None:
                     return
                 if request.WhichOneof("kind") == "report":
-                    self._deliver(leader, leader.report(peer_id, request.report, self._outlook(), _now()))
+                    self._deliver(leader, leader.report(peer_id, request.report, self._context(), _now()))
 
     async def _tick(self, leader: Leader) -> None:
         """Tick the leader at intervals. Each member has such a task, so that ticking ends with the last member."""
         while True:
             if _now() >= self._ticked_s.get(leader, 0.0) + _TICK_S:  # one task ticks for all
                 self._ticked_s[leader] = _now()
-                self._deliver(leader, leader.tick(self._outlook(), _now()))
+                self._deliver(leader, leader.tick(self._context(), _now()))
             await asyncio.sleep(_TICK_S)
 
     def _deliver(self, leader: Leader, replies: Replies) -> None:

@@ -76,5 +76,5 @@ def load_newest(state: SavedState, directory: Path, digest_of: Callable[[bytes],
             raise ValueError(f"{path} is of another model or optimizer: expected another directory") from None
         return moment
     if files:
-        raise CheckpointError(f"{directory} has no checkpoint that is intact: expected another one, to begin anew")
+        raise CheckpointError(f"{directory} has no checkpoint that is intact: expected another one, to start over")
     return None

@@ -25,7 +25,7 @@ from swarm_training.core.network import Network, Talk
 from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
 from swarm_training.ledger.book import Book
 from swarm_training.meeting.attending import Attendance, Averaged, Ballots, Dismissed, WentBack
-from swarm_training.meeting.leader import Outlook
+from swarm_training.meeting.leader import LeaderContext
 from swarm_training.meeting.leading import Leading
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
@@ -90,7 +90,7 @@ class Meetings:
         self._leading = Leading(
             own.run,
             own.peer_id,
-            self._outlook,
+            self._context,
             standing.note,
             self._referral,
             config,
@@ -264,12 +264,12 @@ class Meetings:
         standing = self._standing
         return await self._rollbacks.checkpoint(group, standing.own, standing.roster, standing.view())
 
-    def _outlook(self) -> Outlook:
+    def _context(self) -> LeaderContext:
         view = self._standing.view()
         expected = policy.expected_at(view, view.own.moment, self._standing.roster)
         slowest_s = max((peer.call_s for peer in view.all if peer.peer_id in expected), default=0.0)
         straggler_s = self._config.straggler_s
-        return Outlook(
+        return LeaderContext(
             expected,
             policy.known_at(view, view.own.moment),
             self._standing.roster,

@@ -51,7 +51,7 @@ class TrainingRunCallback(TrainerCallback):
         if args.fp16:
             raise ValueError("fp16 is on: expected bf16 or neither, since a scaler drops shares that others count")
 
-    def on_train_begin(  # type: ignore[override]  # it is always told the model and the optimizer
+    def on_train_begin(  # type: ignore[override]  # the Trainer always passes the model and the optimizer
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -80,7 +80,7 @@ class TrainingRunCallback(TrainerCallback):
         if self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps:
             control.should_training_stop = True
 
-    def on_log(  # type: ignore[override]  # it is always told the logs
+    def on_log(  # type: ignore[override]  # the Trainer always passes the logs
         self,
         args: TrainingArguments,
         state: TrainerState,

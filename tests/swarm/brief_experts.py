@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_training.experts import ServerConfig, command_line
+from swarm_training.experts import ExpertServerConfig, command_line
 
 
 @dataclass(frozen=True)
-class BriefConfig(ServerConfig):
+class BriefConfig(ExpertServerConfig):
     lifetime_s: float = 3.0
 
 
 if __name__ == "__main__":
-    command_line.ServerConfig = BriefConfig  # type: ignore[misc]
+    command_line.ExpertServerConfig = BriefConfig  # type: ignore[misc]
     command_line.main()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from swarm_protocol.net.identity import Identity
-from swarm_training.experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
+from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig, MixtureConfig, RemoteMixtureOfExperts
 from swarm_training.experts.command_line import main
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
@@ -20,8 +20,10 @@ HIDDEN, GRID = 8, (4, 6)
 QUICK = MixtureConfig(refresh_s=0.2, ban_s=10.0)
 
 
-def config(num_experts: int, *initial_peers: str, directory: Path | None = None, rate: float = 0.0) -> ServerConfig:
-    return ServerConfig(
+def config(
+    num_experts: int, *initial_peers: str, directory: Path | None = None, rate: float = 0.0
+) -> ExpertServerConfig:
+    return ExpertServerConfig(
         "demo", HIDDEN, GRID, num_experts, learning_rate=rate, initial_peers=initial_peers, directory=directory
     )
 

@@ -19,7 +19,7 @@ from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
-from swarm_training.experts import ExpertClient, ExpertServer, MixtureConfig, RemoteMixtureOfExperts, ServerConfig
+from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig, MixtureConfig, RemoteMixtureOfExperts
 from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
@@ -28,7 +28,7 @@ from tests.swarm.waiting import wait_for
 
 HIDDEN, GRID = 8, (2, 3)
 QUICK = MixtureConfig(refresh_s=0.2, ban_s=0.2)
-CONFIG = ServerConfig("demo", HIDDEN, GRID, 2, learning_rate=0.01, replicate_every_s=0.1)
+CONFIG = ExpertServerConfig("demo", HIDDEN, GRID, 2, learning_rate=0.01, replicate_every_s=0.1)
 
 
 @dataclass

@@ -50,7 +50,7 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ExpertServerConfig:
     """The configuration of a server of experts.
 
     Raises ValueError if a value is out of range.

@@ -104,7 +104,7 @@ class ExpertCache:
         try:
             await self._read(prefixes)
         except PeerUnavailable as error:
-            _logger.debug("where experts are is not known anew: %s", error)
+            _logger.debug("the addresses of experts are not refreshed: %s", error)
 
     async def _read(self, prefixes: set[Prefix]) -> None:
         found = await self._board.read(prefixes)

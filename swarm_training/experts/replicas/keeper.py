@@ -14,7 +14,7 @@ from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
 from swarm_protocol.wire.codec import parts_of
 from swarm_protocol.wire.printable import printable
 from swarm_training.experts.core.cells import Cell, Prefix, expert_name
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.board import Holders
 from swarm_training.experts.net.replica_calls import most_seconds, received
@@ -46,7 +46,9 @@ class Keeper:
     renewed for an hour makes room for others.
     """
 
-    def __init__(self, config: ServerConfig, board: CellRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: ExpertServerConfig, board: CellRegistry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._config = config
         self._board = board
         self._clock = clock

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from swarm_models.checkpoints import safetensors_bytes
 from swarm_protocol.errors import SwarmError
 from swarm_training.experts.core.cells import Cell, expert_name
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
@@ -66,7 +66,7 @@ class Replication:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: ExpertServerConfig,
         own: ExpertHolder,
         board: KeeperRegistry,
         calls: ReplicaCalls,

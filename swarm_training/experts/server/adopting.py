@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from swarm_training.experts.core.cells import Cell, expert_name
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.replicas.keeper import Keeper
 from swarm_training.experts.replicas.replication import KeeperRegistry, Replication
 from swarm_training.experts.search.keeping import Orphans, in_rank
@@ -29,7 +29,7 @@ class Adopter:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: ExpertServerConfig,
         peer_id: str,
         board: KeeperRegistry,
         announcer: Announcer,

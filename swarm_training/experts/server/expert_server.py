@@ -19,7 +19,7 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_training.experts.core.cells import Cell, is_in
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts
 from swarm_training.experts.directory.records import ExpertHolder
@@ -52,7 +52,7 @@ class ExpertServer:
     """
 
     def __init__(
-        self, config: ServerConfig, identity: Identity | None = None, *, membership: Path | None = None
+        self, config: ExpertServerConfig, identity: Identity | None = None, *, membership: Path | None = None
     ) -> None:
         """Start the server.
 

@@ -11,7 +11,7 @@ from swarm_protocol.pb import swarm_pb2
 from swarm_protocol.wire.codec import decode, encode
 from swarm_protocol.wire.printable import printable
 from swarm_training.experts.core.cells import Cell, expert_name
-from swarm_training.experts.core.config import MAX_CALL_BYTES, ServerConfig
+from swarm_training.experts.core.config import MAX_CALL_BYTES, ExpertServerConfig
 from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.server.expert import Expert
 from swarm_training.experts.server.task_pool import Key, TaskPool
@@ -27,7 +27,7 @@ class ExpertHost:
         pool: the task pool that computes them; its ``run`` must be running.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ExpertServerConfig) -> None:
         self.experts: dict[Cell, Expert] = {}
         self.pool = TaskPool(self._compute, config.window_s, config.max_batch_rows, config.max_queued_rows)
         self._name = config.name

@@ -240,7 +240,7 @@ class Auditor:
         which = asked.which
         _logger.warning(
             "%s disagree about micro-batch %d of step %d at stage %d, and nobody else is there to say who is wrong: "
-            "neither answer is used, and both are left alone for %g s; with a third peer the audit would tell",
+            "neither answer is used, and both are left alone for %g s; with a third peer the audit would decide",
             " and ".join(peer_ids),
             which.number,
             which.moment.step,

@@ -68,16 +68,20 @@ class Counting:
     """
 
     def __init__(
-        self, sums: StepSums, in_thread: InThread, counts_elsewhere: Callable[[int], bool], tell: Callable[[], None]
+        self,
+        sums: StepSums,
+        in_thread: InThread,
+        counts_elsewhere: Callable[[int], bool],
+        on_change: Callable[[], None],
     ) -> None:
         """Start with nothing. ``counts_elsewhere``: returns whether another peer of the stage has the micro-batch by
-        its record. ``tell``: called when ``done`` has grown, or an answer is not finite."""
+        its record. ``on_change``: called when ``done`` has grown, or an answer is not finite."""
         self.done: frozenset[int] = frozenset()
         self.changing = asyncio.Lock()
         self._sums = sums
         self._in_thread = in_thread
         self._counts_elsewhere = counts_elsewhere
-        self._tell = tell
+        self._on_change = on_change
         self._losses = _Losses()
         self._is_not_finite = False
         self._is_closed = False
@@ -105,7 +109,7 @@ class Counting:
             if is_done:
                 self.done |= {m}
                 self._losses.commit(m, trainer)
-                self._tell()
+                self._on_change()
             return is_done
 
     def drop_moot(self) -> None:
@@ -122,7 +126,7 @@ class Counting:
     def note_not_finite(self) -> None:
         """Record that no peer can compute the gradient of some micro-batch: the loss of the step is infinity."""
         self._is_not_finite = True
-        self._tell()
+        self._on_change()
 
     async def discard(self) -> None:
         """Empty the sums."""

@@ -104,9 +104,9 @@ class RunWatch:
         """Watch until cancelled, also if there is no other stage to watch."""
         await asyncio.gather(*(watched.run() for watched in self._watched.values()), asyncio.Event().wait())
 
-    async def relay(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` whenever there is news for which a peer may wait, until cancelled."""
-        await asyncio.gather(*(_relay(table, tell) for table in self.tables))
+    async def relay(self, on_news: Callable[[], None]) -> None:
+        """Call ``on_news`` whenever there is news for which a peer may wait, until cancelled."""
+        await asyncio.gather(*(_relay(table, on_news) for table in self.tables))
 
 
 class StageWatch:
@@ -158,7 +158,7 @@ class StageWatch:
                 async with asyncio.timeout(_WAIT_S + _TIMEOUT_S):
                     reply = await self._network.exchange(peer, request)
             except (SwarmError, TimeoutError) as error:
-                _logger.debug("%s does not tell of its stage: %s", peer.peer_id, error)
+                _logger.debug("%s does not on_news of its stage: %s", peer.peer_id, error)
                 self._since.pop(peer.peer_id, None)
                 if await self._network.is_gone(peer):
                     self.table.note_gone(peer.peer_id)
@@ -174,10 +174,10 @@ class StageWatch:
                 self.table.add(record, asyncio.get_running_loop().time())
 
 
-async def _relay(table: ProgressTable, tell: Callable[[], None]) -> None:
+async def _relay(table: ProgressTable, on_news: Callable[[], None]) -> None:
     while True:
         await table.urgent_since(table.counter)
-        tell()
+        on_news()
 
 
 class _Told:

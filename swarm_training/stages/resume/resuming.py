@@ -132,10 +132,10 @@ class Resuming:
         point = agreed(offers)
         if point is None:
             if self.is_awaited() and waited_s >= SETTLE_S:  # before, it reads what is on its own disk
-                begun_anew = self._peer.stored.directory or "those of the other peers"
+                checkpoints = self._peer.stored.directory or "those of the other peers"
                 self._say(
-                    f"the run goes on from checkpoints when each stage has one: {lacking(offers)}. To begin anew, "
-                    f"remove {begun_anew}"
+                    f"the run goes on from checkpoints when each stage has one: {lacking(offers)}. To start over, "
+                    f"remove {checkpoints}"
                 )
             return None
         if point.newest_step == point.step:

@@ -18,7 +18,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Kept, Progress
 from swarm_training.core.signing import sign
-from swarm_training.meeting.leader import Leader, Outlook, Replies
+from swarm_training.meeting.leader import Leader, LeaderContext, Replies
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.policy import LocalView
@@ -106,7 +106,7 @@ def test_who_has_what_another_has_gives_it_up(own: Progress, mate: Progress, dis
 
 # ------------------------------------------------------------ groups
 
-ALL = Outlook(frozenset("abc"), frozenset("abc"), ("a", "b", "c"), frozenset(), wait_s=10.0, deadline_s=5.0)
+ALL = LeaderContext(frozenset("abc"), frozenset("abc"), ("a", "b", "c"), frozenset(), wait_s=10.0, deadline_s=5.0)
 
 
 def leading(sets: dict[str, set[int]], **fields: Any) -> Leader:
@@ -138,8 +138,8 @@ def test_without_that_there_is_none_however_late_it_is(sets: list[set[int]]) -> 
 def test_large_groups_exchange_directly() -> None:
     names = [f"p{number:02}" for number in range(20)]
     sets = {name: {0, 1, 2, 3} if name == "p07" else set[int]() for name in names}
-    outlook = replace(ALL, expected=frozenset(names), known=frozenset(names), roster=tuple(names))
-    replies = leading(sets).tick(outlook, 1.0)
+    context = replace(ALL, expected=frozenset(names), known=frozenset(names), roster=tuple(names))
+    replies = leading(sets).tick(context, 1.0)
     assert len(replies) == 20 and not replies[0][1].group.grid
 
 

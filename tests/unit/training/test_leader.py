@@ -12,12 +12,14 @@ from swarm_training.core.bitmap import to_bits
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Progress
-from swarm_training.meeting.leader import Leader, MeetingState, Outlook, Replies
+from swarm_training.meeting.leader import Leader, LeaderContext, MeetingState, Replies
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.judging import RollbackJudge
 
-ALL = Outlook(frozenset("abcd"), frozenset("abcd"), ("a", "b", "c", "d"), frozenset(), wait_s=10.0, deadline_s=5.0)
+ALL = LeaderContext(
+    frozenset("abcd"), frozenset("abcd"), ("a", "b", "c", "d"), frozenset(), wait_s=10.0, deadline_s=5.0
+)
 
 
 def join(leader: Leader, *names: str, now: float = 0.0, **fields: object) -> None:
@@ -37,10 +39,10 @@ def credited(joins: Sequence[pb.Join]) -> bytes:
     return b" ".join(sorted(join.contribution for join in joins))
 
 
-def formed(*names: str, outlook: Outlook = ALL) -> Leader:
+def formed(*names: str, context: LeaderContext = ALL) -> Leader:
     leader = Leader("toy", Moment(0, 3), "meeting", credited)
     join(leader, *names)
-    assert kinds(leader.tick(outlook, 11.0)) == dict.fromkeys(names, "group")
+    assert kinds(leader.tick(context, 11.0)) == dict.fromkeys(names, "group")
     return leader
 
 
@@ -52,10 +54,10 @@ def report(leader: Leader, names: str, held: set[int], **fields: object) -> Repl
     return replies
 
 
-def accept(leader: Leader, names: str, digest: bytes = b"result", outlook: Outlook = ALL) -> Replies:
+def accept(leader: Leader, names: str, digest: bytes = b"result", context: LeaderContext = ALL) -> Replies:
     replies: Replies = []
     for name in names:
-        replies += leader.report(name, pb.Report(phase=1, digest=digest), outlook, 13.0)
+        replies += leader.report(name, pb.Report(phase=1, digest=digest), context, 13.0)
     return replies
 
 

@@ -111,7 +111,7 @@ def test_the_list_shows_what_became_of_every_grant(keys: Keys, capsys) -> None:
     for role, name in [("server", "ada"), ("trainer", "bob"), ("client", "eve")]:
         grant(keys, role, name)
     said = refused(keys, capsys, 1, "revoke", "eve", "--swarm", "that-does-not-run")
-    assert "the swarm has not been told" in said and "swarm keys publish" in said
+    assert "the swarm has not received the revocation" in said and "swarm keys publish" in said
     rows = [re.split(r"\s\s+", line) for line in keys("list").splitlines()]
     assert rows[0] == ["name", "role", "expires", "state", "peer", "id"]
     assert [(row[0], row[1], row[3]) for row in rows[1:]] == [

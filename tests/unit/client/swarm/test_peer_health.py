@@ -85,8 +85,8 @@ def test_who_failed_is_measured_again() -> None:
 
 def test_an_unknown_server_is_taken_for_near_or_far() -> None:
     trips = RttTracker(Pings({}))
-    assert trips.guess_s(hopeful=True) == 0.0
-    assert trips.guess_s(hopeful=False) > 5.0  # no server that is known is so far
+    assert trips.guess_s(optimistic=True) == 0.0
+    assert trips.guess_s(optimistic=False) > 5.0  # no server that is known is so far
 
 
 # ------------------------------------------------------------ failures

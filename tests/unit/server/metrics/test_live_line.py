@@ -48,7 +48,7 @@ def logger() -> Any:
     logging.root.handlers[:] = before
 
 
-def test_the_line_is_written_anew_below_the_log_lines(logger: Any) -> None:
+def test_the_line_is_rewritten_below_the_log_lines(logger: Any) -> None:
     logger.say("before")
     with LiveLine(logger.screen, lambda: True) as line:
         line.show("a long first text")

@@ -149,13 +149,13 @@ def test_one_liar_of_ten_cannot_roll_a_run_back() -> None:
         liar = next(peer for peer in leaders if peer is not peers[0])  # the founder is the quorum of step 1
         led = []
 
-        def proposing(leader: Leader, outlook: Any) -> pb.Rollback | None:
+        def proposing(leader: Leader, context: Any) -> pb.Rollback | None:
             if leader not in honest:
                 led.append(leader)
                 joins = [leader._joined[peer].join for peer in leader._members()]
                 step, digest = max(liar.peer.rollbacks.kept.digests().items())
                 return pb.Rollback(step=step, state_digest=digest, losses=[join.own for join in joins])
-            return original(leader, outlook)
+            return original(leader, context)
 
         class Honest(set[Leader]):
             def __contains__(self, leader: object) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,6 @@ from swarm_training.experts.core.config import ServerConfig
 )
 def test_what_is_out_of_range_is_refused(changed: dict[str, Any], reason: str) -> None:
     fitting: dict[str, Any] = {"name": "demo", "hidden": 8, "grid": (2, 2), "num_experts": 2}
-    ServerConfig(**fitting)
+    ExpertServerConfig(**fitting)
     with pytest.raises(ValueError, match=reason):
-        ServerConfig(**(fitting | changed))
+        ExpertServerConfig(**(fitting | changed))

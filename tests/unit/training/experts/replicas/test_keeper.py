@@ -10,7 +10,7 @@ import pytest
 
 from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, RequestRejected, SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
@@ -24,7 +24,7 @@ from tests.worlds.identities import identity
 
 GRID = (4, 4)
 ROOM = 3 << 20
-CONFIG = ServerConfig("demo", 8, GRID, replica_bytes=ROOM)
+CONFIG = ExpertServerConfig("demo", 8, GRID, replica_bytes=ROOM)
 CELL, OTHER = (1, 2), (1, 3)
 
 
@@ -49,7 +49,7 @@ class Scene:
             self.board.records.setdefault((x,), {}).setdefault(holder(identity(number).peer_id), set()).add(y)
 
 
-def play(scenario: Callable[[Scene], Awaitable[None]], config: ServerConfig = CONFIG) -> None:
+def play(scenario: Callable[[Scene], Awaitable[None]], config: ExpertServerConfig = CONFIG) -> None:
     async def playing() -> None:
         board, certificate = MemoryBoard(), Certificate.generate()
         scene = Scene(Keeper(config, board, lambda: scene.now), board, holder("nobody"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarm_protocol.process.routine import repeat
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.replicas.replication import Replication, _load
 from swarm_training.experts.server.expert_server import _cancelled
@@ -59,7 +59,7 @@ def test_experts_may_come_and_go_while_replicas_are_sent() -> None:
         experts.pop(CELLS[0], None)
 
     calls: Any = Calls(change)
-    config = ServerConfig("demo", 8, (8, 8), replicas=1)
+    config = ExpertServerConfig("demo", 8, (8, 8), replicas=1)
     replication = Replication(config, holder("own"), Board(), calls, None, at_once)  # type: ignore[arg-type]
     asyncio.run(replication.send(experts))
     assert calls.sent == CELLS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.replicas.replication import FoundReplica
@@ -16,7 +16,7 @@ from tests.worlds.experts import MemoryBoard, holder
 from tests.worlds.virtual_time import run_virtually
 
 CELLS = [(0, 1), (1, 1), (2, 2)]
-CONFIG = ServerConfig("demo", 8, grid=(3, 4), num_experts=1, adopt=2, adopt_after_s=60.0, lifetime_s=30.0)
+CONFIG = ExpertServerConfig("demo", 8, grid=(3, 4), num_experts=1, adopt=2, adopt_after_s=60.0, lifetime_s=30.0)
 
 
 class Board(MemoryBoard):

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from swarm_protocol.errors import SwarmError
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.server.announcing import Announcer
 from tests.worlds.experts import MemoryBoard, holder
 
-CONFIG = ServerConfig("demo", 8, grid=(3, 4), num_experts=5)
+CONFIG = ExpertServerConfig("demo", 8, grid=(3, 4), num_experts=5)
 
 
 def announcer(board: MemoryBoard, name: str) -> Announcer:
@@ -88,4 +88,4 @@ def test_what_is_announced_no_more_is_withdrawn() -> None:
 )
 def test_wrong_settings_are_said(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ServerConfig(**{"name": "demo", "hidden": 8, "grid": (3, 4), "num_experts": 5, **changed})
+        ExpertServerConfig(**{"name": "demo", "hidden": 8, "grid": (3, 4), "num_experts": 5, **changed})

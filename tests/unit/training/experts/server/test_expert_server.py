@@ -11,7 +11,7 @@ import pytest
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.experts.core.cells import Prefix
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.server import expert_server
 from swarm_training.experts.server.expert_server import ExpertServer
@@ -52,7 +52,7 @@ def test_a_start_that_fails_withdraws_what_it_has_announced_and_ends_what_it_has
     monkeypatch.setattr(expert_server, "DhtExpertRegistry", lambda *_arguments: board)
     monkeypatch.setattr(expert_server, "start_service", start_service)
     with pytest.raises(PeerUnavailable):
-        ExpertServer(ServerConfig("demo", 8, (8, 8), num_experts=2))
+        ExpertServer(ExpertServerConfig("demo", 8, (8, 8), num_experts=2))
     announced = any(after for holders in board.records.values() for after in holders.values())
     assert board.records and announced is not can_withdraw
     stop.assert_awaited_once()

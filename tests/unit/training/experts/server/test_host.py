@@ -13,7 +13,7 @@ from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, PeerUnavailable
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.pb import swarm_pb2
 from swarm_protocol.wire.codec import encode
-from swarm_training.experts.core.config import ServerConfig
+from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.calls import GrpcCalls
 from swarm_training.experts.net.service import start_service
@@ -32,7 +32,7 @@ ROWS = torch.arange(12.0).view(3, HIDDEN)
 
 def play(scenario: Callable[[GrpcCalls, ExpertHolder, ExpertHost], Awaitable[None]]) -> None:
     async def playing() -> None:
-        config = ServerConfig("demo", HIDDEN, grid=(4, 4))
+        config = ExpertServerConfig("demo", HIDDEN, grid=(4, 4))
         host = ExpertHost(config)
         torch.manual_seed(0)
         host.experts[CELL] = Expert(build("linear", HIDDEN), 0.0, 1.0)
@@ -141,7 +141,7 @@ class Liar:
 def test_answers_that_do_not_fit_are_not_believed() -> None:
     async def playing() -> None:
         certificate = Certificate.generate()
-        keeper = Keeper(ServerConfig("demo", HIDDEN), MemoryBoard())
+        keeper = Keeper(ExpertServerConfig("demo", HIDDEN), MemoryBoard())
         server, port = await start_service(Liar(), keeper, certificate, "127.0.0.1", 0, None)
         calls = GrpcCalls(ClientCredentials(identity(1)))
         holder = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)

@@ -133,12 +133,12 @@ def test_it_does_not_matter_which_stage_a_disk_comes_back_with(disks: Disks) -> 
 
 
 def test_a_stage_that_comes_later_is_awaited(disks: Disks, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Beginning anew would be another run."""
+    """Starting over would be another run."""
     shutil.rmtree(disks[0][1] / "stage-0" / "before")  # of stage 1
     new = tmp_path / "new"
     with caplog.at_level(logging.WARNING):
         assert live([disks[0], (1, new)], until=None, limit_s=30.0) == {}
-    assert "nobody has a checkpoint of stage 1 so far. To begin anew, remove " in caplog.text
+    assert "nobody has a checkpoint of stage 1 so far. To start over, remove " in caplog.text
     assert live(disks, until=6) == {0: Moment(1, 4), 1: Moment(1, 4)}
 
 
