@@ -10,6 +10,7 @@ from swarm_cli.chat.conversation import Conversation
 from swarm_client.generation.opening import ModelChoice, require_chain, tokenizer_of
 from swarm_client.generation.text_options import TextOptions
 from swarm_models.checkpoints.default_model import FROM_SWARM
+from swarm_protocol.failures import undone_on_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,11 +30,8 @@ class ChatModel:
 def open_model(choice: ModelChoice) -> ChatModel:
     """Open the chosen model. Raise SwarmError or ValueError if this fails."""
     model = choice.connect()
-    try:
+    with undone_on_error(model.close):  # because the caller has no model that it could close
         return ChatModel(model, tokenizer_of(model), model.close)
-    except BaseException:  # raised again: the caller has no model that it could close
-        model.close()
-        raise
 
 
 def _named(choice: ModelChoice, opened: ChatModel) -> ModelChoice:
@@ -60,11 +58,8 @@ class Chat:
             SwarmError, ValueError: the model cannot be used; nothing has changed.
         """
         opened = self._open(choice)
-        try:
+        with undone_on_error(opened.close):  # the chat then stays with its model
             require_chain(opened.model)
-        except BaseException:  # raised again: the chat stays with its model
-            opened.close()
-            raise
         self.conversation.move(opened.model, opened.tokenizer)
         self._opened.close()
         self._opened, self.choice = opened, _named(choice, opened)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from swarm_cli.chat.answer import printed_answer
 from swarm_client.generation.templates import first_tokens, render
 from swarm_client.generation.text_options import TextOptions
+from swarm_protocol.failures import undone_on_error
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
@@ -61,10 +62,8 @@ class Conversation:
         ids = torch.tensor([prompt], device=self._model.device)
         answer = printed_answer(self._tokenizer, prompt, self._ends)
         try:
-            self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=answer, **arguments)
-        except BaseException:  # raised again: whatever is said next begins on a line of its own
-            answer.end()  # type: ignore[no-untyped-call]
-            raise
+            with undone_on_error(answer.end):  # whatever is printed next begins on a line of its own
+                self._model.generate(ids, attention_mask=torch.ones_like(ids), streamer=answer, **arguments)
         finally:
             self._sent = prompt + answer.token_ids
             turns = [*messages, {"role": "assistant", "content": answer.text}]

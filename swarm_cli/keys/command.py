@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from swarm_client.core.config import ClientConfig
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.process.invocation import add_common_flags
 from swarm_protocol.process.local_registry import checked_name
 
@@ -106,11 +107,9 @@ def _grant(args: argparse.Namespace) -> Command:
 
     def run() -> None:
         MemberCredentials(grant, grant.signed(key), identity).write(path)
-        try:
+        # A grant that is not in the list could not be revoked by name.
+        with undone_on_error(lambda: path.unlink(missing_ok=True)):
             GrantsFile(_key_path(args)).add(grant)
-        except BaseException:  # a grant outside the list could not be revoked by name
-            path.unlink(missing_ok=True)
-            raise
         who = "secret: hand it over safely" if identity is not None else "of use only with the key of that peer"
         print(f"wrote {path}, which is {who}. The member gives --membership {path}", file=sys.stderr)
         print(path)

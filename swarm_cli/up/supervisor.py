@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.process.logs import ERASE_LINE, FOREGROUND, is_in_foreground, shows_progress
 from swarm_protocol.process.signals import end_with_parent
 
@@ -131,13 +132,13 @@ class Supervisor:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        try:
+        with undone_on_error(self._kill):  # another signal
             for child in reversed(self._children):
                 child.end()
-        except BaseException:  # another signal
-            for child in self._children:
-                child.kill()
-            raise
+
+    def _kill(self) -> None:
+        for child in self._children:
+            child.kill()
 
 
 def _own_group() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -22,6 +22,7 @@ from swarm_models.checkpoints.peft_files import (
     require_names,
 )
 from swarm_models.checkpoints.safetensors_file import read_header
+from swarm_protocol.failures import undone_on_error
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -106,18 +107,20 @@ class LoraMixin(StockModel):
         remote = self._remote_blocks[0]
         _require_no_other(remote.adapter_name)
         before = set(getattr(self, "peft_config", ()))
-        with hf_loader():  # because no initial values are set while another thread loads a model
-            try:
-                with self._prompts_as_they_are():
-                    super().add_adapter(adapter_config, adapter_name)
-            except BaseException:  # any error of PEFT, and interruptions: nothing is changed then
-                name = adapter_name or "default"
-                if not before:
-                    remote.hollow.undo()
-                    self._hf_peft_config_loaded = False
-                elif name in self.peft_config and name not in before:
-                    self.delete_adapter(name)
-                raise
+        with (
+            hf_loader(),  # because no initial values are set while another thread loads a model
+            undone_on_error(lambda: self._remove_new(adapter_name or "default", before)),
+            self._prompts_as_they_are(),
+        ):
+            super().add_adapter(adapter_config, adapter_name)
+
+    def _remove_new(self, name: str, before: Collection[str]) -> None:
+        """Remove what PEFT has done to add this adapter to those from ``before``."""
+        if not before:
+            self._remote_blocks[0].hollow.undo()
+            self._hf_peft_config_loaded = False
+        elif name in self.peft_config and name not in before:
+            self.delete_adapter(name)
 
     def load_adapter(  # type: ignore[override]
         self,

@@ -24,6 +24,7 @@ from swarm_client.core.events import Event
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.generating import Ends, GeneratedText
 from swarm_client.speculation.speculation import Guessing
+from swarm_protocol.failures import undone_on_error
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
@@ -107,14 +108,15 @@ class SharedLoop:
         """Finish a generation that has been alone so far; return the whole text, [1, length]. Raise SwarmError."""
         answer = _Answer()
         row = self._of(model).take_over(text, ends, session, guessing, answer)
-        try:
-            new = answer.tokens(row, text.streamer)
-        except BaseException:  # interruptions included
+
+        def remove_unread() -> None:
             row.stopped.wait(_STOP_S)  # because the caller may use the session at once
             ahead = session.length - (text.ids.shape[1] + len(answer.ids) - 1)  # positions that the caller has not read
             if ahead > 0:
                 session.crop(ahead)
-            raise
+
+        with undone_on_error(remove_unread):
+            new = answer.tokens(row, text.streamer)
         return torch.cat([text.ids, torch.tensor([new], dtype=text.ids.dtype)], 1)
 
     def close(self) -> None:
@@ -183,14 +185,11 @@ class _Answer:
 
     def tokens(self, generation: Generation, streamer: BaseStreamer | None) -> list[int]:
         """Return all tokens once the generation has ended. An interruption cancels the generation."""
-        try:
+        with undone_on_error(generation.cancel):  # such as an error of the caller's streamer
             while isinstance(heard := self._heard.get(), Token):
                 self.ids.append(heard.id)
                 if streamer is not None:
                     streamer.put(torch.tensor([heard.id]))
-        except BaseException:  # an interruption, or any error of the caller's streamer
-            generation.cancel()
-            raise
         if isinstance(heard, BaseException):
             raise heard
         return self.ids

@@ -16,6 +16,7 @@ from swarm_client.model.cache import RemoteCache
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.failures import any_error_as, first_line, undone_on_error
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
@@ -36,11 +37,12 @@ class Continuation:
 def load_tokenizer(name_or_path: str = DEFAULT_MODEL, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Return a model's tokenizer. Raise CheckpointError if there is none, or if it needs its own code."""
     location = locate(name_or_path)
-    try:
+
+    def refusal(error: Exception) -> CheckpointError:
+        return CheckpointError(f"no tokenizer can be read from {name_or_path}: {first_line(error)}")
+
+    with any_error_as(refusal):
         return read_tokenizer(location, revision)
-    except Exception as error:  # a stranger's files may cause any error in the libraries
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"no tokenizer can be read from {name_or_path}: {reason}") from None
 
 
 def stream_text(
@@ -75,7 +77,7 @@ def stream_text(
     if streamer is not None:
         print(prompt, end="", flush=True)
     inputs = torch.tensor([ids], device=model.device)
-    try:
+    with undone_on_error(lambda: print(flush=True)):  # later messages begin on a new line
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
@@ -83,9 +85,6 @@ def stream_text(
             **({} if cache is None else {model._family.cache_argument: cache}),
             **options.as_arguments(),
         )
-    except BaseException:  # interruptions included
-        print(flush=True)  # later messages begin on a new line
-        raise
     token_ids = output[0, prompt_length:].tolist()
     if streamer is None:
         print(f"{prompt}{tokenizer.decode(token_ids, skip_special_tokens=True)}")

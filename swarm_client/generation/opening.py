@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
 from swarm_models.checkpoints.default_model import FROM_SWARM, check_location, locate
+from swarm_protocol.failures import undone_on_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,11 +50,8 @@ class ModelChoice:
         config = self.config if self._is_trained_here else replace(self.config, adapter=self.adapter)
         model = DistributedModel.from_pretrained(self.model, config=config, revision=self.revision)
         if self._is_trained_here:
-            try:
+            with undone_on_error(model.close):
                 add_trained(model, self.adapter)
-            except BaseException:  # interruptions included
-                model.close()
-                raise
         return model
 
 

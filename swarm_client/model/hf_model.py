@@ -39,6 +39,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_models.checkpoints.family import Family
 from swarm_models.checkpoints.hollow_model import hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
+from swarm_protocol.failures import undone_on_error
 
 B = TypeVar("B", bound=BlockModule)
 
@@ -119,18 +120,18 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         """
         if kwargs.get("cache_implementation") == "paged":
             self.generate_batch()
-        try:
-            with self._shared_loop.running() as are_others:
-                if are_others and len(args) <= 1:
-                    arguments = {"inputs": args[0], **kwargs} if args else kwargs
-                    output = self._shared_loop.join(self, arguments, streamer)
-                    if output is not None:
-                        return output
-                return super().generate(*args, streamer=streamer, **kwargs)  # type: ignore[misc]  # of GenerationMixin
-        except BaseException:  # interruptions included
+
+        def end_reading() -> None:
             if isinstance(streamer, Iterable | AsyncIterable):
                 streamer.end()  # type: ignore[union-attr]
-            raise
+
+        with undone_on_error(end_reading), self._shared_loop.running() as are_others:
+            if are_others and len(args) <= 1:
+                arguments = {"inputs": args[0], **kwargs} if args else kwargs
+                output = self._shared_loop.join(self, arguments, streamer)
+                if output is not None:
+                    return output
+            return super().generate(*args, streamer=streamer, **kwargs)  # type: ignore[misc]  # of GenerationMixin
 
     def generate_batch(self, *_args: Any, **_kwargs: Any) -> Any:
         """Raise RequestRejected, because servers do the continuous batching, over the sessions of all clients."""

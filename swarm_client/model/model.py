@@ -35,6 +35,7 @@ from swarm_models.checkpoints.family import max_positions, slice_config, text_co
 from swarm_models.checkpoints.hollow_model import hf_loader
 from swarm_models.gpu.devices import named_device
 from swarm_protocol.errors import UnsupportedModel
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.span import Span
 
 _logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class _Distributed:
             checkpoint = opening.open(name_or_path, revision)
             connection = opening.swarm(checkpoint)
             background.run(connection.connect())
-            try:
+            with undone_on_error(lambda: background.run(connection.close())):
                 model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)
                 if config.head_quant == "int8":
                     quantize_head_(model)
@@ -172,9 +173,6 @@ class _Distributed:
                 model.speculation = open_speculation(config.draft, model, checkpoint)
                 if tuning_mode is not None:
                     model.add_prompts(tuning_mode, num_prompt_tokens)
-            except BaseException:  # interruptions included
-                background.run(connection.close())
-                raise
         return model
 
 

@@ -24,6 +24,7 @@ from swarm_client.swarm.swarm import Swarm, closed_error
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.steps import OutgoingStep, chunk_size
 from swarm_protocol.errors import PeerBusy, SessionLost, SwarmError
+from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
@@ -170,15 +171,9 @@ class Chain:
             self._was_spliced = False
             self._call = call
             try:
-                await self._run(call)
-                self._is_settled = not self._was_spliced
-            except BaseException:  # interruptions included: what the servers hold must match the client's state
-                self._is_settled = False
-                if self._listener.refused is not None and self._listener.refused == call.first_number:
-                    self.hops[0].unpost()  # the servers are as they were before
-                else:
-                    await asyncio.shield(self._forget())
-                raise
+                async with awaited_on_error(lambda: self._take_back(call)):
+                    await self._run(call)
+                    self._is_settled = not self._was_spliced
             finally:
                 self._call = None
                 self._listener.end_call()
@@ -188,6 +183,14 @@ class Chain:
             self._swarm.worked(hop.hop.server.peer_id for hop in self.hops)
         self._standby.arrange()
         return call.output()
+
+    async def _take_back(self, call: SessionCall) -> None:
+        """Make what the servers hold match the client's state after a call that has failed."""
+        self._is_settled = False
+        if self._listener.refused is not None and self._listener.refused == call.first_number:
+            self.hops[0].unpost()  # the servers are as they were before
+        else:
+            await asyncio.shield(self._forget())
 
     async def close(self) -> None:
         """Release the servers once no call is under way."""

@@ -18,6 +18,7 @@ from swarm_client.transport.hops import HopOutput, HopSession, Inbox, Trouble, n
 from swarm_client.transport.steps import split
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.span import Span
@@ -296,12 +297,10 @@ class Opener:
         work = self._opened(chain, opening, None, lambda: max(0.0, deadline_s - now_s()))
         hops: dict[int, HopSession] = {}
         try:
-            for index in sorted(range(len(chain)), key=lambda index: chain[index].server.peer_id):
-                asked.append(chain[index].server.peer_id)
-                hops[index] = await work[index]
-        except BaseException:  # interruptions included: nobody else knows the hops
-            abandon(hops.values())
-            raise
+            with undone_on_error(lambda: abandon(hops.values())):  # nobody else knows the hops
+                for index in sorted(range(len(chain)), key=lambda index: chain[index].server.peer_id):
+                    asked.append(chain[index].server.peer_id)
+                    hops[index] = await work[index]
         finally:
             for opened in work:
                 opened.close()

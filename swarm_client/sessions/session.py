@@ -22,6 +22,7 @@ from swarm_client.sessions.lane import Lane, LaneSettings, joined
 from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy, RequestRejected, SwarmError
+from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.span import Span
@@ -254,14 +255,15 @@ class RemoteSession:
         for lane, size, end in zip(lanes, self._sizes, accumulate(self._sizes), strict=True):
             part = inputs.rows(slice(end - size, end))
             jobs.append(asyncio.ensure_future(lane.step(part, num_wanted, watched, False)))
-        try:
-            return await asyncio.gather(*jobs)
-        except BaseException:  # interruptions included: some lanes may have done the step
+
+        async def go_back() -> None:  # some lanes may have done the step
             going_back = asyncio.ensure_future(_go_back(jobs, lanes))
             while not going_back.done():  # a further interruption must not skip the cleanup
                 with suppress(asyncio.CancelledError):
                     await asyncio.shield(going_back)
-            raise
+
+        async with awaited_on_error(go_back):
+            return await asyncio.gather(*jobs)
 
     def _become_one(self) -> None:
         """Join all rows into one lane; they are not divided again until ``reset``."""

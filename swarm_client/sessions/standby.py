@@ -13,6 +13,7 @@ from swarm_client.sessions.opening import Opener, Terms
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopEvent, HopSession
 from swarm_protocol.errors import PeerError, SwarmError
+from swarm_protocol.failures import undone_on_error
 
 _logger = logging.getLogger(__name__)
 _RETRY_S = 2.0
@@ -144,11 +145,8 @@ class StandbyReplicas:
         if server is None:
             return False
         replica = await self._opener.open_copy(hop, opening, after, server)
-        try:
+        with undone_on_error(replica.abandon):  # nobody else knows the replica
             await hop.copy(replica, _COPY_TIMEOUT_S)
-        except BaseException:  # interruptions included: nobody else knows the replica
-            replica.abandon()
-            raise
         self._replicas[hop.number] = replica
         return True
 

@@ -21,6 +21,7 @@ from swarm_client.speculation.policy import MOST_POSITIONS
 from swarm_client.speculation.speculation import Guessing, Speculation
 from swarm_models.checkpoints.family import cache_argument_of
 from swarm_protocol.errors import PeerBusy, SwarmError
+from swarm_protocol.failures import undone_on_error
 
 MOST_SHARING = 2  # sessions of a server; with more, no guesses are verified
 _FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # from the text
@@ -216,24 +217,26 @@ class SpeculativeGeneration:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = guesses.length + 1
         length = self._session.length
-        try:
-            return self._model(**inputs, return_dict=True)
-        except BaseException:  # interruptions included
+
+        def drop_guesses() -> None:
             self._session.crop(max(0, self._session.length - length - 1))  # guesses that were not verified
-            raise
+
+        with undone_on_error(drop_guesses):
+            return self._model(**inputs, return_dict=True)
 
     def _verified(self, guesses: Guesses, logits: torch.Tensor) -> Verified:
         """Verify the guesses. The session keeps the right ones, also if a streamer or a processor raises an error."""
         text = self._text
         length = text.ids.shape[1]
-        try:
-            found = verify(guesses, logits, text.choose)
-        except BaseException:  # interruptions included
+
+        def settle_chosen() -> None:
             chosen = text.ids[0, length:].tolist()
-            told = torch.tensor(chosen[:-1], dtype=guesses.token_ids.dtype)
-            rows = (guesses.token_ids[:, : len(told)] == told).all(1).nonzero().flatten().tolist()
+            known = torch.tensor(chosen[:-1], dtype=guesses.token_ids.dtype)
+            rows = (guesses.token_ids[:, : len(known)] == known).all(1).nonzero().flatten().tolist()
             self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses)
-            raise
+
+        with undone_on_error(settle_chosen):
+            found = verify(guesses, logits, text.choose)
         self._settle(found, guesses)
         return found
 

@@ -42,6 +42,7 @@ from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord, SwarmView
 from swarm_protocol.errors import AccessDenied, NoRoute, NoSwarm, PeerError, PeerUnavailable
+from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.rpc.shared import SharedReading, result_of
 from swarm_protocol.span import Span
@@ -123,12 +124,9 @@ class Swarm:
         await self._discovery.join()
         self.closed = False
         if self.wanted.by_name:
-            try:
+            async with awaited_on_error(self.close):
                 for sentence in unknown_names(await self.view(0.0), self.wanted):
                     _logger.warning("%s", sentence)
-            except BaseException:  # interruptions included
-                await self.close()
-                raise
         self.spawn(self._keep_fresh())
         self.spawn(self.lateness.watch())
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from swarm_client.transport.grpc_calls import GrpcStream
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.bundling import Outbox
@@ -49,13 +50,10 @@ class StepBundle:
     ) -> StepBundle:
         """Open the stream; call ``on_end`` when it ends. Raise SwarmError if refused, TimeoutError if unanswered."""
         bundle = cls(stream, on_end)
-        try:
+        with undone_on_error(stream.cancel):
             async with asyncio.timeout(timeout_s):
                 await stream.write(pb.StepBundle(key=bundle.key))
                 await stream.read()
-        except BaseException:  # interruptions included
-            stream.cancel()
-            raise
         bundle._begin()
         return bundle
 

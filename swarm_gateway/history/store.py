@@ -19,6 +19,7 @@ from typing import Any
 from swarm_gateway.history.work import Key, Reading, Tally
 from swarm_gateway.monitor.server_events import EventKind, SwarmEvent
 from swarm_protocol.dht.records import WorkTotals
+from swarm_protocol.failures import undone_on_error
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x53574D31  # marks a file as a history, in its header
@@ -112,11 +113,8 @@ class HistoryStore:
             path.parent.mkdir(parents=True, exist_ok=True)
         where = ":memory:" if path is None else str(path)
         self._connection = sqlite3.connect(where, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        try:
+        with undone_on_error(self._connection.close):  # nobody else could close it
             self._prepare(last_event_id)
-        except BaseException:  # raised again: nobody else could close the connection
-            self._connection.close()
-            raise
 
     def close(self) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.addresses import connects, require_answer, tcp_target
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import JoinRefused, NoSwarm
+from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.net.hivemind_parts import (
     MAX_DHT_TIME_DISCREPANCY_SECONDS,
     P2P,
@@ -94,19 +95,16 @@ async def start_joined(
         await require_answer(initial_peers)
     node = await dht_node.start(identity, listening)
     node.initial_peers = tuple(initial_peers)
-    try:
-        if initial_peers and is_reachable is not None:
-            dht_node.set_serving(node, await is_reachable(node.p2p))
-        if initial_peers and not await join_through(
-            node, initial_peers, timeout_s, are_alive=are_alive, on_wait=on_wait
-        ):
-            raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
-    except ValidationError as error:
-        await dht_node.stop(node)
-        raise refused(error) from None
-    except BaseException:  # raised again: nobody else knows the node
-        await dht_node.stop(node)
-        raise
+    async with awaited_on_error(lambda: dht_node.stop(node)):  # nobody else knows the node
+        try:
+            if initial_peers and is_reachable is not None:
+                dht_node.set_serving(node, await is_reachable(node.p2p))
+            if initial_peers and not await join_through(
+                node, initial_peers, timeout_s, are_alive=are_alive, on_wait=on_wait
+            ):
+                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
+        except ValidationError as error:
+            raise refused(error) from None
     return node
 
 

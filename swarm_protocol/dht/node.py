@@ -13,6 +13,7 @@ from typing import Any
 from swarm_protocol.dht.addresses import multiaddr, tcp_target
 from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.errors import NoSwarm
+from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.net.hivemind_parts import DHTID, P2P, DHTNode, P2PDaemonError, PeerID
 from swarm_protocol.net.identity import Identity
 
@@ -51,23 +52,20 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
         p2p = await _start_daemon(identity, listening)
     except (P2PDaemonError, OSError) as error:
         raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
-    try:
-        async with asyncio.timeout(_NODE_TIMEOUT_S):
-            return await _Node.create(
-                p2p=p2p,
-                node_id=node_id,
-                client_mode=listening.host is None,
-                record_validator=Validator(identity.private_key),
-                cache_refresh_before_expiry=0,
-                cache_nearest=0,  # otherwise a reader sends all that it has read to one more node,
-                cache_on_store=False,  # and a server that has read a key reads it again at each store
-            )
-    except TimeoutError:
-        await _stop_daemon(p2p)
-        raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
-    except BaseException:  # raised again: nobody else knows the daemon
-        await _stop_daemon(p2p)
-        raise
+    async with awaited_on_error(lambda: _stop_daemon(p2p)):  # nobody else knows the daemon
+        try:
+            async with asyncio.timeout(_NODE_TIMEOUT_S):
+                return await _Node.create(
+                    p2p=p2p,
+                    node_id=node_id,
+                    client_mode=listening.host is None,
+                    record_validator=Validator(identity.private_key),
+                    cache_refresh_before_expiry=0,
+                    cache_nearest=0,  # otherwise a reader sends all that it has read to one more node,
+                    cache_on_store=False,  # and a server that has read a key reads it again at each store
+                )
+        except TimeoutError:
+            raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
 
 
 async def start_again(ended: DHTNode, identity: Identity, listening: Listening) -> DHTNode:

@@ -15,6 +15,7 @@ import grpc
 
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.rpc.shared import result_of
@@ -242,16 +243,13 @@ async def _ask(
 
     The stream is closed on refusal. Raises PeerUnavailable.
     """
-    try:
-        member = pb.Member() if circuit.is_direct else membership.shown(streams.peer_id, circuit.relay_id)
-        await write_message(stream.writer, pb.Open(target=circuit.target, member=member, port=port))
-        answer = await read_message(stream.reader, pb.Opened, HELLO_TIMEOUT_S)
-    except (OSError, BadReply) as error:
-        stream.abort()
-        raise PeerUnavailable(f"the tunnel was not opened: {error}", circuit.target) from None
-    except BaseException:  # cancelled, for example
-        stream.abort()
-        raise
+    with undone_on_error(stream.abort):
+        try:
+            member = pb.Member() if circuit.is_direct else membership.shown(streams.peer_id, circuit.relay_id)
+            await write_message(stream.writer, pb.Open(target=circuit.target, member=member, port=port))
+            answer = await read_message(stream.reader, pb.Opened, HELLO_TIMEOUT_S)
+        except (OSError, BadReply) as error:
+            raise PeerUnavailable(f"the tunnel was not opened: {error}", circuit.target) from None
     if answer.refusal:
         stream.close()
         raise PeerUnavailable(answer.refusal, circuit.target)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.streams.streams import Stream
@@ -77,26 +79,19 @@ class Hole:
     async def _made(self, host: str, port: int) -> socket.socket:
         while True:
             connection = self._bound(self.port)
-            try:
+            with suppress(OSError), undone_on_error(connection.close):
                 await asyncio.get_running_loop().sock_connect(connection, (host, port))
                 return connection
-            except OSError:  # refused: the remote router has not seen the peer's packet yet
-                connection.close()
-            except BaseException:  # cancelled, for example
-                connection.close()
-                raise
+            # It was refused: the remote router has not seen the peer's packet yet.
             await asyncio.sleep(_AGAIN_S)
 
     def _bound(self, port: int) -> socket.socket:
         bound = socket.socket(self._family, socket.SOCK_STREAM)
-        try:
+        with undone_on_error(bound.close):  # the caller has no socket that it could close
             bound.setblocking(False)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(("", port))
-        except BaseException:  # raised again: the caller has no socket that it could close
-            bound.close()
-            raise
         return bound
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from swarm_protocol.errors import RequestRejected
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.lora import PlacedAdapter
@@ -132,10 +133,9 @@ class Session:
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:
         """Return to the present state if the context ends with an error."""
-        with ExitStack() as undo:
-            undo.callback(self.enter, self.state)
+        before = self.state
+        with undone_on_error(lambda: self.enter(before)):
             yield
-            undo.pop_all()
 
     def forget_promise(self) -> None:
         """Make the next step reserve its room itself, because the promise was taken back."""

@@ -15,6 +15,7 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionLost
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.net.shares import Caller, address_of
 from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -204,12 +205,9 @@ class BlocksService(BlocksServicer):
             raise RequestRejected("a reroute has no messages: expected one with the session's key")
         hosted = self._sessions().find(first.session_key, client)
         reservation = ByteReservation(arrivals)  # closed when the steps have been sent
-        with ExitStack() as undo:
-            undo.callback(reservation.close)
+        with undone_on_error(reservation.close):
             steps = await read_resent(incoming, first, reservation)
-            progress = await hosted.reroute(first, steps, reservation.close)
-            undo.pop_all()
-        return progress
+            return await hosted.reroute(first, steps, reservation.close)
 
     async def Copy(self, request: pb.CopyRequest, context: _Context) -> pb.SessionProgress:
         client = self._callers.admit(context)

@@ -45,7 +45,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["wire", "untrusted", "imports", "telemetry"],
         ["codecs"],
         ["errors"],
-        ["span", "pb", "atomic_file", "file_lock", "config_flags", "system"],
+        ["span", "pb", "atomic_file", "file_lock", "config_flags", "failures", "system"],
     ],
     "swarm_models": [
         [DOOR],

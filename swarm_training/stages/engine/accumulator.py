@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
+from swarm_protocol.failures import undone_on_error
 
 MAX_MICRO_BATCHES = 4096
 GRID = 2.0**-40  # the unit of float64 sums
@@ -118,20 +119,24 @@ class Accumulator:
             self._check(step, m)
             gradients = self._pending.get((m, trainer))
             if gradients is not None:
-                num_added = 0
-                try:
-                    for part, flat in self._parts(gradients):
-                        part += flat
-                        num_added += 1
-                except BaseException:  # such as too little memory: some peer will compute the micro-batch again
-                    for part, flat in self._parts(gradients[:num_added]):
-                        part -= flat
-                    raise
+                self._add(gradients)
                 self._done.add(m)
             if m in self._done:
                 for key in [key for key in self._pending if key[0] == m]:
                     self._drop(key)
             return m in self._done
+
+    def _add(self, gradients: Sequence[Tensor]) -> None:
+        num_added = 0
+
+        def subtract() -> None:
+            for part, flat in self._parts(gradients[:num_added]):
+                part -= flat
+
+        with undone_on_error(subtract):  # such as too little memory: some peer will compute the micro-batch again
+            for part, flat in self._parts(gradients):
+                part += flat
+                num_added += 1
 
     def _parts(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield views of the sums, each with its summand; one by one, since all summands are as large as the sums."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, SwarmError
+from swarm_protocol.failures import awaited_on_error
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.stages.audit.auditor import Auditor
@@ -44,23 +45,22 @@ class Passes:
         When it returns, ``claims`` has what was committed, or may have been. Raises as ``Asking.ask``.
         """
         commits: list[asyncio.Task[None]] = []
-        try:
-            for stage in backwards_needed(lacking, frozenset(trace.grads), self.num_stages):
-                reply, peer = await self._backward(stage, number, trace, stage in lacking)
-                if reply.grad is not None:
-                    trace.grads[stage - 1] = reply.grad
-                if stage == self.num_stages - 1:
-                    trace.loss.set(reply.loss_sum, reply.num_tokens)
-                if stage in lacking:
-                    commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
-            await asyncio.gather(*commits)
-        except asyncio.CancelledError:
-            for commit in commits:
-                commit.cancel()
-            raise
-        except BaseException:  # commits that have begun must be in ``claims`` before any error goes on
-            await asyncio.gather(*commits, return_exceptions=True)
-            raise
+        # Commits that have begun must be in ``claims`` before any error goes on.
+        async with awaited_on_error(lambda: asyncio.gather(*commits, return_exceptions=True)):
+            try:
+                for stage in backwards_needed(lacking, frozenset(trace.grads), self.num_stages):
+                    reply, peer = await self._backward(stage, number, trace, stage in lacking)
+                    if reply.grad is not None:
+                        trace.grads[stage - 1] = reply.grad
+                    if stage == self.num_stages - 1:
+                        trace.loss.set(reply.loss_sum, reply.num_tokens)
+                    if stage in lacking:
+                        commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
+                await asyncio.gather(*commits)
+            except asyncio.CancelledError:
+                for commit in commits:
+                    commit.cancel()
+                raise
 
     async def compute_backward(self, stages: Iterable[int], number: int, trace: Trace) -> None:
         """Compute these stages, the last of them first, and have nothing counted. The trace has the gradient of the

@@ -1,0 +1,62 @@
+"""What is done when a block of code fails: its effects are undone, its error is translated, or it is logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+
+@contextmanager
+def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` if the context ends with an error or an interruption, which then goes on to the caller."""
+    try:
+        yield
+    except BaseException:  # raised again; Ctrl-C and cancellation leave half of the work behind as errors do
+        undo()
+        raise
+
+
+@asynccontextmanager
+async def awaited_on_error(undo: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Await ``undo()`` if the context ends with an error or a cancellation, which then goes on to the caller."""
+    try:
+        yield
+    except BaseException:  # raised again, as above
+        await undo()
+        raise
+
+
+@contextmanager
+def any_error_as(translation: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Raise ``translation(error)`` in place of any error, for foreign code that works on files of strangers.
+
+    Such code may raise any exception: transformers compares and calls the values that it finds in a configuration,
+    tokenizers are written in Rust, and decoders of pictures and numpy stumble over sizes that do not fit.
+    """
+    try:
+        yield
+    except Exception as error:  # the reason is in the docstring; interruptions go on as they are
+        raise translation(error) from error
+
+
+@contextmanager
+def logged_errors(logger: logging.Logger, message: str, *arguments: object, level: int = logging.ERROR) -> Iterator[None]:
+    """Log an error of the context, with its traceback, and go on behind the context.
+
+    This is for work that must not end its caller, whatever it meets: callbacks of users, and work that is repeated.
+    """
+    try:
+        yield
+    except Exception:  # the reason is in the docstring; interruptions go on as they are
+        logger.log(level, message, *arguments, exc_info=True)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error's message in one line, or the name of its class if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message, or the name of its class if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
