@@ -29,27 +29,34 @@ async def awaited_on_error(undo: Callable[[], Awaitable[object]]) -> AsyncIterat
 
 @contextmanager
 def any_error_as(translation: Callable[[Exception], Exception]) -> Iterator[None]:
-    """Raise ``translation(error)`` in place of any error, for foreign code that works on files of strangers.
+    """Raise ``translation(error)`` in place of any error, where a caller can only handle the translation.
 
-    Such code may raise any exception: transformers compares and calls the values that it finds in a configuration,
-    tokenizers are written in Rust, and decoders of pictures and numpy stumble over sizes that do not fit.
+    This is for foreign code that works on files of strangers, which may raise any exception: transformers compares and
+    calls the values that it finds in a configuration, tokenizers are written in Rust, and decoders of pictures and
+    numpy stumble over sizes that do not fit. It is also for servers, whose clients get an answer for each error.
     """
     try:
         yield
     except Exception as error:  # the reason is in the docstring; interruptions go on as they are
-        raise translation(error) from error
+        translated = translation(error)
+        raise translated from None if translated is error else error
 
 
 @contextmanager
-def logged_errors(logger: logging.Logger, message: str, *arguments: object, level: int = logging.ERROR) -> Iterator[None]:
-    """Log an error of the context, with its traceback, and go on behind the context.
+def logged_errors(
+    logger: logging.Logger, message: str, *arguments: object, level: int = logging.ERROR
+) -> Iterator[None]:
+    """Log an error of the context, and go on behind the context. A warning has no traceback, other levels have one.
 
     This is for work that must not end its caller, whatever it meets: callbacks of users, and work that is repeated.
     """
     try:
         yield
-    except Exception:  # the reason is in the docstring; interruptions go on as they are
-        logger.log(level, message, *arguments, exc_info=True)
+    except Exception as error:  # the reason is in the docstring; interruptions go on as they are
+        if level == logging.WARNING:
+            logger.warning(f"{message}: %s", *arguments, one_line(error))
+        else:
+            logger.log(level, message, *arguments, exc_info=True)
 
 
 def one_line(error: BaseException) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swarm_protocol.failures import first_line
+
 
 class Grade(StrEnum):
     OK = "ok"
@@ -62,8 +64,7 @@ def _findings(check: DoctorCheck) -> list[Finding]:
         try:
             results.put(list(check.run()))
         except Exception as error:  # a machine may be broken in any way
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            results.put([failed(check.subject, f"cannot be checked: {reason}", "see --log-level debug")])
+            results.put([failed(check.subject, f"cannot be checked: {first_line(error)}", "see --log-level debug")])
 
     threading.Thread(target=run, name=check.subject, daemon=True).start()
     try:

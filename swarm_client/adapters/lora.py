@@ -22,7 +22,7 @@ from swarm_models.checkpoints.peft_files import (
     require_names,
 )
 from swarm_models.checkpoints.safetensors_file import read_header
-from swarm_protocol.failures import undone_on_error
+from swarm_protocol.failures import first_line, undone_on_error
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -200,7 +200,7 @@ def _directory(name_or_path: str, subfolder: str | None = None, **hub_options: A
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             path = Path(hf_hub_download(name_or_path, name, subfolder=subfolder, **hub_options))
     except (OSError, ValueError) as error:  # includes every error of huggingface_hub
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise ValueError(f"adapter {name_or_path} is neither a directory nor one on the hub: {reason}") from None
     return path.parent
 

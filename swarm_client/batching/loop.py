@@ -7,9 +7,10 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from transformers import LogitsProcessorList
@@ -28,6 +29,7 @@ from swarm_client.speculation.generating import Ends, GeneratedText, has_room, r
 from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.speculation import Guessing
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.wire.block_input import BlockInput
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ _BETWEEN_GROUPS_S = 1e-3
 _SCORED_TOGETHER = 64  # tokens of a prompt
 _RESERVED_TOKENS = 256  # the most new tokens in the first lease, which grows with its session
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,10 +155,7 @@ class GenerationLoop:
         with torch.no_grad(), HeadInput(self._model, draft is not None and draft.num_hidden > 0) as self._head_input:
             while True:
                 events = self._next_events()
-                try:
-                    self._turn(events)
-                except Exception as error:  # our own bug: nobody waits for ever, and the loop goes on
-                    self._end(self._rows.copy(), error)
+                self._done(self._rows, partial(self._turn, events))
                 if None in events:
                     self._end(self._rows.copy(), RequestRejected("the generation loop was closed"))
                     return
@@ -214,14 +214,17 @@ class GenerationLoop:
 
     def _chosen(self, rows: list[BatchRow], hidden: list[torch.Tensor]) -> list[BatchRow]:
         """Choose the next token of these rows from their last hidden states; return the rows that continue."""
-        try:
+
+        def states_and_tokens() -> tuple[list[torch.Tensor | None], list[Token | Exception]]:
             last_ids = torch.tensor([[row.last] for row in rows])
             logits = self._batched.logits(last_ids, torch.cat(hidden), [row.session for row in rows])
             states = [self._head_input.of_row(number) for number in range(len(rows))]  # processors may call the model
-            tokens = choose([row.choice for row in rows], logits.cpu())
-        except Exception as error:  # any error of a family's own code; other generations go on
-            self._end(rows, error)
+            return states, choose([row.choice for row in rows], logits.cpu())
+
+        computed = self._done(rows, states_and_tokens)
+        if computed is None:
             return []
+        states, tokens = computed
         going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
         for row, state, goes_on in zip(rows, states, going_on, strict=True):
             if goes_on:
@@ -240,10 +243,8 @@ class GenerationLoop:
             ending = self._taken(row, token)
             return (-1 if isinstance(token, Exception) else token.id), ending is not None
 
-        try:
-            logits = self._batched.logits_of_all(row.next_ids, hidden, row.session)
-        except Exception as error:  # as above
-            self._end([row], error)
+        logits = self._done([row], lambda: self._batched.logits_of_all(row.next_ids, hidden, row.session))
+        if logits is None:
             return False
         state = self._head_input.of_row(0)
         found = verify(row.guesses, logits, choose_one)
@@ -263,23 +264,22 @@ class GenerationLoop:
         """
         ids, num_left = row.choice.token_ids, hidden.shape[1] - 1  # the last position predicts the first new token
         first, num = len(scored) - 1, min(num_left, _SCORED_TOGETHER)
-        if num:
-            try:
-                of, after = torch.tensor([ids[first : first + num]]), hidden.shape[1] - num
-                logits = self._batched.logits_of_all(of, hidden[:, :num], row.session, after)[0].cpu()
-                new = zip(ids[first + 1 : first + 1 + num], logits, strict=True)
-                scored += [token_of(row.choice.num_logprobs, token_id, each) for token_id, each in new]
-            except Exception as error:  # as above
-                self._end([row], error)
-                return False
+
+        def new_scores() -> list[Token]:
+            of, after = torch.tensor([ids[first : first + num]]), hidden.shape[1] - num
+            logits = self._batched.logits_of_all(of, hidden[:, :num], row.session, after)[0].cpu()
+            new = zip(ids[first + 1 : first + 1 + num], logits, strict=True)
+            return [token_of(row.choice.num_logprobs, token_id, each) for token_id, each in new]
+
+        new = self._done([row], new_scores) if num else []
+        if new is None:
+            return False
+        scored += new
         if num < num_left:
             self._inbox.put(_Stepped(row, hidden[:, num:]))
             return False
         row.end_scoring()
-        try:
-            row.listener.scored(scored)
-        except Exception:  # the listener has gone
-            _logger.debug("a generation has lost its listener", exc_info=True)
+        if not _is_heard(lambda: row.listener.scored(scored)):
             self._forget([row])
             return False
         return True
@@ -296,12 +296,7 @@ class GenerationLoop:
         if isinstance(token, Exception):
             return token
         reason = row.take(token)
-        try:
-            row.listener.token(token)
-        except Exception:  # the listener has gone, or its event loop
-            _logger.debug("a generation has lost its listener", exc_info=True)
-            return "lost"
-        return reason
+        return reason if _is_heard(lambda: row.listener.token(token)) else "lost"
 
     def _finish(self, row: BatchRow, ending: _Ending) -> None:
         if ending == "lost":
@@ -317,10 +312,8 @@ class GenerationLoop:
         groups = groups_of(decoding, len(self._rows), _num_hops(decoding))
         started = []
         for group in [*groups, *([row] for row in rows if not row.is_decoding)]:
-            try:
-                inputs = self._inputs(group)
-            except Exception as error:  # as above
-                self._end(group, error)
+            inputs = self._done(group, partial(self._inputs, group))
+            if inputs is None:
                 continue
             together = frozenset(group)
             for row in group:
@@ -337,16 +330,23 @@ class GenerationLoop:
         ids = torch.cat([row.next_ids for row in group])  # only a row that is alone has guesses
         return self._batched.inputs(ids, [row.session for row in group], [row.shift for row in group])
 
+    def _done(self, rows: Collection[BatchRow], work: Callable[[], T]) -> T | None:
+        """Return the result of the work. If it fails, end these rows, and return None: the loop goes on for others."""
+        try:
+            return work()
+        except (
+            Exception
+        ) as error:  # of a model family's own code, or a bug: the listeners get it, nobody waits for ever
+            self._end(rows, error)
+            return None
+
     def _end(self, rows: Iterable[BatchRow], reason: FinishReason | BaseException) -> None:
         rows = list(rows)
         if isinstance(reason, BaseException) and not isinstance(reason, SwarmError | ValueError):
             _logger.error("a generation has failed", exc_info=reason)
         self._forget(rows)
         for row in rows:
-            try:
-                row.listener.ended(reason)
-            except Exception:  # the listener has gone
-                _logger.debug("a generation has lost its listener", exc_info=True)
+            _is_heard(partial(row.listener.ended, reason))
 
     def _forget(self, rows: Iterable[BatchRow]) -> None:
         for row in rows:
@@ -374,6 +374,14 @@ class GenerationLoop:
         except Exception as error:  # a SwarmError, or a bug that is logged; the listener must get it
             hidden = error
         self._inbox.put(_Stepped(row, hidden))
+
+
+def _is_heard(call: Callable[[], None]) -> bool:
+    """Call the listener. Return whether it has taken the call; it cannot once it, or its event loop, has gone."""
+    with logged_errors(_logger, "a generation has lost its listener", level=logging.DEBUG):
+        call()
+        return True
+    return False
 
 
 def _num_hops(rows: Iterable[BatchRow]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from swarm_client.core.background import now_s
 from swarm_protocol.dht.records import short_id
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.span import Span
 from swarm_protocol.telemetry.tracing import tracing
 
@@ -196,10 +197,8 @@ class Reporter:
         _logger.warning("%s", event)
         tracing().event(type(event).__name__, _attributes(event))
         if self._on_event is not None:
-            try:
+            with logged_errors(_logger, "the callback for events failed"):  # user code: the session goes on
                 self._on_event(event)
-            except Exception:  # user code: the session goes on, whatever it raises
-                _logger.exception("the callback for events failed")
 
     def _newly_stalled_s(self, seconds: float) -> float:
         """Return the part of the ended stall that no earlier stall covers: lanes can stand still together."""

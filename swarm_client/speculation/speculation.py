@@ -6,7 +6,9 @@ import copy
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +17,7 @@ from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guess
 from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, PassCosts, Policy, Size
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 LEAST_PASS_S = 0.04  # if the user asked for no draft, models faster than 25 tokens/s run without guesses
 
 
@@ -152,25 +155,21 @@ class Guessing:
         self._confirm(token_ids, before)
 
     def _made(self, plan: DraftPlan) -> Guesses:
-        if self._session is not None:
-            try:
-                return self._session.guess(plan, self._ranking)
-            except Exception as error:  # any error of a model's own code, or too little memory
-                self._give_up(error)
-        return Guesses.none()
+        return self._by_draft(lambda draft: draft.guess(plan, self._ranking)) or Guesses.none()
 
     def _confirm(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
         self._num_unread += len(token_ids)
+        self._by_draft(lambda draft: draft.confirm(token_ids, hidden))
+
+    def _by_draft(self, work: Callable[[DraftSession], T]) -> T | None:
+        """Return what the draft's session does; None without one. If it fails, the text continues without guesses."""
         if self._session is not None:
             try:
-                self._session.confirm(token_ids, hidden)
-            except Exception as error:  # as above
-                self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        """Continue the text without guesses."""
-        self._session = None
-        _logger.warning("the draft has failed, and guesses no more of this text: %s", error, exc_info=error)
+                return work(self._session)
+            except Exception as error:  # any error of a model's own code, or too little memory
+                self._session = None
+                _logger.warning("the draft has failed, and guesses no more of this text: %s", error, exc_info=error)
+        return None
 
     def end(self) -> None:
         if self.stats.guesses:

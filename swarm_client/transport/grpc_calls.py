@@ -14,6 +14,7 @@ import grpc
 
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import AccessDenied, BadReply, PeerError, PeerUnavailable, SwarmError
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.rpc.shared import is_cancelled, num_cancellations
 from swarm_protocol.span import Span
 from swarm_protocol.telemetry.tracing import tracing
@@ -48,22 +49,17 @@ async def translated(
 ) -> AsyncIterator[None]:
     """Translate gRPC's errors into this library's. ``call``: a written call, which is cancelled on any error."""
     first, num_before = None if call is None else FirstStatus(call), num_cancellations()
-    try:
-        yield
-    except _ENDED as error:
-        if num_cancellations() > num_before:
-            raise asyncio.CancelledError from None  # see ``swarm_protocol.rpc.channels.translated``
-        raise await _translation(error, server, span, call, first) from None
-    except asyncio.CancelledError:
-        if call is not None:
-            call.cancel()
-        if is_cancelled():
-            raise
-        raise _closed(server, span) from None  # a CancelledError would make the waiting caller look cancelled
-    except BaseException:  # any error of the caller's block
-        if call is not None:
-            call.cancel()
-        raise
+    with undone_on_error(lambda: call is not None and call.cancel()):
+        try:
+            yield
+        except _ENDED as error:
+            if num_cancellations() > num_before:
+                raise asyncio.CancelledError from None  # see ``swarm_protocol.rpc.channels.translated``
+            raise await _translation(error, server, span, call, first) from None
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise _closed(server, span) from None  # a CancelledError would make the waiting caller look cancelled
 
 
 async def _translation(

@@ -21,6 +21,7 @@ from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.endpoints import answer_chunks
 from swarm_gateway.web.http import Gateway, as_api_error
+from swarm_protocol.failures import any_error_as
 from swarm_protocol.process.routine import end_tasks
 
 _LOOK_S = 1.0  # between two looks at whether others wait
@@ -180,9 +181,9 @@ class BatchWorker:
             chunks = answer_chunks(self._gateway, line.asked, line.num_bytes, key, time.perf_counter())
         status = 200
         try:
-            body = json.loads(b"".join([chunk async for chunk in chunks]))
-        except Exception as failure:  # whatever a request may fail with, its line says so
-            error = as_api_error(failure)
+            with any_error_as(as_api_error):  # whatever a request may fail with, its line says so
+                body = json.loads(b"".join([chunk async for chunk in chunks]))
+        except ApiError as error:
             if error.status in (429, 503):
                 job.pending.appendleft(line)
                 job.resting_until_s = time.monotonic() + _RETRY_S

@@ -171,6 +171,8 @@ class QueuedGenerations:
         """
         queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._write(choice, queue)) for choice in range(len(self.requests))]
+        for task in tasks:  # an error is raised below
+            task.add_done_callback(lambda task: queue.put_nowait(None if task.cancelled() else task.exception()))
         try:
             num_ended = 0
             while num_ended < len(tasks):
@@ -186,15 +188,10 @@ class QueuedGenerations:
                 place.leave()
 
     async def _write(self, choice: int, queue: asyncio.Queue[Item | BaseException | None]) -> None:
-        try:
-            with GenerationTrace(self.operation, self.model.name, self.requests[choice]) as trace:
-                async with self.places[choice]:
-                    trace.starts("prompt")
-                    await self._generate(choice, queue, trace)
-        except Exception as error:  # ``items`` raises it
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
+        with GenerationTrace(self.operation, self.model.name, self.requests[choice]) as trace:
+            async with self.places[choice]:
+                trace.starts("prompt")
+                await self._generate(choice, queue, trace)
 
     async def _generate(
         self, choice: int, queue: asyncio.Queue[Item | BaseException | None], trace: GenerationTrace

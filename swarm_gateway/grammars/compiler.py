@@ -19,6 +19,7 @@ from transformers import LogitsProcessor
 
 from swarm_gateway.grammars import schema_check
 from swarm_gateway.limits.admission import ApiError
+from swarm_protocol.failures import any_error_as
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -101,12 +102,13 @@ class GrammarCompiler:
             if self._made is None:
                 from llguidance.hf import from_tokenizer
 
-                try:
-                    self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self.end_ids)
-                except Exception as error:  # any error of Rust, for any content of a stranger's tokenizer
+                def refusal(error: Exception) -> ApiError:
                     name = type(self._tokenizer).__name__
                     message = f"{param} is not supported with this model, whose tokenizer is {name}: {error}"
-                    raise ApiError(400, message, param=param, code="unsupported_parameter") from None
+                    return ApiError(400, message, param=param, code="unsupported_parameter")
+
+                with any_error_as(refusal):
+                    self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self.end_ids)
             return self._made
 
 

@@ -22,6 +22,7 @@ from swarm_gateway.monitor.monitor import SwarmSnapshot
 from swarm_gateway.monitor.server_events import SwarmEvent, events_between
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.errors import NoSwarm, SwarmError
+from swarm_protocol.failures import logged_errors
 
 _logger = logging.getLogger(__name__)
 SAMPLE_S = 10.0
@@ -147,13 +148,12 @@ class HistoryRecorder:
     async def _run(self) -> None:
         while True:
             began_s = now_s()
-            try:
-                await self._look(self._pause_s())
-            except (SwarmError, OSError, TimeoutError) as error:
-                _logger.info("the swarm cannot be looked at: %s", error)
-                self._tell(replace(self._observation, time=self._clock(), trouble=str(error) or repr(error)))
-            except Exception:  # the recorder goes on, whatever a look has met
-                _logger.exception("a look at the swarm failed; the next may not")
+            with logged_errors(_logger, "a look at the swarm failed; the next may not"):
+                try:
+                    await self._look(self._pause_s())
+                except (SwarmError, OSError, TimeoutError) as error:
+                    _logger.info("the swarm cannot be looked at: %s", error)
+                    self._tell(replace(self._observation, time=self._clock(), trouble=str(error) or repr(error)))
             while now_s() < began_s + self._pause_s():
                 await asyncio.sleep(min(_LOOK_S, began_s + self._pause_s() - now_s()))
 

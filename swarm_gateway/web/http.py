@@ -22,6 +22,7 @@ from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.web.metrics import DISCONNECTED, Metrics
 from swarm_gateway.web.models import Models
 from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.failures import any_error_as
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.printable import printable
@@ -112,16 +113,18 @@ class ChunkedResponse(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
             try:
-                chunk = await anext(chunks)
-            except Exception as error:  # a client gets an answer for each error
-                return await refusal(as_api_error(error), self._dialect)(scope, receive, send)
+                with any_error_as(as_api_error):  # a client gets an answer for each error
+                    chunk = await anext(chunks)
+            except ApiError as error:
+                return await refusal(error, self._dialect)(scope, receive, send)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             try:
-                async for chunk in chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except Exception as error:  # the same, in the stream
-                last = self._dialect.chunk(self._dialect.error(as_api_error(error)))
+                with any_error_as(as_api_error):  # the same, in the stream
+                    async for chunk in chunks:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except ApiError as error:
+                last = self._dialect.chunk(self._dialect.error(error))
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 

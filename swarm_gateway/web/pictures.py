@@ -14,6 +14,7 @@ import torch
 
 from swarm_gateway.limits.admission import ApiError
 from swarm_models.checkpoints.default_model import locate
+from swarm_protocol.failures import any_error_as, logged_errors, one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,11 +50,8 @@ class PictureReader:
         if len(urls) > MOST_PICTURES:
             raise ApiError(400, f"{len(urls)} pictures: expected at most {MOST_PICTURES}", param="messages")
         pictures = pictures_at(urls)
-        try:
+        with any_error_as(_refused):
             given = self._processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
-        except Exception as error:  # each processor refuses pictures with its own exceptions
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ApiError(400, f"the model's processor refuses the pictures: {reason}", param="messages") from None
         ids = given.pop("input_ids")[0].tolist()
         others = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         others.pop("attention_mask", None)
@@ -86,17 +84,17 @@ def _opened(url: str) -> Image:
     if match is None:
         message = "a picture's URL is not data:image/…;base64,…: this server fetches no pictures from elsewhere"
         raise ApiError(400, message, param="messages")
-    try:
+    with any_error_as(_unreadable):
         return Image.open(io.BytesIO(base64.b64decode(match[1], validate=True)), formats=_FORMATS)
-    except Exception as error:  # a stranger's bytes may cause any error in the decoders
-        raise _unreadable(error) from None
 
 
 def _decoded(picture: Image) -> Image:
-    try:
+    with any_error_as(_unreadable):
         return picture.convert("RGB")
-    except Exception as error:  # as above
-        raise _unreadable(error) from None
+
+
+def _refused(error: Exception) -> ApiError:
+    return ApiError(400, f"the model's processor refuses the pictures: {one_line(error)}", param="messages")
 
 
 def _unreadable(error: Exception) -> ApiError:
@@ -108,12 +106,13 @@ def picture_reader_at(location: str, revision: str | None) -> PictureReader | No
     """Return the reader for a model that sees; None if its processor cannot be loaded, which is logged."""
     from transformers import AutoProcessor, ProcessorMixin
 
-    place = locate(location)
-    try:
+    place, found = locate(location), None
+    with logged_errors(
+        _logger,
+        "%s takes text alone, because its processor of pictures cannot be loaded",
+        location,
+        level=logging.WARNING,  # a stranger's files may cause any error in the libraries
+    ):
         is_here = Path(place).expanduser().exists()
         found = AutoProcessor.from_pretrained(place, revision=None if is_here else revision, trust_remote_code=False)
-    except Exception as error:  # a stranger's files may cause any error in the libraries
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        _logger.warning("%s takes text alone, because its processor of pictures cannot be loaded: %s", location, reason)
-        return None
     return PictureReader(found) if isinstance(found, ProcessorMixin) else None

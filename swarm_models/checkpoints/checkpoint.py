@@ -17,6 +17,7 @@ from swarm_models.checkpoints.formats.shards import ShardedWeights
 from swarm_models.checkpoints.gguf.weights import GgufWeights
 from swarm_models.checkpoints.safetensors_file import StoredTensor
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.failures import any_error_as, one_line
 from swarm_protocol.untrusted.json_file import read_object
 from swarm_protocol.untrusted.numbers import require_finite
 
@@ -77,10 +78,8 @@ class ModelCheckpoint:
             return None
         raw = read_object(path)
         require_finite(raw, path)
-        try:
+        with any_error_as(lambda error: CheckpointError(f"{path} is no generation config: {one_line(error)}")):
             return GenerationConfig.from_dict(raw)
-        except Exception as error:  # transformers may raise any type here: it compares and calls the values it is given
-            raise CheckpointError(f"{path} is no generation config: {_one_line(error)}") from error
 
     # ------------------------------------------------------------ tensors
 
@@ -180,7 +179,3 @@ class ModelCheckpoint:
 def is_fingerprint(revision: str) -> bool:
     """Return whether a revision is the fingerprint of a directory or GGUF file, not a commit of the hub."""
     return len(revision) == FINGERPRINT_HEX
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -11,6 +11,7 @@ import copy
 import inspect
 import re
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from swarm_models.checkpoints.family import Family, cache_argument_of, max_positions
 from swarm_models.checkpoints.hollow_model import RangesOnCpu, hf_loader, load_hollow_model
 from swarm_protocol.errors import UnsupportedModel
+from swarm_protocol.failures import any_error_as
 from swarm_protocol.imports.versions import untested_transformers
 from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES
 
@@ -98,11 +100,8 @@ def describe(config: PreTrainedConfig) -> Family:
 def _describe(config: PreTrainedConfig) -> Family:
     _check_config(config)
     base_class: Any = MODEL_MAPPING[type(config)]
-    try:
-        with weight_init.no_init_weights(), torch.device("meta"), RangesOnCpu():
-            base = base_class(copy.deepcopy(config))
-    except Exception as error:  # each model class rejects a config with its own exceptions
-        raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error
+    with any_error_as(partial(_not_built, config)), weight_init.no_init_weights(), torch.device("meta"), RangesOnCpu():
+        base = base_class(copy.deepcopy(config))
     family = _read_facts(base, config)
     _check_blocks(base, family)
     return _probe(base, family, config)
@@ -260,10 +259,8 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
 
     The run also shows whether the base model expects blocks to return tuples, and which masks it passes to them.
     """
-    try:
+    with any_error_as(partial(_not_built, config)):  # there may be no memory for tables of that size, too
         hollow, _ = load_hollow_model(family, config)
-    except Exception as error:  # any exception, as in ``_describe``; or there is no memory for tables of that size
-        raise _unsupported(config, f"transformers cannot build it from this config ({_one_line(error)})") from error
     blocks = getattr(family.owner_of(base), family.blocks)
     setattr(family.owner_of(hollow), family.blocks, blocks)
     hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -274,10 +271,10 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
         for block in blocks:
             block.forward = recorder
         try:
-            with torch.inference_mode():
+            with any_error_as(partial(_not_run, config)), torch.inference_mode():
                 output = hollow(inputs_embeds=hidden, attention_mask=mask, use_cache=False).last_hidden_state
-        except Exception as error:  # third-party modelling code: any exception means that the model cannot be split
-            problem = problem or f"without its blocks it fails with {_one_line(error)}"
+        except UnsupportedModel as error:
+            problem = problem or error
             continue
         unknown = sorted(recorder.arguments - BLOCK_ARGUMENTS)
         if unknown:
@@ -285,9 +282,17 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
         if output.shape == hidden.shape and recorder.shapes == {tuple(hidden.shape)}:
             if torch.equal(output, hidden):
                 return replace(family, returns_tuple=returns_tuple, mask_covers_past=recorder.mask_dims != {mask.dim()})
-            problem = "it changes hidden states outside its blocks"
-    raise _unsupported(config, problem or "hidden states change their shape between its blocks")
+            problem = _unsupported(config, "it changes hidden states outside its blocks")
+    raise problem or _unsupported(config, "hidden states change their shape between its blocks")
 
 
-def _one_line(error: Exception) -> str:
+def _not_built(config: PreTrainedConfig, error: Exception) -> UnsupportedModel:
+    return _unsupported(config, f"transformers cannot build it from this config ({_with_type(error)})")
+
+
+def _not_run(config: PreTrainedConfig, error: Exception) -> UnsupportedModel:
+    return _unsupported(config, f"without its blocks it fails with {_with_type(error)}")
+
+
+def _with_type(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

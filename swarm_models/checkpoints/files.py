@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 
 from swarm_models.checkpoints.default_model import check_location
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.failures import first_line
 
 CONFIG = "config.json"
 WEIGHTS, GGUF = ".safetensors", ".gguf"
@@ -232,20 +233,20 @@ class HubModel:
     @property
     def is_public(self) -> bool:
         """Return whether anybody can download the model without a token or terms; False if the hub does not answer."""
-        try:
-            info = HfApi(token=False).model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S)
-        except Exception:  # any error, as in _listed_files
-            return False
-        return not info.private and not info.gated
+        info = self._model_info(token=False)
+        return info is not None and not info.private and not info.gated
 
     def _listed_files(self) -> list[str]:
         """Return the names of all files on the hub; an empty list if it cannot be reached."""
+        info = self._model_info(self._token)
+        return [sibling.rfilename for sibling in info.siblings or ()] if info is not None else []
+
+    def _model_info(self, token: str | bool | None) -> ModelInfo | None:
+        """Return the hub's description of the repository; None if the hub cannot be reached, or has no such model."""
         try:
-            hub = HfApi(token=self._token)
-            siblings = hub.model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S).siblings
-            return [sibling.rfilename for sibling in siblings or ()]
-        except Exception:  # no network, no such model, or an error of whichever HTTP library huggingface_hub uses
-            return []
+            return HfApi(token=token).model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S)
+        except Exception:  # huggingface_hub raises the errors of whichever HTTP library it uses
+            return None
 
     def _cached_files(self) -> list[str]:
         try:
@@ -301,7 +302,6 @@ class HubModel:
         except EntryNotFoundError as error:
             raise FileMissing(f"{model} has no {name} on the hub") from error
         except OSError as error:  # includes every HTTP error of huggingface_hub
-            reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"{name} of {model} cannot be downloaded: {reason}") from error
+            raise CheckpointError(f"{name} of {model} cannot be downloaded: {first_line(error)}") from error
         except ValueError as error:  # the name is not of the form owner/model
             raise CheckpointError(f"{model} is neither a directory nor the name of a model on the hub") from error

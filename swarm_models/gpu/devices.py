@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from swarm_protocol.failures import first_line
+
 ACCELERATORS = ("cuda", "xpu", "mps")  # the preferred ones first; torch calls AMD's GPUs cuda, too
 _ERRORS = (RuntimeError, AssertionError, TypeError)  # AssertionError: torch was compiled without; TypeError: no float64
 
@@ -40,7 +42,7 @@ def named_device(name: str | torch.device, dtype: torch.dtype = torch.float32) -
     try:
         torch.empty(0, device=device)
     except _ERRORS as error:
-        raise ValueError(f"device {str(name)!r} cannot be used: {_first_line(error)}") from None
+        raise ValueError(f"device {str(name)!r} cannot be used: {first_line(error)}") from None
     if (refusal := _refusal(device, dtype)) is not None:
         other = "float32" if dtype.itemsize < torch.float32.itemsize else "another device, such as cpu"
         shown = str(dtype).removeprefix("torch.")
@@ -61,9 +63,5 @@ def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         ones = torch.ones(1, 1, dtype=dtype, device=device)
         (ones @ ones).cpu()
     except _ERRORS as error:
-        return _first_line(error)
+        return first_line(error)
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

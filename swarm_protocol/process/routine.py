@@ -8,6 +8,8 @@ import random
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
+from swarm_protocol.failures import logged_errors
+
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -16,13 +18,11 @@ async def repeat(action: Callable[[], Awaitable[T | None]], pause_s: tuple[float
     """Repeat the action after random pauses until it returns a result; an error must not end the server."""
     while True:
         await asyncio.sleep(random.uniform(*pause_s))
-        try:
+        result = None
+        with logged_errors(_logger, "a server's routine failed; it is tried again"):
             result = await action()
-        except Exception:  # whatever it is, the server goes on
-            _logger.exception("a server's routine failed; it is tried again")
-        else:
-            if result is not None:
-                return result
+        if result is not None:
+            return result
 
 
 async def end_tasks(tasks: Collection[asyncio.Future[Any]]) -> list[Any]:

@@ -10,6 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.telemetry.environment import Signal, export_interval_s, exporters
 from swarm_protocol.telemetry.tracing import Tracing, use
 
@@ -106,13 +107,12 @@ def _made(signal: Signal, names: list[str]) -> list[Any]:
     made = []
     for name in names:
         found = list(entry_points(group=f"opentelemetry_{signal}_exporter", name=name))
-        try:
+        # An exporter is third-party code, which reads the user's variables.
+        with logged_errors(_logger, "no %s are exported by %s", signal, name, level=logging.WARNING):
             if not found:
                 raise ValueError("no installed package has this exporter")
             exporter = found[0].load()()
             if not hasattr(exporter, "export"):
                 raise ValueError("it reads OpenTelemetry's own metrics, and cannot export these")
             made.append(exporter)
-        except Exception as error:  # also from third-party code, which reads the user's variables
-            _logger.warning("no %s are exported by %s: %s", signal, name, error)
     return made

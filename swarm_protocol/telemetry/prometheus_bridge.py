@@ -29,6 +29,8 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from swarm_protocol.failures import logged_errors
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client import Metric as Family
@@ -62,11 +64,10 @@ class MetricExport:
         self._export()
 
     def _export(self) -> None:
-        try:
+        # A collector may be unable to read the state now, and an exporter is third-party code: the next try may work.
+        with logged_errors(_logger, "metrics were not exported", level=logging.WARNING):
             found = metrics_data(self._registry.collect(), self._resource, self._started_ns, time.time_ns())
             self._exporter.export(found)
-        except Exception as error:  # a collector that cannot read the state now, or third-party code: the next may work
-            _logger.warning("metrics were not exported: %s", str(error) or type(error).__name__)
 
 
 def metrics_data(families: Iterable[Family], resource: Resource, started_ns: int, now_ns: int) -> MetricsData:

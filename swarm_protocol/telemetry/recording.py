@@ -59,7 +59,7 @@ def _current(span: RecordedSpan) -> Iterator[RecordedSpan]:
     with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
             yield span
-        except Exception as error:
+        except Exception as error:  # raised again: a span notes the type of any error
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(StatusCode.ERROR)
             raise

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
+
+from swarm_protocol.failures import undone_on_error
 
 _WARM_UPS = 2  # calls: the first compiles kernels and lets libraries allocate memory
 
@@ -36,7 +39,7 @@ class CudaRecorder:
                 self._streams[device] = torch.cuda.Stream()
             current, stream = torch.cuda.current_stream(), self._streams[device]
             stream.wait_stream(current)
-            try:
+            with undone_on_error(partial(_leave, stream, current)):  # ``compute`` is a model family's code
                 with torch.cuda.stream(stream):
                     for _ in range(_WARM_UPS):
                         compute()
@@ -45,11 +48,6 @@ class CudaRecorder:
                             compute()
                 current.wait_stream(stream)
                 graph = self._recorded(device, stream, compute)
-            except BaseException:  # ``compute`` is a model family's code, which may raise any error; it is raised again
-                torch.cuda.set_stream(current)  # a failed recording does not do this
-                with suppress(RuntimeError):
-                    stream.synchronize()  # before the memory that it works on is freed
-                raise
 
         def launch() -> None:
             with torch.cuda.device(device):
@@ -73,6 +71,13 @@ class CudaRecorder:
             raise
         self._pools[device] = graph.pool()
         return graph
+
+
+def _leave(failed: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
+    """Work on the current stream again after a recording that has failed."""
+    torch.cuda.set_stream(current)  # a failed recording does not do this
+    with suppress(RuntimeError):
+        failed.synchronize()  # before the memory that it works on is freed
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from math import inf
 
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import BadReply, PeerUnavailable
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.rpc.shared import SharedReading
 from swarm_server.net.push import ChannelPool
@@ -74,13 +75,11 @@ class Neighbours:
 
     async def _read_records(self) -> None:
         self._read_s = asyncio.get_running_loop().time()
-        try:
+        # The DHT may fail in any way: outputs can go through the client.
+        with logged_errors(_logger, "the servers of the swarm cannot be read", level=logging.WARNING):
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 view = await self._read()
-        except Exception as error:  # for any failure of the DHT: outputs can go through the client
-            _logger.warning("the servers of the swarm cannot be read: %s", error)
-            return
-        self._records = {record.peer_id: record for record in view.servers}
+            self._records = {record.peer_id: record for record in view.servers}
 
 
 def _place(record: ServerRecord) -> tuple[tuple[str, ...], bytes]:

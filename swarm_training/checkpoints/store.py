@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.failures import any_error_as, first_line
 from swarm_protocol.wire.printable import printable
 from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
@@ -156,13 +157,13 @@ class HubCopies:
 
     def write(self, directory: Path, content: Checkpoint) -> None:
         """Upload a checkpoint. Raises CheckpointError if the hub does not take it; the run goes on without the copy."""
-        try:
+
+        def failure(error: Exception) -> CheckpointError:
+            what = f"the checkpoint of step {content.step} was not copied to {self._repository} on the hub"
+            return CheckpointError(f"{what}: {first_line(error)}")
+
+        with any_error_as(failure):  # huggingface_hub raises the errors of whichever HTTP library it uses
             self._upload(directory, self._repository, f"{content.run}: step {content.step}")
-        except Exception as error:  # the hub's library raises errors of several HTTP libraries
-            reason = str(error).strip().partition("\n")[0]
-            raise CheckpointError(
-                f"the checkpoint of step {content.step} was not copied to {self._repository} on the hub: {reason}"
-            ) from None
 
 
 def upload_to_hub(directory: Path, repository: str, message: str) -> None:
@@ -176,11 +177,12 @@ def upload_to_hub(directory: Path, repository: str, message: str) -> None:
 
 def read_from_hub(repository: str, revision: str | None, download: Callable[[str, str | None], Path]) -> Checkpoint:
     """Read a checkpoint from the directory that ``download`` gives. Raises CheckpointError if it cannot be read."""
-    try:
+
+    def failure(error: Exception) -> CheckpointError:
+        return CheckpointError(f"the checkpoint {repository} cannot be downloaded: {first_line(error)}")
+
+    with any_error_as(failure):  # as above
         directory = download(repository, revision)
-    except Exception as error:  # of several HTTP libraries, as above
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"the checkpoint {repository} cannot be downloaded: {reason}") from None
     return checkpoint.read(directory)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from swarm_models.checkpoints.default_model import check_location, locate
+from swarm_protocol.failures import first_line
 from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
 from swarm_training.data.opening import DataReader, open_batches, open_blocks
 from swarm_training.data.settings import DataSettings
@@ -30,7 +31,7 @@ def build_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{name} has no tokenizer that can be read: {_first_line(error)}") from None
+        raise ValueError(f"{name} has no tokenizer that can be read: {first_line(error)}") from None
     return tokenizer
 
 
@@ -59,7 +60,7 @@ def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> 
         else:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{settings.name_or_path} is no causal language model: {_first_line(error)}") from None
+        raise ValueError(f"{settings.name_or_path} is no causal language model: {first_line(error)}") from None
     return model.train()
 
 
@@ -106,7 +107,3 @@ def _fingerprint(data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
             facts.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps([facts, vocabulary, tokenizer.eos_token_id]).encode()).hexdigest()[:32]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarm_protocol.failures import first_line
 from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
 from swarm_training.data.order import EVERYTHING, DataShard, PartCursor, SampleOrder, derived_seed
 from swarm_training.data.settings import DataSettings
@@ -85,7 +86,6 @@ def _dataset(data: DataSettings, path: Path) -> IterableDataset:
     except KeyError:
         raise ValueError(f"{path} has no split {data.split!r}: expected one of {', '.join(found)}") from None
     except (OSError, ValueError) as error:  # from the hub, or about arguments
-        reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{data.source} is no file or directory, and no data set on the hub that can be read: {reason}"
+            f"{data.source} is no file or directory, and no data set on the hub that can be read: {first_line(error)}"
         ) from None

@@ -16,6 +16,7 @@ from swarm_models.checkpoints.formats import forms_of
 from swarm_models.checkpoints.formats.packed import PackedForm, find_packed
 from swarm_models.checkpoints.safetensors_file import FLOAT8, MAX_NAME, FileTensor, StoredTensor, read_header
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
+from swarm_protocol.failures import any_error_as, one_line
 from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import require_model_numbers
 
@@ -148,14 +149,16 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(f"models of type {model_type!r} are not known to the installed transformers")
     require_model_numbers(raw, path, CONFIG_MAPPING[model_type].attribute_map)
-    try:
-        config: PreTrainedConfig
+
+    def refusal(error: Exception) -> CheckpointError:
+        return CheckpointError(f"{path} does not fit a model of type {model_type!r}: {one_line(error)}")
+
+    config: PreTrainedConfig
+    with any_error_as(refusal):
         if model_type != written:
             config = CONFIG_MAPPING[model_type].from_dict({**raw, "model_type": model_type})
         else:
             config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
-    except Exception as error:  # each config class rejects a file with its own exceptions
-        raise CheckpointError(f"{path} does not fit a model of type {model_type!r}: {_one_line(error)}") from error
     if hasattr(config, QUANTIZATION):
         delattr(config, QUANTIZATION)  # otherwise transformers' loader would expect packed weights
     return config
@@ -163,7 +166,3 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
 
 def _is_full_precision(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype not in FLOAT8
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

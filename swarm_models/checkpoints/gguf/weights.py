@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from math import prod
@@ -24,6 +24,7 @@ from swarm_models.checkpoints.gguf.names import ModelNames, model_names
 from swarm_models.checkpoints.gguf.rope import FACTORS, OTHER_FACTORS, complete_rope
 from swarm_models.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
+from swarm_protocol.failures import any_error_as, one_line
 from swarm_protocol.untrusted.numbers import require_model_numbers
 
 _SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
@@ -122,10 +123,8 @@ def _other_shards(name: str, first: GgufHeader) -> list[str]:
 
 
 def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
-    try:
+    with any_error_as(partial(_unsupported, path)):
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # an untrusted file may cause any error in the reader
-        raise _unsupported(path, error) from error
     expert_size = header.values.get(f"{header.architecture}.expert_feed_forward_length")
     if expert_size is not None and hasattr(config, "moe_intermediate_size"):
         config.moe_intermediate_size = expert_size  # transformers keeps its default
@@ -136,15 +135,12 @@ def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
 
 
 def _names_of(config: PreTrainedConfig, architecture: str, path: Path) -> ModelNames:
-    try:
+    with any_error_as(partial(_unsupported, path)):
         return model_names(config, architecture)
-    except Exception as error:  # each model class rejects a config with its own exceptions
-        raise _unsupported(path, error) from error
 
 
 def _unsupported(path: Path, error: Exception) -> UnsupportedModel:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return UnsupportedModel(f"{path} cannot be read by the installed transformers: {reason}")
+    return UnsupportedModel(f"{path} cannot be read by the installed transformers: {one_line(error)}")
 
 
 # ---------------------------------------------------------------- one tensor
@@ -162,21 +158,23 @@ def _unpack(
     unpacked: dict[str, torch.Tensor] = {}
     for key, type_, part_shape in types:
         values = _dequantize(rows.pop(key), type_).reshape(-1, *part_shape[1:])
-        try:
+        with any_error_as(partial(_does_not_fit, key, part_shape)):
             done = model.processor.process(
                 weights=values,
                 name=key,
                 tensor_key_mapping=model.of_gguf,
                 parsed_parameters={"tensors": unpacked},
             )
-        except Exception as error:  # numpy errors, if the tensor's sizes do not match the config
-            raise CheckpointError(f"tensor {key} has shape {list(part_shape)}, which does not fit: {error}") from error
         if done.name is not None:  # otherwise the processor has written into ``unpacked``
             unpacked[name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
     if unpacked.keys() != {name} or len(unpacked[name].shape) != len(shape) or unpacked[name].shape[1:] != shape[1:]:
         found = {key: list(tensor.shape) for key, tensor in unpacked.items()}
         raise CheckpointError(f"tensor {name} was expected with shape {list(shape)}, and is {found}")
     return unpacked[name]
+
+
+def _does_not_fit(key: str, shape: Sequence[int], error: Exception) -> CheckpointError:
+    return CheckpointError(f"tensor {key} has shape {list(shape)}, which does not fit: {error}")
 
 
 def _dequantize(rows: torch.Tensor, type_: int) -> np.ndarray[Any, Any]:

@@ -13,6 +13,7 @@ from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import NoSwarm, SwarmError
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
@@ -189,10 +190,9 @@ class ExpertServer:
         if self._dht is not None and loops:
             await self._send_last_replicas()
         if self._dht is not None and self._tasks:  # also if the start has failed after it announced experts
-            try:
+            # The announcements expire; the service and the DHT node must end in any case.
+            with logged_errors(_logger, "a server's experts could not be withdrawn"):
                 await self._announcer.publish(())
-            except Exception:  # the announcements expire; the service and the DHT node must end in any case
-                _logger.exception("a server's experts could not be withdrawn")
         if self._service is not None:
             await self._service.stop(_GRACE_S)
         await _cancelled(self._tasks)

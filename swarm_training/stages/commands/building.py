@@ -11,6 +11,7 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import check_location, locate
+from swarm_protocol.failures import first_line
 from swarm_protocol.process.scratch import scratch_directory
 from swarm_training.commands.building import build_blocks, build_tokenizer
 from swarm_training.compression.compressor import Plain
@@ -115,8 +116,7 @@ def stage_source(file: RunFile) -> StageSource:
     try:
         return Scratch(AutoConfig.from_pretrained(name), model.seed)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{model.name_or_path} is no causal language model: {reason}") from None
+        raise ValueError(f"{model.name_or_path} is no causal language model: {first_line(error)}") from None
 
 
 def stage_options(file: RunFile, device: str) -> StageOptions:

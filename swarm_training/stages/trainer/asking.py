@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from swarm_protocol.errors import (
@@ -123,18 +124,18 @@ class Asking:
         deadline_s = self._deadline_s(peer_id, candidates, kind, asked_s)
         router.asked(peer_id, candidates, kind, asked_s)
         callee = self._callee(peer)
+        note = partial(router.withdrawn, peer_id, kind)  # after a cancellation, nothing is known of the peer
         try:
             answer = await self._unless_silent(stage, peer_id, call(callee, deadline_s))
+            note = partial(router.answered, peer_id, kind, asked_s)
         except (PeerBusy, PeerMoved):  # the next look says where a moved peer is
-            router.busy(peer_id, kind, clock())
+            note = partial(router.busy, peer_id, kind)
             raise
         except SwarmError:
-            router.failed(peer_id, kind, clock())
+            note = partial(router.failed, peer_id, kind)
             raise
-        except BaseException:  # such as cancellation: nothing is known of the peer
-            router.withdrawn(peer_id, kind, clock())
-            raise
-        router.answered(peer_id, kind, asked_s, clock())
+        finally:
+            note(clock())
         return answer, callee
 
     async def _unless_silent(self, stage: int, peer_id: str, answering: Awaitable[T]) -> T:
