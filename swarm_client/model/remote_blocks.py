@@ -14,12 +14,11 @@ from torch import nn
 from swarm_client.adapters.prompts import Prompts
 from swarm_client.adapters.snapshots import ActiveAdapter, AdapterSnapshot
 from swarm_client.core import background
-from swarm_client.core.events import OnEvent
 from swarm_client.model.hollow_blocks import INSTEAD, HollowBlocks, Inside
 from swarm_client.model.left_out import require_padding_mask
 from swarm_client.model.model_pass import DeepStack, ModelPass, needs_grad, starts_of
 from swarm_client.passes.passes import backward, forward
-from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession, check_length
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import RequestRejected
@@ -100,39 +99,13 @@ class RemoteSpan:
         inputs = BlockInput(hidden, attention_mask, position_ids, is_packed, joined=joined)
         return _RemoteForward.apply(hidden, inputs, self, added.drops, snapshot, need_grad, *tensors)
 
-    def open_session(
-        self,
-        reserve_tokens: int = 0,
-        *,
-        standby: bool | None = None,
-        on_event: OnEvent | None = None,
-        is_bundled: bool = False,
-        row_unit: int = 1,
-        purpose: SessionPurpose = INTERACTIVE,
-    ) -> RemoteSession:
-        """Return a session over these blocks.
+    def open_session(self, reserve_tokens: int = 0, **options: Any) -> RemoteSession:
+        """Return a session over these blocks. The arguments are those of ``SessionOptions``.
 
-        Args:
-            reserve_tokens: the positions per row to lease at the first step. If the session becomes longer, older
-                sessions may preempt it for a while when servers are full.
-            standby: see ``DistributedModel.from_pretrained``, which gives the default.
-            on_event: see ``DistributedModel.from_pretrained``, which gives the default.
-            is_bundled: whether steps share a message with steps of other sessions that are ready at the same time.
-            row_unit: the number of rows, such as the beams of one text, that are reordered among themselves.
-            purpose: the user of the session, and whether somebody waits for its answers.
+        Raises ValueError if a value is wrong.
         """
-        return RemoteSession(
-            self.swarm,
-            self.span,
-            self.max_positions,
-            reserve_tokens,
-            standby=standby,
-            on_event=on_event,
-            adapter=lambda: self.added.snapshot(),
-            is_bundled=is_bundled,
-            row_unit=row_unit,
-            purpose=purpose,
-        )
+        session_options = SessionOptions(reserve_tokens, **options)
+        return RemoteSession(self.swarm, self.span, self.max_positions, session_options, lambda: self.added.snapshot())
 
     def __repr__(self) -> str:
         return f"RemoteSpan(blocks {self.span} of {self.swarm.model})"

@@ -17,7 +17,7 @@ from swarm_client.routing.own_load import SessionLoad
 from swarm_client.routing.routing import Route
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.listener import ChainListener, Failures
-from swarm_client.sessions.opening import INTERACTIVE, Opener, SessionPurpose, Terms, close
+from swarm_client.sessions.opening import Opener, SessionOptions, Terms, close
 from swarm_client.sessions.replacement import HopReplacer
 from swarm_client.sessions.standby import StandbyReplicas
 from swarm_client.swarm.swarm import Swarm, closed_error
@@ -47,11 +47,8 @@ class Chain:
         swarm: Swarm,
         blocks: Span,
         max_positions: int | None,
-        reserve_tokens: int,
-        standby: bool,
+        options: SessionOptions,
         reporter: Reporter,
-        is_bundled: bool = False,
-        purpose: SessionPurpose = INTERACTIVE,
     ) -> None:
         self.hops: list[HopSession] = []
         self.number = FIRST_STEP - 1
@@ -60,8 +57,9 @@ class Chain:
         self._blocks = blocks
         self._reporter = reporter
         inbox = Inbox(self._hop_leaves)
-        self._opener = opener = Opener(swarm, inbox, is_bundled, purpose)
-        self._terms = terms = Terms(max_positions, reserve_tokens)
+        self._opener = opener = Opener(swarm, inbox, options.is_bundled, options.purpose)
+        self._terms = terms = Terms(max_positions, options.reserve_tokens)
+        standby = swarm.config.standby if options.standby is None else options.standby
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)
         self._listener = ChainListener(self.hops, swarm, inbox, self._replacer.answered, self._standby.handle)

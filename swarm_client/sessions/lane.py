@@ -12,7 +12,7 @@ from swarm_client.core.events import PartReporter, Reporter
 from swarm_client.failover.journal import Journal
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.chain import Chain
-from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.changes import merged
 from swarm_client.verification.session_checks import SessionChecks
@@ -28,11 +28,8 @@ class LaneSettings:
     swarm: Swarm
     blocks: Span
     max_positions: int | None
-    reserve_tokens: int
-    standby: bool
-    is_bundled: bool
+    options: SessionOptions
     reporter: Reporter
-    purpose: SessionPurpose = INTERACTIVE
 
 
 class Lane:
@@ -50,16 +47,7 @@ class Lane:
         """Create the lane without servers. ``journal`` has its positions, to which ``changes`` are still to be made."""
         self._setting = setting
         self._reporter = PartReporter(setting.reporter)
-        self.chain = Chain(
-            setting.swarm,
-            setting.blocks,
-            setting.max_positions,
-            setting.reserve_tokens,
-            setting.standby,
-            self._reporter,
-            setting.is_bundled,
-            setting.purpose,
-        )
+        self.chain = Chain(setting.swarm, setting.blocks, setting.max_positions, setting.options, self._reporter)
         self._checks = SessionChecks(setting.swarm, self._reporter)
         self._journal = journal  # the positions that the servers know
         self._changes = list(changes)  # the changes since then

@@ -12,6 +12,7 @@ import torch
 
 from swarm_client.adapters.snapshots import NOTHING, AdapterSnapshot
 from swarm_client.core.background import now_s
+from swarm_client.core.events import OnEvent
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopOutput, HopSession, Inbox, Trouble, next_hop
@@ -124,6 +125,34 @@ class SessionPurpose:
 
 
 INTERACTIVE = SessionPurpose()
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The options of one session.
+
+    Attributes:
+        reserve_tokens: the positions per row to lease at the first step. If the session becomes longer, older sessions
+            may preempt it for a while when servers are full.
+        standby: see ``DistributedModel.from_pretrained``, which gives the default.
+        on_event: see ``DistributedModel.from_pretrained``, which gives the default.
+        is_bundled: whether steps share a message with steps of other sessions that are ready at the same time.
+        row_unit: the number of rows, such as the beams of one text, that are reordered among themselves.
+        purpose: the user of the session, and whether somebody waits for its answers.
+    """
+
+    reserve_tokens: int = 0
+    standby: bool | None = None
+    on_event: OnEvent | None = None
+    is_bundled: bool = False
+    row_unit: int = 1
+    purpose: SessionPurpose = INTERACTIVE
+
+    def __post_init__(self) -> None:
+        if self.row_unit < 1:
+            raise ValueError(
+                f"row_unit is {self.row_unit}: expected 1 or more rows that are reordered among themselves"
+            )
 
 
 class Opener:

@@ -14,12 +14,12 @@ import torch
 
 from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core import background
-from swarm_client.core.events import OnEvent, Reporter, SessionStats
+from swarm_client.core.events import Reporter, SessionStats
 from swarm_client.routing.pipelining import divided, most_lanes
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.lane import Lane, LaneSettings, joined
-from swarm_client.sessions.opening import INTERACTIVE, SessionPurpose
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy, RequestRejected, SwarmError
 from swarm_protocol.failures import awaited_on_error
@@ -28,6 +28,8 @@ from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import MAX_BATCH_SIZE
+
+_PLAIN = SessionOptions()
 
 
 class RemoteSession:
@@ -38,8 +40,8 @@ class RemoteSession:
 
     The rows of a large batch are divided among several lanes if that is faster: see ``routing.pipelining``.
 
-    ``on_event`` is called with what happens to the session (see ``swarm_client.core.events``). The call runs on the
-    network thread and must not block it.
+    ``options.on_event`` is called with what happens to the session (see ``swarm_client.core.events``). The call runs on
+    the network thread and must not block it.
 
     Attributes:
         length: the number of positions in the cache, for every row.
@@ -51,32 +53,14 @@ class RemoteSession:
         swarm: Swarm,
         blocks: Span,
         max_positions: int | None,
-        reserve_tokens: int = 0,
-        *,
-        standby: bool | None = None,
-        on_event: OnEvent | None = None,
+        options: SessionOptions = _PLAIN,
         adapter: Callable[[], AdapterSnapshot] = AdapterSnapshot,
-        is_bundled: bool = False,
-        row_unit: int = 1,
-        purpose: SessionPurpose = INTERACTIVE,
     ) -> None:
-        """Create the session without servers. ``adapter`` is called once, at the first step, for the blocks' adapter.
-
-        ``is_bundled``: the steps travel in one message with steps of other sessions that are ready at the same time.
-        ``row_unit``: the size of a group of rows, such as the beams of one text, that are reordered among themselves.
-
-        Raises ValueError if ``row_unit`` is less than one.
-        """
-        if row_unit < 1:
-            raise ValueError(f"row_unit is {row_unit}: expected 1 or more rows that are reordered among themselves")
-        standby = swarm.config.standby if standby is None else standby
-        self._on_event = on_event
-        reporter = Reporter(on_event or swarm.config.on_event)
-        self._setting = LaneSettings(
-            swarm, blocks, max_positions, reserve_tokens, standby, is_bundled, reporter, purpose
-        )
+        """Create the session without servers. ``adapter`` is called at the first step, for the blocks' adapter."""
+        reporter = Reporter(options.on_event or swarm.config.on_event)
+        self._setting = LaneSettings(swarm, blocks, max_positions, options, reporter)
         self._adapter = adapter
-        self._row_unit = row_unit
+        self._row_unit = options.row_unit
         self._lanes = [Lane(self._setting)]
         self._sizes: list[int] = []  # rows of each lane, from the first step on
         self._stays_whole = False  # the rows are not divided into lanes
@@ -122,18 +106,7 @@ class RemoteSession:
         """
         setting = self._setting
         with self._lock:
-            other = RemoteSession(
-                setting.swarm,
-                setting.blocks,
-                setting.max_positions,
-                setting.reserve_tokens,
-                standby=setting.standby,
-                on_event=self._on_event,
-                adapter=self._adapter,
-                is_bundled=setting.is_bundled,
-                row_unit=self._row_unit,
-                purpose=setting.purpose,
-            )
+            other = RemoteSession(setting.swarm, setting.blocks, setting.max_positions, setting.options, self._adapter)
             other._continue(self)
         return other
 
@@ -234,7 +207,7 @@ class RemoteSession:
         if self._stays_whole or most_lanes(batch_size, self._row_unit) == 1:
             return [()]
         setting = self._setting
-        need_tokens = batch_size * max(1, setting.reserve_tokens, self.length)
+        need_tokens = batch_size * max(1, setting.options.reserve_tokens, self.length)
         try:
             return await setting.swarm.chains_of_lanes(setting.blocks, batch_size, self._row_unit, need_tokens)
         except SwarmError:

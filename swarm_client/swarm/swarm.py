@@ -31,7 +31,7 @@ from swarm_client.routing.routing import (
     usable,
 )
 from swarm_client.swarm.caller import ClientIdentity
-from swarm_client.swarm.discovery import Discovery, Join
+from swarm_client.swarm.discovery import Discovery
 from swarm_client.swarm.links import Links
 from swarm_client.swarm.pass_watchdog import PassWatchdog
 from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
@@ -73,10 +73,9 @@ class Swarm:
         routed: bool = False,
         caller: ClientIdentity | None = None,
         dht: Dht | None = None,
-        join: Join | None = None,
         connect: Connect | None = None,
     ) -> None:
-        """Set up without a connection. ``dht``, ``join`` and ``connect`` replace the network; ``connect()`` joins it.
+        """Set up without a connection. ``dht`` and ``connect`` replace the network; ``connect()`` joins it.
 
         ``caller``: the identity that has joined the ``dht`` already; ``close`` closes it too.
         ``routed``: the model's blocks choose among experts.
@@ -89,7 +88,7 @@ class Swarm:
         self.routed = routed
         self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
         self._connect = connect or caller.connect
-        self._discovery = Discovery(config, join or caller.join, dht)
+        self._discovery = Discovery(config, caller.join, dht)
         self.closed = dht is None
         self._view = SwarmView()
         self._part: Span | None = None  # the part of the model that the view covers; None: all of it

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import ClientConfig, DistributedModel
-from swarm_client.swarm.swarm import Swarm
-from swarm_client.weights import opening
+from swarm_client.swarm.caller import ClientIdentity
 from swarm_protocol.dht.dht import Dht
 from tests.swarm.harness import InProcessServers
 from tests.zoo import VOCAB, save_checkpoint
@@ -68,11 +66,11 @@ def connected(servers: InProcessServers, kind: Any = DistributedModel, **options
     """A client of its own, but for the DHT node: to start one takes a second of a processor."""
     dht = servers.dht
 
-    async def join(_config: ClientConfig) -> SharedDht:
+    async def join(_caller: ClientIdentity, _config: ClientConfig) -> SharedDht:
         return SharedDht(dht)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "Swarm", partial(Swarm, join=join))
+        patch.setattr(ClientIdentity, "join", join)
         remote = kind.from_pretrained(str(servers.model), swarm=servers.swarm, **options)
     with remote:
         yield ends_only_at_its_length(remote)

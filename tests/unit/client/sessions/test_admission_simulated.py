@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from swarm_client.core.config import ClientConfig
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import ServerConnection
@@ -34,7 +35,7 @@ class Writer:
     def __init__(self, swarm: Swarm, chance: random.Random, num_rows: int, length: int, reserve: int) -> None:
         self._chance, self._length = chance, length
         self._rows: list[list[float]] = [[] for _ in range(num_rows)]
-        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, reserve)
+        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, SessionOptions(reserve))
 
     async def extend(self, count: int) -> None:
         """Adds positions, and checks what comes out; if it fails, the session is as it was."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from swarm_client.core.config import ClientConfig
-from swarm_client.sessions.opening import SessionPurpose
+from swarm_client.sessions.opening import SessionOptions, SessionPurpose
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.links import Links
 from swarm_client.transport.transport import ServerConnection
@@ -97,7 +97,7 @@ def test_all_servers_know_whom_a_prompt_is_for_and_what_is_left_of_it() -> None:
 
             scheduler.step = step_of
         purpose = SessionPurpose("anna", is_background=True)
-        swarm.session = session = RemoteSession(swarm.swarm, Span(0, NUM_BLOCKS), None, purpose=purpose)
+        swarm.session = session = RemoteSession(swarm.swarm, Span(0, NUM_BLOCKS), None, SessionOptions(purpose=purpose))
         await step(session, 300)
         await step(session, 1)
         for first, *others, last in seen.values():

@@ -14,6 +14,7 @@ import pytest
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.core.events import Move, Recovery, Waiting
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.span import Span
@@ -43,7 +44,9 @@ class Line(Quiet):
         config = ClientConfig(recovery_timeout_s=100.0)
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
         await swarm.connect()
-        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, 40, on_event=self.events.append, **options)
+        self.session = RemoteSession(
+            swarm, Span(0, NUM_BLOCKS), None, SessionOptions(40, on_event=self.events.append, **options)
+        )
         self.close = swarm.close
         self.leaving: list[asyncio.Task] = []
         await self.extend(self.session, PROMPT)

@@ -12,6 +12,7 @@ from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter
 from swarm_client.sessions.lane import Lane, LaneSettings, joined
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.span import Span
@@ -21,7 +22,7 @@ from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play
 
 def lanes_of(servers: FakeServers, story: Callable[[LaneSettings], Coroutine[Any, Any, None]], **options: Any) -> None:
     async def scenario(swarm: Swarm) -> None:
-        await story(LaneSettings(swarm, Span(0, NUM_BLOCKS), None, 8, False, False, Reporter(lambda _event: None)))
+        await story(LaneSettings(swarm, Span(0, NUM_BLOCKS), None, SessionOptions(8), Reporter(lambda _event: None)))
 
     play(servers, scenario, **options)
 

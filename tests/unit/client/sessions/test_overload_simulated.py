@@ -9,6 +9,7 @@ import torch
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.core.events import Event, Recovery
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.span import Span
@@ -64,7 +65,7 @@ class Overloaded:
             self.recoveries.append(event)
 
     async def _stream(self, swarm: Swarm, number: int) -> None:
-        session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, 40, on_event=self._note)
+        session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, SessionOptions(40, on_event=self._note))
         row: list[float] = []
         for count in (PROMPT, *[1] * NUM_STEPS):
             new = [float(5 * number + len(row) + index) for index in range(count)]  # positions count from 0

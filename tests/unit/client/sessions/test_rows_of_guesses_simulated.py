@@ -11,6 +11,7 @@ import torch
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import ServerConnection
@@ -31,7 +32,7 @@ class Text:
     def __init__(self, swarm: Swarm, reserve_tokens: int = 0, **options: Any) -> None:
         self._chance = random.Random(0)
         self.swarm = swarm
-        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, reserve_tokens, **options)
+        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), None, SessionOptions(reserve_tokens, **options))
         self.rows: list[list[float]] = [[]]
 
     @property

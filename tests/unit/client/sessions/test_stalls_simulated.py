@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from swarm_client.core.config import ClientConfig
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -96,7 +97,9 @@ class Beside(Quiet):
 
     def new_session(self) -> RemoteSession:
         self.rows = []
-        self.session = RemoteSession(self.swarm, Span(0, NUM_BLOCKS), None, 40, on_event=self.events.append)
+        self.session = RemoteSession(
+            self.swarm, Span(0, NUM_BLOCKS), None, SessionOptions(40, on_event=self.events.append)
+        )
         return self.session
 
     async def seconds(self, session: RemoteSession, *new: list[float]) -> float:

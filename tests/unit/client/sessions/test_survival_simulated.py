@@ -14,6 +14,7 @@ import torch
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.core.events import Event
+from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import NoRoute, PeerBusy, RecoveryFailed, RequestRejected
@@ -51,7 +52,10 @@ class Scenario:
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
         await swarm.connect()
         session = RemoteSession(
-            swarm, Span(0, NUM_BLOCKS), None, 40, standby=chance.random() < 0.4, on_event=self.events.append
+            swarm,
+            Span(0, NUM_BLOCKS),
+            None,
+            SessionOptions(40, standby=chance.random() < 0.4, on_event=self.events.append),
         )
         trouble = asyncio.ensure_future(self.make_trouble(session))
         for _ in range(chance.randint(5, 20)):
@@ -219,7 +223,9 @@ class Quiet(Scenario):
         config = ClientConfig(recovery_timeout_s=5.0, **options)
         swarm = Swarm(config, MODEL, REVISION, NUM_BLOCKS, dht=self.net, connect=self.net.connect_client)
         await swarm.connect()
-        self.session = RemoteSession(swarm, Span(0, NUM_BLOCKS), max_positions, 40, on_event=self.events.append)
+        self.session = RemoteSession(
+            swarm, Span(0, NUM_BLOCKS), max_positions, SessionOptions(40, on_event=self.events.append)
+        )
         self.close = swarm.close
         return self.session
 
