@@ -1,7 +1,6 @@
 """Settings every test runs under: no hub, no chatter, one thread."""
 
 import gc
-import math
 import os
 import signal
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ import torch
 from transformers.utils import logging
 
 import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
-from swarm_client.speculation import speculation
 from swarm_protocol.process.signals import HANGUP
 
 TESTS = Path(__file__).parent
@@ -41,14 +39,6 @@ def own_data_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     """Gateways keep their histories there, not in the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_guesses_unless_asked_for() -> Iterator[None]:
-    """Tests count steps, however slow a machine under load makes their passes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation, "LEAST_PASS_S", math.inf)
         yield
 
 

@@ -18,6 +18,7 @@ from swarm_protocol.errors import CheckpointError
 
 _RECURRENT = {"linear_attention", "hybrid"}
 _logger = logging.getLogger(__name__)
+_LEAST_PASS_S = 0.04  # if the user asked for no draft, models faster than 25 tokens/s run without guesses
 
 
 def open_speculation(name: str, model: Any, checkpoint: ModelCheckpoint) -> Speculation:
@@ -38,7 +39,7 @@ def open_speculation(name: str, model: Any, checkpoint: ModelCheckpoint) -> Spec
         if name != AUTO:
             _logger.warning("no draft is used: %s", obstacle)
         return Speculation(None, off=obstacle)
-    return Speculation(_open(name, model, checkpoint), is_asked_for=name != AUTO)
+    return Speculation(_open(name, model, checkpoint), least_pass_s=_LEAST_PASS_S if name == AUTO else 0.0)
 
 
 def why_not(model: Any) -> str:

@@ -18,7 +18,6 @@ from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, PassCosts, Po
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
-LEAST_PASS_S = 0.04  # if the user asked for no draft, models faster than 25 tokens/s run without guesses
 
 
 @dataclass
@@ -50,11 +49,11 @@ class Speculation:
         stats: the statistics of all generations.
     """
 
-    def __init__(self, draft: Draft | None, *, is_asked_for: bool = True, off: str = "") -> None:
-        """Set the draft. Unless the user asked for it (``is_asked_for``), it guesses only where passes are slow."""
+    def __init__(self, draft: Draft | None, *, least_pass_s: float = 0.0, off: str = "") -> None:
+        """Set the draft. It guesses only where a pass without guesses takes at least ``least_pass_s`` seconds."""
         self.draft, self.off = draft, off
         self.stats = SpeculationStats()
-        self._least_pass_s = 0.0 if is_asked_for else LEAST_PASS_S
+        self._least_pass_s = least_pass_s
         self._acceptance: float | None = None  # of the last generation
         self._costs: PassCosts | None = None  # of the last generation
         self._lock = threading.Lock()

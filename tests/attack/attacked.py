@@ -131,7 +131,7 @@ def attacked(directory: Path, kind: type[T] = Attacked, **options: object) -> It
     }
     with (
         ServerProcess(json.dumps(fields), cache=directory, module="tests.attack.attacked_server") as server,
-        DistributedModel.from_pretrained(str(model), initial_peers=[server.ready["peer"]]) as remote,
+        DistributedModel.from_pretrained(str(model), initial_peers=[server.ready["peer"]], draft="none") as remote,
     ):
         honest = HonestClient(ends_only_at_its_length(remote), expected, logits)
         target = kind(server, remote, honest, partial(_through_blocks, whole), model)

@@ -90,7 +90,7 @@ class Besieged(Attacked):
     @contextmanager
     def client(self, **options: Any) -> Iterator[Any]:
         """A new one, which knows nobody."""
-        config = ClientConfig(initial_peers=(self.server.ready["peer"],), **options)
+        config = ClientConfig(initial_peers=(self.server.ready["peer"],), draft="none", **options)
         with DistributedModel.from_pretrained(str(self.model), config=config) as remote:
             yield ends_only_at_its_length(remote)
 

@@ -160,7 +160,7 @@ class Client:
         self.fleet = fleet
         self.events: list[Event] = []
         self._listeners: list[Callable[[Event], None]] = [self.events.append]
-        options = {"swarm": fleet.swarm, "on_event": self._heard, **options}
+        options = {"swarm": fleet.swarm, "on_event": self._heard, "draft": "none", **options}
         self.model = ends_only_at_its_length(DistributedModel.from_pretrained(str(fleet.model), **options))
         self.wait_until_it_knows_all()
 

@@ -47,7 +47,7 @@ def servers() -> Iterator[InProcessServers]:
 
 @pytest.fixture(scope="module")
 def remote(servers) -> Iterator[PreTrainedModel]:
-    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm, "draft": "none"}
     with DistributedModel.from_pretrained(str(servers.model), **known) as model:
         yield model
 
@@ -236,7 +236,7 @@ def test_the_death_of_a_server_does_not_end_it(servers, cluster, local, text_tok
     flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none", "throughput": 10000}
     fast = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
     cluster.wait_ready([fast])
-    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm, "draft": "none"}
     with DistributedModel.from_pretrained(str(servers.model), **known) as remote:
         conversation = Conversation(remote, text_tokenizer, OPTIONS)
         answers = [conversation.answer(LINES[0])]

@@ -64,7 +64,9 @@ def test_a_server_is_found_again(server_process, checkpoint, tmp_path) -> None:
         lambda: (found := record()) and found.expires_at > before.expires_at and found, "its record is published again"
     )
     assert after.peer_id == before.peer_id and server.ready["peer"].endswith(after.peer_id)
-    with DistributedModel.from_pretrained(str(checkpoint), initial_peers=[server.ready["peer"]], swarm=swarm) as model:
+    with DistributedModel.from_pretrained(
+        str(checkpoint), initial_peers=[server.ready["peer"]], swarm=swarm, draft="none"
+    ) as model:
         assert_generates(checkpoint, model)
     assert server.stderr.count("the libp2p daemon has ended") == 1 and "Traceback" not in server.stderr
     assert server.terminate() == 0
@@ -95,7 +97,9 @@ def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint
 def test_a_client_finds_servers_that_came_after_its_daemon_had_ended(checkpoint, caplog) -> None:
     with InProcessServers(checkpoint) as servers:
         first = servers.start("0:3", "3:6")
-        with DistributedModel.from_pretrained(str(checkpoint), swarm=servers.swarm, wait_timeout_s=60.0) as model:
+        with DistributedModel.from_pretrained(
+            str(checkpoint), swarm=servers.swarm, wait_timeout_s=60.0, draft="none"
+        ) as model:
             assert_generates(checkpoint, model)
             client = model.blocks.swarm._discovery._dht
             client._node.p2p._child.kill()

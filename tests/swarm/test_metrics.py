@@ -72,7 +72,7 @@ def metered(cluster, tmp_path_factory) -> Iterator[Metered]:
     try:
         cluster.wait_ready([server])
         config = ClientConfig(
-            initial_peers=(server.ready["peer"],), swarm=swarm[1], check_share=0.0, wait_timeout_s=0.5
+            initial_peers=(server.ready["peer"],), swarm=swarm[1], check_share=0.0, wait_timeout_s=0.5, draft="none"
         )
         with DistributedModel.from_pretrained(place / "llama", config=config) as model:
             yield Metered(server, model)
@@ -163,7 +163,7 @@ def test_a_server_that_takes_the_place_of_another(cluster: LocalCluster, tmp_pat
         return scrape(server.stderr.read_text())
 
     first, *lasts = servers
-    config = ClientConfig(initial_peers=(first.ready["peer"],), swarm="metered", check_share=0.0)
+    config = ClientConfig(initial_peers=(first.ready["peer"],), swarm="metered", check_share=0.0, draft="none")
     with DistributedModel.from_pretrained(tmp_path / "llama", config=config) as model, torch.no_grad():
         wait_for(lambda: all(now(server).value("state", state="online") for server in servers), "all are online")
         cache = model(torch.full((1, PROMPT), 5), use_cache=True).past_key_values

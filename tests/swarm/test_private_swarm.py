@@ -64,7 +64,7 @@ class Private:
 
     def config(self, membership: Path | None = None, **options: object) -> ClientConfig:
         peers = (self.server.ready["peer"],)
-        return ClientConfig(initial_peers=peers, swarm=SWARM, membership=membership, **options)
+        return ClientConfig(initial_peers=peers, swarm=SWARM, membership=membership, draft="none", **options)
 
     def client(self, member: MemberCredentials | None = None, token: bytes | None = None) -> RawClient:
         if member is None:

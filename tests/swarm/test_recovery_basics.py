@@ -48,7 +48,7 @@ def connect(servers) -> Iterator[Callable[..., PreTrainedModel]]:
     models: list[PreTrainedModel] = []
 
     def connect(**options) -> PreTrainedModel:
-        options = {"initial_peers": servers.initial_peers, "swarm": servers.swarm, **options}
+        options = {"initial_peers": servers.initial_peers, "swarm": servers.swarm, "draft": "none", **options}
         models.append(DistributedModel.from_pretrained(str(servers.model), **options))
         return models[-1]
 

@@ -69,7 +69,7 @@ class Survivor:
         self._listener: Callable[[], object] | None = None
         whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.whole = ends_only_at_its_length(whole)
-        remote = DistributedModel.from_pretrained(str(model), on_event=self._heard, **options)
+        remote = DistributedModel.from_pretrained(str(model), on_event=self._heard, draft="none", **options)
         self.remote = ends_only_at_its_length(remote)
 
     def when_it_waits(self, action: Callable[[], object]) -> None:

@@ -193,8 +193,7 @@ def test_draft_of_other_vocabulary_or_name_is_refused(pair, tmp_path):
 
 def test_auto_leaves_fast_passes_alone(pair, prompt):
     plain, _ = written(pair, prompt, None, do_sample=False)
-    speculation = Speculation(KnowingDraft([plain], 1.0), is_asked_for=False)
-    speculation._least_pass_s = 1e6
+    speculation = Speculation(KnowingDraft([plain], 1.0), least_pass_s=1e6)
     text, num_passes = written(pair, prompt, speculation, do_sample=False)
     assert text == plain and num_passes == NEW_TOKENS
 

@@ -66,7 +66,7 @@ def test_a_server_ends_in_the_midst(servers, checkpoint, name, ending, way):
     mask = torch.ones_like(PROMPT)
     mask[0, :3] = 0
     common = dict(attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, **WAYS[way])
-    with DistributedModel.from_pretrained(checkpoint, swarm=f"states-{name}-{os.getpid()}") as remote:
+    with DistributedModel.from_pretrained(checkpoint, swarm=f"states-{name}-{os.getpid()}", draft="none") as remote:
         for model in (whole, remote):
             model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, PAD
         cache, steps = remote.new_cache(), itertools.count()
