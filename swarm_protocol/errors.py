@@ -56,6 +56,10 @@ class PeerError(SwarmError):
         self.peer_id = peer_id
         self.span = span
 
+    def name_server(self, peer_id: str) -> None:
+        """Say that this server could not do its part, unless the error names one already."""
+        self.peer_id = self.peer_id or peer_id
+
 
 class PeerUnavailable(PeerError):
     """The server cannot be reached, or did not answer in time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,15 +13,17 @@ from swarm_protocol.wire.block_input import BlockInput, joined_of
 _FEW_CHUNKS = 512  # each step adds one
 
 
+@dataclass
 class _Pool:
     """A store of what a ``BlockInput`` says of single positions, numbered in order of arrival."""
 
-    def __init__(self) -> None:
-        self._hidden: list[torch.Tensor] = []  # each tensor: [positions, hidden_size]
-        self._positions: list[torch.Tensor] = []  # each tensor: [positions, axes]
-        self._joined: list[torch.Tensor] = []  # each tensor: [positions]
-        self._additions: dict[int, torch.Tensor] = {}  # each [positions, blocks, hidden_size], by the first's number
-        self.size = 0
+    _hidden: list[torch.Tensor] = field(default_factory=list)  # each tensor: [positions, hidden_size]
+    _positions: list[torch.Tensor] = field(default_factory=list)  # each tensor: [positions, axes]
+    _joined: list[torch.Tensor] = field(default_factory=list)  # each tensor: [positions]
+    _additions: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # by number, each [positions, blocks, hidden_size]
+    size: int = 0
 
     def add(
         self, hidden: torch.Tensor, positions: torch.Tensor, joined: torch.Tensor, additions: torch.Tensor | None = None
@@ -36,10 +38,8 @@ class _Pool:
 
     def copy(self) -> _Pool:
         """Return an independent pool whose entries share this pool's memory."""
-        other = _Pool()
-        other._hidden, other._positions, other.size = list(self._hidden), list(self._positions), self.size
-        other._joined, other._additions = list(self._joined), dict(self._additions)
-        return other
+        chunks = list(self._hidden), list(self._positions), list(self._joined)
+        return _Pool(*chunks, dict(self._additions), self.size)
 
     def joined(self, which: torch.Tensor) -> torch.Tensor:
         """Return ``BlockInput.joined`` of these entries."""

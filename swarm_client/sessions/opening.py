@@ -376,6 +376,7 @@ class Opener:
         wait_s: Callable[[], float] = lambda: 0.0,
     ) -> HopSession:
         number = next(self._numbers)
+        server = await self._swarm.server(hop.server)
         request = pb.Open(
             session_key=key,
             batch_size=opening.batch_size,
@@ -389,11 +390,10 @@ class Opener:
             last_number=opening.last_number,
             user=self._purpose.user,
             is_background=self._purpose.is_background,
+            wait_s=wait_s(),
+            age_s=None if opening.asked_s is None else now_s() - opening.asked_s,
+            asked_s=opening.asked_s,
         )
-        server = await self._swarm.server(hop.server)
-        request.wait_s = wait_s()
-        if opening.asked_s is not None:
-            request.age_s, request.asked_s = now_s() - opening.asked_s, opening.asked_s
         adapter = self.adapter.part(hop.span)
         opened = await server.open(number, hop.span, request, self._inbox, adapter, self._is_bundled)
         self._swarm.progress.waits(hop.server.peer_id, opened.queue_s, now_s())

@@ -278,8 +278,7 @@ class ServerConnection:
         ``hidden``: the hidden states of ``inputs`` in wire form. Raise BadReply if the statement is not about this
         output.
         """
-        message = self._forward_message(span, hidden, Context.of(inputs), None)
-        message.sign = True
+        message = self._forward_message(span, hidden, Context.of(inputs), None, sign=True)
 
         async def work() -> tuple[WireTensor, pb.SignedStatement]:
             output, reply = await self._passes.forward(span, message, hidden)
@@ -387,13 +386,12 @@ class ServerConnection:
         keep_key: bytes,
         codec: pb.Codec,
     ) -> tuple[WireTensor, bool]:
-        message = self._forward_message(span, hidden, context, adapter)
-        message.keep_key, message.codec = keep_key, codec
+        message = self._forward_message(span, hidden, context, adapter, keep_key=keep_key, codec=codec)
         output, reply = await self._passes.forward(span, message, hidden)
         return output, reply.kept
 
     def _forward_message(
-        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None
+        self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None, **options: Any
     ) -> pb.Forward:
         return pb.Forward(
             contract=self._contract(span),
@@ -404,6 +402,7 @@ class ServerConnection:
             dropout_seed=context.dropout_seed,
             packed=context.packed,
             joined=context.joined,
+            **options,
         )
 
     def _contract(self, span: Span) -> pb.Contract:

@@ -194,7 +194,7 @@ class AccusationClient:
             output, _ = await server.stated(hop.span, inputs, WireTensor.of(inputs.hidden))
             return output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]
         except PeerError as error:
-            error.peer_id = error.peer_id or hop.server.peer_id
+            error.name_server(hop.server.peer_id)
             self._swarm.failed(error)
         except SwarmError as error:
             _logger.info("an accusation was not looked into: %s", error)

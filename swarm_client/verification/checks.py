@@ -246,8 +246,7 @@ class SampleCheck:
         except BadReply as error:
             raise BadReply(str(error), hop.server.peer_id, hop.span) from None
         except PeerError as error:
-            if not error.peer_id:
-                error.peer_id = hop.server.peer_id
+            error.name_server(hop.server.peer_id)
             raise
         return _Answer(hop, hidden, outputs)
 

@@ -48,6 +48,10 @@ class _Job:
     def is_over(self) -> bool:
         return not self.pending and not self.running
 
+    def rest(self) -> None:
+        """Begin no request for a while, because the swarm or the store has failed."""
+        self.resting_until_s = time.monotonic() + _RETRY_S
+
 
 class BatchWorker:
     """Answers the requests of one batch of each key at a time, in the order of the file.
@@ -165,7 +169,7 @@ class BatchWorker:
         except sqlite3.Error as error:
             _logger.warning("an answer of a batch cannot be stored at present: %s", error)
             job.pending.append(line)
-            job.resting_until_s = time.monotonic() + _RETRY_S
+            job.rest()
         finally:
             task = asyncio.current_task()
             assert task is not None
@@ -186,7 +190,7 @@ class BatchWorker:
         except ApiError as error:
             if error.status in (429, 503):
                 job.pending.appendleft(line)
-                job.resting_until_s = time.monotonic() + _RETRY_S
+                job.rest()
                 return
             status, body = error.status, error.body
         finally:

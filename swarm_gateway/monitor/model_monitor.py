@@ -128,7 +128,7 @@ class ModelMonitor:
         """Take the DHT's last view. An empty view counts only if no server has answered recently: reading may fail."""
         lately_s = now_s() - _LATELY_S
         if view.servers or not any(answer.record and answer.time_s > lately_s for answer in self._answers.values()):
-            self._seen.now = view
+            self._seen.see(view)
         there = {record.peer_id for record in self._seen.now.servers}
         self._answers = {peer_id: answer for peer_id, answer in self._answers.items() if peer_id in there}
 
@@ -255,6 +255,9 @@ class _Seen:
 
     def __init__(self) -> None:
         self.now = SwarmView()
+
+    def see(self, view: SwarmView) -> None:
+        self.now = view
 
     async def view(self, *_which: object) -> SwarmView:
         return self.now

@@ -95,7 +95,7 @@ class ResponseWriter:
             yield self._numbered("response.content_part.added", **place, part=self._open.part())
         self._space = ""
         if text:
-            self._open.text += text
+            self._open.add(text)
             place = self._open.place(len(self._done))
             yield self._numbered(f"response.{kind.PART}.delta", **place, delta=text, **kind.MORE)
 
@@ -132,6 +132,9 @@ class _Text:
 
     def __init__(self, item_id: str) -> None:
         self._id, self.text = item_id, ""
+
+    def add(self, text: str) -> None:
+        self.text += text
 
     def place(self, index: int) -> dict[str, Any]:
         """Return where the text is; ``index`` is that of the item."""

@@ -267,7 +267,7 @@ class Dht:
         """Store the server's entry in the list of models if it is needed; ``looks``: read the list to decide."""
         if record.state is not ServerState.OFFLINE and looks:
             entries = self._members(await self._read_list(claims.shards_of(record.model)))
-            place.is_listed = claims.should_write(record, entries)
+            place.note_listing(claims.should_write(record, entries))
         if place.is_listed:
             entry = dataclasses.replace(record, next_hop_rtts_s={}, adapters=()).to_proto().SerializeToString()
             keys = [models_key(self._swarm, shard) for shard in claims.shards_of(record.model)]
@@ -383,6 +383,10 @@ class _Place:
         climbs = self.publications % climb_every == 0
         self.publications += 1
         return range(0 if climbs else self.depth, len(path))
+
+    def note_listing(self, is_listed: bool) -> None:
+        """Note whether the server's entry belongs in the list of models."""
+        self.is_listed = is_listed
 
     def settle(self, depth: int, now: float) -> None:
         """Stay at this depth, and drop the records that have expired by now."""

@@ -75,6 +75,10 @@ class DaemonStreams:
         self.daemon = daemon
         self._handlers: dict[str, Handler] = {}
 
+    def use(self, daemon: Callable[[], P2P | None]) -> None:
+        """Use the daemon that ``daemon`` returns from now on."""
+        self.daemon = daemon
+
     @property
     def peer_id(self) -> str:
         return str(self._p2p().peer_id)

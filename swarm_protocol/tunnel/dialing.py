@@ -65,7 +65,7 @@ class Dialer:
                 channel = await pinned_channel(self._credentials, local, fingerprint, options, timeout_s + _TUNNEL_S)
             except PeerUnavailable as error:
                 raise PeerUnavailable(port.failure or str(error), port.circuit.target) from None
-            port.has_led = True
+            port.lead()
             return channel
         finally:
             self._waiting -= Counter([address])
@@ -150,6 +150,10 @@ class _TunnelPort:
         self._server = await asyncio.start_server(self._take, _LOCAL, 0)
         self.number = self._server.sockets[0].getsockname()[1]
         return self
+
+    def lead(self) -> None:
+        """Note that the port has led to the server."""
+        self.has_led = True
 
     @property
     def is_unused(self) -> bool:

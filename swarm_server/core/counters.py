@@ -79,6 +79,18 @@ class Counters:
     daemon_restarts: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
+    def receive(self, size_bytes: int) -> None:
+        """Count a message from a caller."""
+        self.received_bytes += size_bytes
+
+    def move(self) -> None:
+        """Count a move to other blocks."""
+        self.moves += 1
+
+    def restart_daemon(self) -> None:
+        """Count a restart of the libp2p daemon."""
+        self.daemon_restarts += 1
+
     def work(self) -> WorkTotals:
         """Return the work done, for the server's record."""
         done = self.block_positions

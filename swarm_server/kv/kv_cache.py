@@ -49,6 +49,10 @@ class CacheBudget:
         self._kept = Lease(self, "")
         self.reclaim: Callable[[], bool] = lambda: False
 
+    def reclaim_by(self, reclaim: Callable[[], bool]) -> None:
+        """Make room by ``reclaim`` from now on."""
+        self.reclaim = reclaim
+
     @property
     def tokens_left(self) -> int:
         """Return how many positions a new session over all hosted blocks could still get."""
@@ -158,6 +162,10 @@ class Lease:
         self._promised = 0
         self._held = 0
         self._charges: weakref.WeakSet[Charge] = weakref.WeakSet()
+
+    def let_in(self) -> None:
+        """Let the lease grow into all free room from now on, because its session is admitted."""
+        self.is_let_in = True
 
     @property
     def charged(self) -> int:

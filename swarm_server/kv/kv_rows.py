@@ -10,7 +10,7 @@ other row gets a new page.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -277,6 +277,10 @@ class Growth:
         for page, row, filled in reversed(self._filled):
             page.filled[row] = filled
 
+    def finish(self, rows: Iterable[KvRow]) -> None:
+        """Replace the rows by the grown ones."""
+        self.rows = tuple(rows)
+
     def claim(self, page: Page, row: int, count: int) -> PageSlice:
         start = page.filled[row]
         self.fill(page, row, start + count)
@@ -320,7 +324,7 @@ def grow(
             for number, group in enumerate(layout.groups)
         ]
         undo.pop_all()
-    growth.rows = tuple(KvRow(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
+    growth.finish(KvRow(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
     return growth
 
 

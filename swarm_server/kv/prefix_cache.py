@@ -28,24 +28,24 @@ class ContentHash:
         self._digest = hashlib.sha256(seed)
         self._num_tokens = 0
 
-    def copy(self) -> ContentHash:
-        other = object.__new__(ContentHash)
-        other._digest, other._num_tokens = self._digest.copy(), self._num_tokens
-        return other
-
     def added(self, content: torch.Tensor) -> tuple[ContentHash, list[bytes]]:
         """Return the hash after ``content``, [tokens, bytes per token] uint8, and the digests of newly full pages."""
-        other, digests = self.copy(), []
+        other = ContentHash(b"")
+        return other, other._continue(self, content)
+
+    def _continue(self, other: ContentHash, content: torch.Tensor) -> list[bytes]:
+        """Become the hash of what the other one has and of ``content``; return the digests of newly full pages."""
+        self._digest, self._num_tokens = other._digest.copy(), other._num_tokens
         data, token_bytes = content.contiguous().numpy().data.cast("B"), content.shape[1]
-        start = 0
+        digests, start = [], 0
         while start < len(content):
-            end = min(start + PAGE_TOKENS - other._num_tokens % PAGE_TOKENS, len(content))
-            other._digest.update(data[start * token_bytes : end * token_bytes])
-            other._num_tokens += end - start
-            if other._num_tokens % PAGE_TOKENS == 0:
-                digests.append(other._digest.digest())
+            end = min(start + PAGE_TOKENS - self._num_tokens % PAGE_TOKENS, len(content))
+            self._digest.update(data[start * token_bytes : end * token_bytes])
+            self._num_tokens += end - start
+            if self._num_tokens % PAGE_TOKENS == 0:
+                digests.append(self._digest.digest())
             start = end
-        return other, digests
+        return digests
 
 
 def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

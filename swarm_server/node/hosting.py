@@ -186,7 +186,7 @@ class SpanLoader:
         adapters = AdapterStore(config.adapter_bytes, named)
         evict: Callable[[], bool] = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
-        budget.reclaim = lambda: training.reclaim() or evict()
+        budget.reclaim_by(lambda: training.reclaim() or evict())
         services = SpanServices(
             engine, scheduler, budget, validator, neighbours, training, adapters, counters=self._counters
         )

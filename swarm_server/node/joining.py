@@ -58,7 +58,7 @@ class SwarmMembership:
         """Register this server; ``host`` is its listening address, ``discovered`` returns members on the local network.
 
         ``joined_through``: members that were given or found first. ``advertise`` announces this server's addresses on
-        the local network. ``after_restart`` is called whenever another libp2p daemon was started.
+        the local network.
         """
         self.dht = dht
         self.host = host
@@ -71,8 +71,12 @@ class SwarmMembership:
         self._entry_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
-        self.after_restart: Callable[[], Awaitable[None]] = _nothing
+        self._after_restart: Callable[[], Awaitable[None]] = _nothing
         self._keep_entry(lambda: registry.write(dht.peer_id, self._registered()))
+
+    def call_after_restart(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Call ``action`` whenever another libp2p daemon was started."""
+        self._after_restart = action
 
     async def keep(self) -> bool:
         """Renew the registry entry, and merge a partitioned swarm; return whether a new peer was contacted.
@@ -102,7 +106,7 @@ class SwarmMembership:
                 reason = str(error)
                 continue
             self._restarted_s = time.monotonic()
-            await self.after_restart()
+            await self._after_restart()
             addresses = await self.dht.addresses()
             if addresses != self._addresses:
                 _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])

@@ -196,7 +196,8 @@ class SpanMover:
             self._presence.enter(loading)
             await self.host(loading)
         await self._presence.publish()
-        self._counters.moves += self._presence.state.record.span != old
+        if self._presence.state.record.span != old:
+            self._counters.move()
         _logger.info("hosting blocks %s", self._presence.state.record.span)
 
     async def _failure_to_host(self, loading: Loading) -> str:

@@ -133,7 +133,7 @@ class RecordPublisher:
             _logger.log(level, "the libp2p daemon has ended, nobody can find this server: starting it again")
             try:
                 await self._membership.restart_daemon()
-                self._counters.daemon_restarts += 1
+                self._counters.restart_daemon()
             except SwarmError as error:
                 return error
             await self._membership.keep()

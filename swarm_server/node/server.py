@@ -223,7 +223,7 @@ async def _open(
                 raise
             failure = error
     membership = await join(config, access, cleanup)
-    streams.daemon = lambda: membership.dht.p2p
+    streams.use(lambda: membership.dht.p2p)
     loop, dht = asyncio.get_running_loop(), membership.dht
     swarm = SharingSwarm(
         dht.models, dht.view, channels.stub, lambda fetching: asyncio.run_coroutine_threadsafe(fetching, loop).result()
@@ -238,12 +238,13 @@ async def _join(starting: Starting, membership: SwarmMembership | None, cleanup:
     membership = membership or await join(config, starting.access, cleanup)
     certificate = Certificate.generate()
     own = membership.own_addresses()
-    grpc_server, own.port = bind(own.grpc_host, config.port, certificate)
+    grpc_server, port = bind(own.grpc_host, config.port, certificate)
+    own.use_port(port)
     cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
-    starting.streams.daemon = lambda: membership.dht.p2p
+    starting.streams.use(lambda: membership.dht.p2p)
     reach = Reach(config, starting.access, membership.dht, starting.streams, own, membership.members)
     cleanup.push_async_callback(reach.close)
-    membership.after_restart = reach.attach
+    membership.call_after_restart(reach.attach)
     await reach.start()
     return Joined(starting, membership, grpc_server, own.direct()[0], certificate.fingerprint, reach)
 

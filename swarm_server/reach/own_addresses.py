@@ -68,6 +68,10 @@ class OwnAddresses:
         self._joined_through = joined_through
         self.grpc_host = every_host() if self._follows else host
 
+    def use_port(self, port: int) -> None:
+        """Note the port at which gRPC listens."""
+        self.port = port
+
     def move(self, host: str) -> None:
         """Note the present address of this machine."""
         self.host = host

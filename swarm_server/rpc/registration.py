@@ -88,7 +88,7 @@ def _handler(service: BlocksService, method: MethodDescriptor, counters: Counter
     serialise = GetMessageClass(method.output_type).SerializeToString
 
     def read(data: bytes) -> Any:
-        counters.received_bytes += len(data)
+        counters.receive(len(data))
         return parse_input(data)
 
     def write(message: Any) -> bytes:

@@ -38,6 +38,16 @@ class Applicant:
     lease: Lease | None = None
     refusal: PeerBusy | None = None
 
+    def asks(self, let_in: Callable[[Applicant], PeerBusy | None]) -> bool:
+        """Ask to be admitted. Return whether the session is, and keep the reason if it is not."""
+        self.refusal = let_in(self)
+        return self.refusal is None
+
+    def receive(self, lease: Lease) -> None:
+        """Take the lease of the admitted session."""
+        self.lease = lease
+        lease.let_in()
+
     def take_lease(self) -> Lease | None:
         """Return the lease, if there is one, and forget it."""
         lease, self.lease = self.lease, None
@@ -93,8 +103,7 @@ class RoomQueue:
         for applicant in list(self._waiting if in_turn is None else in_turn):
             if applicant.client.peer_id in passed_over:
                 continue
-            applicant.refusal = let_in(applicant)
-            if applicant.refusal is None:
+            if applicant.asks(let_in):
                 self._waiting.remove(applicant)
             elif isinstance(applicant.refusal, NoRoom) and applicant.refusal.has_its_share:
                 passed_over.add(applicant.client.peer_id)
@@ -270,10 +279,9 @@ class Admission:
                 has_its_share=True,
             )
         try:
-            applicant.lease = self._budget.lease(client.peer_id, applicant.size_bytes)
+            applicant.receive(self._budget.lease(client.peer_id, applicant.size_bytes))
         except NoRoom as error:
             return error
-        applicant.lease.is_let_in = True
         sessions.add(client, 1)
         self._change()
         return None

@@ -124,10 +124,12 @@ class StateServer:
             yield part
 
     async def _sent(self, header: pb.StateHeader, data: bytes) -> AsyncIterator[pb.StatePart]:
-        header.size_bytes = len(data)
-        header.parameters.extend(self._state.shapes)
-        header.optimizer = self._state.optimizer_name
-        header.common.update(self._state.common)
+        state = self._state
+        header.MergeFrom(
+            pb.StateHeader(
+                size_bytes=len(data), parameters=state.shapes, optimizer=state.optimizer_name, common=state.common
+            )
+        )
         yield pb.StatePart(header=header)
         for part in parts_of(data):
             yield pb.StatePart(data=part)

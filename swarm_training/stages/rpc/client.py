@@ -145,16 +145,15 @@ class StagesClient:
         self, which: MicroBatch, *, accumulates: bool, wants_grad: bool, loss_scale: float = 1.0
     ) -> pb.Work:
         """Return the work that ``backward`` asks for."""
-        work = self._work(which, self._gradients)
-        work.accumulates, work.wants_grad, work.loss_scale = accumulates, wants_grad, loss_scale
-        return work
+        return self._work(which, self._gradients, accumulates=accumulates, wants_grad=wants_grad, loss_scale=loss_scale)
 
-    def _work(self, which: MicroBatch, reply_form: pb.Form) -> pb.Work:
+    def _work(self, which: MicroBatch, reply_form: pb.Form, **options: Any) -> pb.Work:
         return pb.Work(
             micro_batch=self.named(which),
             inputs_form=self._activations,
             grad_form=self._gradients,
             reply_form=reply_form,
+            **options,
         )
 
     def named(self, which: MicroBatch) -> pb.MicroBatch:
@@ -220,5 +219,5 @@ async def answering(peer: Progress, timeout_s: float) -> AsyncIterator[None]:
     except TimeoutError:
         raise PeerUnavailable(f"no answer within {timeout_s:g} s", peer.peer_id) from None
     except PeerError as error:
-        error.peer_id = peer.peer_id
+        error.name_server(peer.peer_id)
         raise

@@ -349,7 +349,7 @@ class TestPrefixReuse:
         engine = Engine(llama, prefix_cache=PrefixCache())
         room = engine.layout_of(HOSTED, False).size_bytes(4 * PAGE_TOKENS)
         budget = CacheBudget(room, 1)
-        budget.reclaim = engine.prefix_cache.reclaim
+        budget.reclaim_by(engine.prefix_cache.reclaim)
         for seed in range(4):
             generation = Generation.open(engine, budget, seed=seed)
             advance(engine, [generation], 3 * PAGE_TOKENS)

@@ -120,7 +120,7 @@ class TestReclaiming:
         lease = budget.lease("anna")
         kept = [Memory(lease, 10 * TOKEN) for _ in range(10)]
         lease.close()
-        budget.reclaim = lambda: bool(kept) and bool(kept.pop(0))
+        budget.reclaim_by(lambda: bool(kept) and bool(kept.pop(0)))
         return kept
 
     def test_kept_memory_counts_as_room(self, budget: CacheBudget, kept: list[Memory]) -> None:
@@ -147,7 +147,7 @@ class TestReclaiming:
     def test_may_take_memory_of_the_lease_that_needs_it(self, budget: CacheBudget) -> None:
         lease = budget.lease("anna", 10 * TOKEN)
         kept = [Memory(lease, 30 * TOKEN), Memory(lease, 30 * TOKEN)]
-        budget.reclaim = lambda: bool(kept) and bool(kept.pop())
+        budget.reclaim_by(lambda: bool(kept) and bool(kept.pop()))
         memory = Memory(lease, 50 * TOKEN)
         assert len(kept) == 1 and lease.charged == 80 * TOKEN
         lease.promise(90 * TOKEN)
@@ -199,7 +199,7 @@ class TestFairness:
     def test_a_session_that_was_let_in_may_finish(self, budget: CacheBudget) -> None:
         mine = budget.lease("anna", 60 * TOKEN)
         budget.lease("bert", 10 * TOKEN)
-        mine.is_let_in = True
+        mine.let_in()
         mine.promise(90 * TOKEN)
 
     def test_memory_that_nobody_leases_is_no_clients(self, budget: CacheBudget) -> None:
@@ -246,7 +246,7 @@ class Budget(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.budget = CacheBudget(CAPACITY, TOKEN)
-        self.budget.reclaim = self.reclaim
+        self.budget.reclaim_by(self.reclaim)
         self.promised: dict[Lease, int] = {}  # open leases
         self.client: dict[Lease, str] = {}
         self.used: list[Piece] = []

@@ -60,7 +60,7 @@ class Rows(RuleBasedStateMachine):
         self.capacity = 120 * LAYOUTS["mixed"].size_bytes(1)
         self.budget = CacheBudget(self.capacity, 1)
         self.prefixes = PrefixCache()
-        self.budget.reclaim = self.prefixes.reclaim
+        self.budget.reclaim_by(self.prefixes.reclaim)
         self.open_ones: list[Generation] = []
         self.numbers: dict[tuple[int, ...], int] = {}
 

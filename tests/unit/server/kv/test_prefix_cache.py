@@ -102,7 +102,7 @@ class Memory:
         self.layout: PageLayout = LAYOUTS["mixed"]
         self.budget = CacheBudget(self.layout.size_bytes(capacity), self.layout.size_bytes(1))
         self.prefixes = PrefixCache()
-        self.budget.reclaim = self.prefixes.reclaim
+        self.budget.reclaim_by(self.prefixes.reclaim)
 
     def lease(self) -> Lease:
         return self.budget.lease("anna")
@@ -225,7 +225,7 @@ def test_memory_may_die_while_room_is_asked_back() -> None:
         asked.set()
         return memory.prefixes.reclaim()
 
-    memory.budget.reclaim = reclaim
+    memory.budget.reclaim_by(reclaim)
     searching = threading.Thread(target=memory.prefixes.longest, args=([Digest()],), daemon=True)
     searching.start()
     assert inside.wait(TIMEOUT_S)

@@ -83,11 +83,11 @@ def test_addresses_of_both_families_and_how_they_are_written(monkeypatch):
         ("2001:db8::1", "2001:db8::2", False, ("[2001:db8::2]:5",)),
     ):
         own = OwnAddresses(host, announce, is_chosen, [])
-        own.port = 5
+        own.use_port(5)
         assert own.direct() == expected
     monkeypatch.setattr(own_addresses, "every_host", lambda: "::")
     own = OwnAddresses("192.0.2.1", None, True, [])
-    own.port = 5
+    own.use_port(5)
     assert own.direct() == ("192.0.2.1:5", "[2001:db8::7]:5")  # of the other family only
 
 

@@ -58,7 +58,7 @@ class Server:
         self.weights = [Weight(size) for size in transpose_bytes]
         self.prefixes: list[Charge] = []
         self.memory = TrainingMemory(self.budget, self.weights, self.evict, **options)
-        self.budget.reclaim = lambda: self.memory.reclaim() or self.evict()
+        self.budget.reclaim_by(lambda: self.memory.reclaim() or self.evict())
 
     def evict(self) -> bool:
         """Gives up what somebody else keeps."""
