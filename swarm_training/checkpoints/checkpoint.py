@@ -1,12 +1,17 @@
-"""One checkpoint: parameters, optimizer, scheduler and data as of one global step, in a directory of its own."""
+"""One checkpoint: parameters, optimizer, scheduler and data as of one global step, in a directory of its own.
+
+There are two layouts. A *servable* checkpoint has the files of a Hugging Face model, with what the run needs to go on
+in ``training/``, and the moving average of the weights as a second model in ``averaged/``. A plain one has the
+parameters of any model, under their names.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -17,12 +22,16 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import Expected, require_number
 from swarm_training.checkpoints.flat_state import FlatState, flatten, unflatten
+from swarm_training.checkpoints.model_files import ServableModel, place_of, read_model, write_model
 from swarm_training.checkpoints.whole_directory import whole_directory
 from swarm_training.core.moment import Moment
 
 MODEL, OPTIMIZER, FACTS = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
-_VERSION = 1
+TRAINING, AVERAGED = "training", "averaged"  # folders of a servable checkpoint
+STATE = "state.safetensors"
+_PLAIN_VERSION, _SERVABLE_VERSION = 1, 2
 _MAX_FACTS_BYTES = 64 << 20  # with the structure of an optimizer's state: some 100 bytes for each parameter
+_KINDS: Mapping[type, str] = {str: "a string", dict: "an object", list: "a list"}
 _MAX_STEP = Expected(0, 1 << 53, whole=True)
 
 
@@ -37,6 +46,8 @@ class Checkpoint:
         data: JSON that says where the data of the writing peer go on; other peers have their own.
         config: JSON that says what was trained and how.
         rollbacks: how often the run had gone back before.
+        compressor: the tensors that the run's compressor keeps; only a servable checkpoint has them.
+        trained: the names of the trained parameters in the run's order; only a servable checkpoint has them.
     """
 
     run: str
@@ -47,6 +58,8 @@ class Checkpoint:
     data: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     rollbacks: int = 0
+    compressor: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    trained: tuple[str, ...] = ()
 
     @property
     def moment(self) -> Moment:
@@ -63,47 +76,97 @@ def parameters_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write(checkpoint: Checkpoint, directory: Path) -> None:
+def write(checkpoint: Checkpoint, directory: Path, servable: ServableModel | None = None) -> None:
     """Write all of a checkpoint, or nothing: the directory appears once everything in it is on disk.
+
+    ``servable``: the model whose files the checkpoint has, see above; None: the checkpoint is a plain one.
 
     Raises:
         ValueError: the directory exists already or cannot be written, or a state has values that cannot be written.
     """
-    optimizer, scheduler = flatten(checkpoint.optimizer), flatten(checkpoint.scheduler)
-    if scheduler.tensors:
+    if flatten(checkpoint.scheduler).tensors:
         raise ValueError("the scheduler has tensors in its state: expected numbers")
-    facts = {
-        "version": _VERSION,
-        "run": checkpoint.run,
-        "step": checkpoint.step,
-        "rollbacks": checkpoint.rollbacks,
-        "digest": parameters_digest(checkpoint.parameters),
-        "optimizer_digest": parameters_digest(optimizer.tensors),
-        "optimizer": optimizer.structure,
-        "scheduler": scheduler.structure,
-        "data": dict(checkpoint.data),
-        "config": dict(checkpoint.config),
-    }
     if directory.exists():
         raise ValueError(f"{directory} exists already: nothing was written")
     with whole_directory(directory) as partial:
-        save_file(_apart(checkpoint.parameters), partial / MODEL)
-        save_file(_apart(optimizer.tensors), partial / OPTIMIZER)
-        (partial / FACTS).write_text(json.dumps(facts))
+        if servable is None:
+            _write_plain(checkpoint, partial)
+        else:
+            _write_servable(checkpoint, servable, partial)
+
+
+def _write_plain(checkpoint: Checkpoint, directory: Path) -> None:
+    optimizer = flatten(checkpoint.optimizer)
+    facts = _facts(checkpoint, _PLAIN_VERSION) | {
+        "digest": parameters_digest(checkpoint.parameters),
+        "optimizer_digest": parameters_digest(optimizer.tensors),
+        "optimizer": optimizer.structure,
+        "scheduler": flatten(checkpoint.scheduler).structure,
+    }
+    save_file(_apart(checkpoint.parameters), directory / MODEL)
+    save_file(_apart(optimizer.tensors), directory / OPTIMIZER)
+    (directory / FACTS).write_text(json.dumps(facts))
+
+
+def _write_servable(checkpoint: Checkpoint, servable: ServableModel, directory: Path) -> None:
+    """Write the model's files, and what else there is. Tensors of the optimizer that are in ``averaged/`` already are
+    not written a second time."""
+    facts = _facts(checkpoint, _SERVABLE_VERSION) | {"trained": list(checkpoint.trained)}
+    facts["model"] = write_model(directory, servable, checkpoint.parameters)
+    averaged = servable.averaged or {}
+    if averaged:
+        facts["averaged"] = write_model(directory / AVERAGED, servable, averaged)
+    state = flatten(
+        {
+            "optimizer": checkpoint.optimizer,
+            "scheduler": checkpoint.scheduler,
+            "compressor": dict(checkpoint.compressor),
+        }
+    )
+    by_place = {place_of(tensor): name for name, tensor in averaged.items()}
+    known = {path: by_place.get(place_of(tensor)) for path, tensor in state.tensors.items()}
+    facts["state"] = state.structure
+    facts["in_averaged"] = {path: name for path, name in known.items() if name is not None}
+    (directory / TRAINING).mkdir()
+    rest = {path: tensor for path, tensor in state.tensors.items() if known[path] is None}
+    save_file(_apart(rest), directory / TRAINING / STATE)
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    facts["files"] = {path.relative_to(directory).as_posix(): _hash(path) for path in paths}
+    (directory / TRAINING / FACTS).write_text(json.dumps(facts))
+
+
+def _facts(checkpoint: Checkpoint, version: int) -> dict[str, Any]:
+    return {
+        "version": version,
+        "run": checkpoint.run,
+        "step": checkpoint.step,
+        "rollbacks": checkpoint.rollbacks,
+        "data": dict(checkpoint.data),
+        "config": dict(checkpoint.config),
+    }
+
+
+def _is_servable(directory: Path) -> bool:
+    return (directory / TRAINING).is_dir()
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
     """Return the facts beside the tensors: run, step, rollbacks and more. Raises CheckpointError if damaged."""
-    path = directory / FACTS
+    is_servable = _is_servable(directory)
+    path = directory / TRAINING / FACTS if is_servable else directory / FACTS
+    expected = _SERVABLE_VERSION if is_servable else _PLAIN_VERSION
     facts = read_object(path, _MAX_FACTS_BYTES)
-    if facts.get("version") != _VERSION:
-        raise CheckpointError(f"{path} is of version {shown(facts.get('version'))}: expected {_VERSION}")
+    if facts.get("version") != expected:
+        raise CheckpointError(f"{path} is of version {shown(facts.get('version'))}: expected {expected}")
     require_number(facts.get("step"), _MAX_STEP, path, "step")
     require_number(facts.setdefault("rollbacks", 0), _MAX_STEP, path, "rollbacks")
-    for name, kind in (("run", str), ("digest", str), ("optimizer_digest", str), ("data", dict), ("config", dict)):
+    common: dict[str, type] = {"run": str, "data": dict, "config": dict}
+    others: dict[str, type] = {"files": dict, "in_averaged": dict, "trained": list}
+    if not is_servable:
+        others = {"digest": str, "optimizer_digest": str}
+    for name, kind in (common | others).items():
         if not isinstance(facts.get(name), kind):
-            expected = "a string" if kind is str else "an object"
-            raise CheckpointError(f"{path} has {name}={shown(facts.get(name))}: expected {expected}")
+            raise CheckpointError(f"{path} has {name}={shown(facts.get(name))}: expected {_KINDS[kind]}")
     return facts
 
 
@@ -114,6 +177,10 @@ def read(directory: Path) -> Checkpoint:
         CheckpointError: a file is missing or damaged; the message names the file.
     """
     facts = read_facts(directory)
+    return _read_servable(directory, facts) if _is_servable(directory) else _read_plain(directory, facts)
+
+
+def _read_plain(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
     parameters = _tensors(directory / MODEL, facts["digest"])
     optimizer = _tensors(directory / OPTIMIZER, facts["optimizer_digest"])
     return Checkpoint(
@@ -126,6 +193,66 @@ def read(directory: Path) -> Checkpoint:
         facts["config"],
         facts["rollbacks"],
     )
+
+
+def _read_servable(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
+    files = facts["files"]
+    for name, digest in files.items():
+        _require_unchanged(directory, name, digest)
+    tensors = _read_state(directory, facts)
+    state = unflatten(FlatState(tensors, facts.get("state")))
+    if not isinstance(state, dict) or not isinstance(state.get("compressor"), dict):
+        raise CheckpointError(f"{directory / TRAINING / FACTS} has no state of an optimizer and a compressor")
+    return Checkpoint(
+        facts["run"],
+        facts["step"],
+        read_model(directory, _in_folder(files, ""), facts.get("model")),
+        state.get("optimizer"),
+        state.get("scheduler"),
+        facts["data"],
+        facts["config"],
+        facts["rollbacks"],
+        state["compressor"],
+        tuple(map(str, facts["trained"])),
+    )
+
+
+def _read_state(directory: Path, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the optimizer and of the compressor, by path."""
+    path, files = directory / TRAINING / STATE, facts["files"]
+    if f"{TRAINING}/{STATE}" not in files:
+        raise CheckpointError(f"{path} is not among the files of {FACTS}")
+    tensors = {name: stored.read() for name, stored in read_header(path).items()}
+    if not facts["in_averaged"]:
+        return tensors
+    averaged = read_model(directory / AVERAGED, _in_folder(files, AVERAGED), facts.get("averaged"))
+    for place, name in facts["in_averaged"].items():
+        if not isinstance(name, str) or name not in averaged:
+            raise CheckpointError(f"{directory / AVERAGED} has no tensor {shown(name)}")
+        tensors[place] = averaged[name]
+    return tensors
+
+
+def _in_folder(files: Collection[str], folder: str) -> list[str]:
+    """Return the names of the files that lie in a folder itself."""
+    return [path.name for path in map(PurePosixPath, files) if path.parent == PurePosixPath(folder)]
+
+
+def _require_unchanged(directory: Path, name: str, digest: object) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(f"{FACTS} names a file {shown(name)}: expected one in {directory}")
+    try:
+        found = _hash(directory / path)
+    except OSError as error:
+        raise CheckpointError(f"{directory / path} cannot be read: {error.strerror}") from None
+    if found != digest:
+        raise CheckpointError(f"{directory / path} is damaged: its bytes are not those that {FACTS} has the hash of")
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:

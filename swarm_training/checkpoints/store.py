@@ -17,6 +17,7 @@ from swarm_protocol.failures import any_error_as, first_line
 from swarm_protocol.wire.printable import printable
 from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.checkpoints.whole_directory import PREFIX, refusals
 
 _LONG_AGO_S = 3600.0  # longer than any checkpoint takes to write
@@ -44,11 +45,13 @@ class CheckpointDirectory:
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,16})", name)))
 
-    def write(self, content: Checkpoint) -> Path:
-        """Write a checkpoint, unless it is there already. Return its path. Raises ValueError if writing fails."""
+    def write(self, content: Checkpoint, servable: ServableModel | None = None) -> Path:
+        """Write a checkpoint, unless it is there already. Return its path. Raises ValueError if writing fails.
+
+        ``servable``: the model of transformers whose files the checkpoint has; None: it has the parameters alone."""
         path = self.path(content.step)
         if not path.exists():
-            checkpoint.write(content, path)
+            checkpoint.write(content, path, servable)
         for step in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(step), ignore_errors=True)
         for partial in self.directory.glob(f"{PREFIX}*"):
@@ -116,6 +119,13 @@ class CheckpointDirectory:
             if written is None:
                 self._set_aside(step)
             elif written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
+                self._discard(step)
+
+    def discard_undone_since(self, rollbacks: int, went_back_to: int) -> None:
+        """Discard the checkpoints of steps that the last rollback has undone: this process has seen it, and those that
+        came before. ``rollbacks``, ``went_back_to``: as in ``discard_undone``. Raises CannotWrite."""
+        for step in self.steps():
+            if step > went_back_to and self._facts(step).get("rollbacks", rollbacks) < rollbacks:
                 self._discard(step)
 
     def set_aside_after(self, step: int) -> list[Path]:
@@ -189,5 +199,4 @@ def read_from_hub(repository: str, revision: str | None, download: Callable[[str
 def download_from_hub(repository: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    files = [checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.FACTS]
-    return Path(snapshot_download(repository, revision=revision, allow_patterns=files))
+    return Path(snapshot_download(repository, revision=revision))

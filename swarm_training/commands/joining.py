@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 import torch
@@ -16,6 +17,7 @@ from swarm_models.gpu.devices import best_device, named_device
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.flat_state import load_optimizer
+from swarm_training.checkpoints.model_files import ServableModel, is_servable
 from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
 from swarm_training.commands.batch_size import BatchSizeLimits, computing, find_batch_size, free_memory_bytes
 from swarm_training.commands.building import (
@@ -34,6 +36,9 @@ from swarm_training.data.order import DataShard
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.runfile.settings import RunFile
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Say = Callable[[str], object]
 
 
@@ -44,6 +49,7 @@ class TrainingSetup:
     Attributes:
         optimizer: the optimizer of global steps, whose state all peers share.
         local: the steps between them; None: there are none.
+        tokenizer: the model's tokenizer, whose files are in checkpoints; None: they are not.
     """
 
     file: RunFile
@@ -51,6 +57,7 @@ class TrainingSetup:
     optimizer: torch.optim.Optimizer
     batches: Batches
     local: LocalSteps | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -95,18 +102,20 @@ class Writing:
         """Write a checkpoint if one is due. ``data``: the state of the batches."""
         if self._directory is None or step % self._trained.file.run.checkpoint_every:
             return
-        file = self._trained.file
+        file, model = self._trained.file, self._trained.model
         content = Checkpoint(
             file.run.name,
             step,
-            self._trained.model.state_dict(),
+            model.state_dict(),
             self._trained.optimizer.state_dict(),
             data=data,
             config=asdict(file),
             rollbacks=rollbacks,
+            trained=tuple(name for name, each in model.named_parameters() if each.requires_grad),
         )
+        servable = ServableModel(model, self._trained.tokenizer) if is_servable(model) else None
         try:
-            path = self._directory.write(content)
+            path = self._directory.write(content, servable)
             if self._copies is not None:
                 self._copies.write(path, content)
         except (ValueError, CheckpointError) as error:
@@ -181,9 +190,9 @@ def prepare(file: RunFile, who: Joining, part: DataShard | None, device: str, sa
     batches = build_batches(file.data, reader, tokenizer, batch_size, cache)
     optimizer = build_optimizer(file.optimizer, model)
     if not file.local.batch_size:
-        return TrainingSetup(file, model, optimizer, batches)
+        return TrainingSetup(file, model, optimizer, batches, tokenizer=tokenizer)
     local = LocalSteps(optimizer, file.local.batch_size)
-    return TrainingSetup(file, model, build_outer_optimizer(file.local, model), batches, local)
+    return TrainingSetup(file, model, build_outer_optimizer(file.local, model), batches, local, tokenizer)
 
 
 def resume(trained: TrainingSetup, say: Say) -> Moment | None:

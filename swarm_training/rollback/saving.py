@@ -1,13 +1,23 @@
-"""The state of a run in a directory, from which the run goes on bit for bit when all of its peers have ended."""
+"""The state of a run in a directory, from which the run goes on bit for bit when all of its peers have ended.
+
+The state is one file, or if its model is known, a servable checkpoint: see ``checkpoints.checkpoint``.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
+
+from torch import Tensor
 
 from swarm_protocol.errors import CheckpointError
+from swarm_training.checkpoints import checkpoint
+from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.model_files import ServableModel
+from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Kept, Lineage
 from swarm_training.rollback.kept import KeptCheckpoints, file_name, is_state, stored_in
@@ -25,6 +35,10 @@ class SavedState(Protocol):
     def write(self, file: BinaryIO) -> None: ...
 
     def load(self, moment: Moment, data: bytes) -> None: ...
+
+    def restart(
+        self, moment: Moment, parameters: Sequence[Tensor], optimizer: Any, compressor: Mapping[str, Tensor]
+    ) -> None: ...
 
 
 def save(state: SavedState, went_back_to: int, directory: Path, keep: int) -> Path:
@@ -50,31 +64,73 @@ def save(state: SavedState, went_back_to: int, directory: Path, keep: int) -> Pa
     return directory / file_name(kept)
 
 
+def save_servable(content: Checkpoint, servable: ServableModel, went_back_to: int, directory: Path, keep: int) -> Path:
+    """Write a servable checkpoint to a new folder in the directory; return its path. The rest is as for ``save``.
+
+    Raises:
+        ValueError: ``keep`` is less than 1, or the directory cannot be written.
+        CheckpointError: the directory has checkpoints of another run.
+    """
+    store = CheckpointDirectory(directory, keep)
+    store.require_of(content.run)
+    store.discard_undone_since(content.rollbacks, went_back_to)
+    return store.write(content, servable)
+
+
 def load_newest(state: SavedState, directory: Path, digest_of: Callable[[bytes], bytes]) -> Moment | None:
-    """Load the newest file of the directory that is intact, and return its moment; None if there are no files. Damaged
+    """Load the newest checkpoint of the directory that is intact, and return its moment; None if there is none. Damaged
     ones cause a warning. ``digest_of``: see ``KeptCheckpoints``.
 
     Raises:
-        CheckpointError: all files are damaged.
-        ValueError: the file is of another model or optimizer.
+        CheckpointError: all checkpoints are damaged.
+        ValueError: the checkpoint is of another model or optimizer.
     """
-    files = stored_in(directory)
-    for path in sorted(files, key=lambda each: (files[each].lineage.rollbacks, files[each].step), reverse=True):
-        kept = files[path]
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            _logger.warning("the checkpoint %s cannot be read, and is not used: %s", path, error.strerror)
-            continue
-        if not is_state(data, kept.state_digest, digest_of):
-            _logger.warning("the checkpoint %s is damaged, and is not used", path)
-            continue
+    found: list[tuple[Moment, Path, Callable[[], None]]] = []
+    for path, kept in stored_in(directory).items():
         moment = Moment(kept.lineage.rollbacks, kept.step)
+        found.append((moment, path, partial(_load_file, state, moment, path, kept.state_digest, digest_of)))
+    store, damaged = CheckpointDirectory(directory), False
+    for path in map(store.path, store.steps()):
         try:
-            state.load(moment, data)
+            facts = checkpoint.read_facts(path)
+        except CheckpointError as error:
+            _logger.warning("%s; it is not used", error)
+            damaged = True
+            continue
+        moment = Moment(facts["rollbacks"], facts["step"])
+        found.append((moment, path, partial(_load_folder, state, moment, path)))
+    for moment, path, load in sorted(found, key=lambda each: each[:2], reverse=True):
+        try:
+            load()
+        except CheckpointError as error:
+            _logger.warning("%s", error)
         except ValueError:
             raise ValueError(f"{path} is of another model or optimizer: expected another directory") from None
-        return moment
-    if files:
+        else:
+            return moment
+    if found or damaged:
         raise CheckpointError(f"{directory} has no checkpoint that is intact: expected another one, to start over")
     return None
+
+
+def _load_file(
+    state: SavedState, moment: Moment, path: Path, digest: bytes, digest_of: Callable[[bytes], bytes]
+) -> None:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read, and is not used: {error.strerror}") from None
+    if not is_state(data, digest, digest_of):
+        raise CheckpointError(f"the checkpoint {path} is damaged, and is not used")
+    state.load(moment, data)
+
+
+def _load_folder(state: SavedState, moment: Moment, path: Path) -> None:
+    try:
+        content = checkpoint.read(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; it is not used") from None
+    if not content.trained or not content.parameters.keys() >= set(content.trained):
+        raise ValueError("the checkpoint does not say which of its parameters are trained")
+    parameters = [content.parameters[name] for name in content.trained]
+    state.restart(moment, parameters, content.optimizer, content.compressor)

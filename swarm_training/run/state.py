@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from swarm_models.checkpoints import safetensors_bytes
+from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.core.moment import Moment
 from swarm_training.numerics.reproducible import exact_sum, squared_norm
@@ -224,6 +226,46 @@ class TrainedState:
             self._share()
             for own, theirs in zip(self._optimizer.param_groups, settings, strict=True):
                 own.update(theirs)
+
+    def checkpoint(self, run: str, model: nn.Module) -> Checkpoint:
+        """Return the shared state as a checkpoint of a model that has the parameters. Its tensors are those in use,
+        which change with the next step. Raise ValueError if a parameter is not in the model."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        missing = [number for number, parameter in enumerate(self.parameters) if id(parameter) not in names]
+        if missing:
+            raise ValueError(f"parameter {missing[0]} of the run is not in the model: expected the model of the run")
+        return Checkpoint(
+            run,
+            self.step,
+            model.state_dict(),
+            self._optimizer.state_dict(),
+            rollbacks=self.moment.rollbacks,
+            compressor=self._compressor.state_dict(),
+            trained=tuple(names[id(parameter)] for parameter in self.parameters),
+        )
+
+    def restart(
+        self, moment: Moment, parameters: Sequence[Tensor], optimizer: Any, compressor: Mapping[str, Tensor]
+    ) -> None:
+        """Take over the parameters and the ``state_dict()`` of optimizer and compressor that ``checkpoint`` has had.
+
+        Raises:
+            ValueError: they are those of other parameters, or of another kind of optimizer or compressor.
+        """
+        shapes = [(each.shape, each.dtype) for each in parameters]
+        if shapes != [(each.shape, each.dtype) for each in self.parameters]:
+            raise ValueError("the checkpoint is of other parameters")
+        with self._lock, torch.no_grad():
+            try:
+                load_optimizer(self._optimizer, optimizer)
+            except (KeyError, TypeError, RuntimeError):
+                raise ValueError("the checkpoint is of another optimizer") from None
+            if compressor:  # `swarm train join` does not keep it
+                self._compressor.load_state_dict(compressor)
+            for own, saved in zip(self.parameters, parameters, strict=True):
+                own.copy_(saved)
+            self._share()
+            self.moment = moment
 
     def _check_fits(self, tensors: Mapping[str, Tensor], groups: Sequence[Any]) -> None:
         for number, parameter in enumerate(self.parameters):

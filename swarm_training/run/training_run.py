@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
+from swarm_training.checkpoints.model_files import ServableModel, is_servable
 from swarm_training.compression.codecs import TWO_BIT
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
@@ -25,11 +26,14 @@ from swarm_training.ledger.ledger import UserTotal
 from swarm_training.net.membership import RunMembership
 from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.progress import policy
-from swarm_training.rollback.saving import load_newest, save
+from swarm_training.rollback.saving import load_newest, save, save_servable
 from swarm_training.run.meetings import GradientCompression
 from swarm_training.run.presence import PeerProcess
 from swarm_training.run.share import Asking, make_share
 from swarm_training.run.state import TrainedState, digest_of, require_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class TrainingRun:
@@ -87,6 +91,7 @@ class TrainingRun:
             NoSwarm, PeerUnavailable: no initial peer answered, or none of them trains this run.
         """
         check_run_name(name)
+        self._name = name
         config, compressor = config or TrainingConfig(), compressor or Plain()
         _check_start(target_batch_size, initial_peers, config, resumed_at, resume)
         _check_compressor(compressor, encoder, config)
@@ -196,17 +201,40 @@ class TrainingRun:
             self._share.add(samples, loss)
             self._drive(self._share.report())
 
-    def save(self, directory: str | Path, keep: int = 3) -> Path:
-        """Write parameters, optimizer state and compressor state as of the last global step to a file in a directory,
-        which is for this run alone; return the file's path. The newest ``keep`` files stay. See ``resume``.
+    def save(
+        self,
+        directory: str | Path,
+        keep: int = 3,
+        model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Path:
+        """Write parameters, optimizer state and compressor state as of the last global step into a directory, which is
+        for this run alone; return the path of the new checkpoint. The newest ``keep`` stay. See ``resume``.
 
-        Call this between two calls of ``step``. A process that is killed meanwhile leaves the older files intact.
+        Call this between two calls of ``step``. A process that is killed meanwhile leaves the older ones intact.
+
+        Args:
+            model: the model of transformers that has the parameters. The checkpoint is then a folder that transformers
+                and servers load as a model, with the rest in its folder ``training``; else it is a file.
+            tokenizer: the tokenizer whose files the folder has too.
 
         Raises:
-            ValueError: ``keep`` is less than 1, or the directory cannot be written.
+            ValueError: ``keep`` is less than 1, the directory cannot be written, or the model is not that of the run or
+                not one that transformers writes.
+            CheckpointError: the directory has checkpoints of another run.
         """
         with self._using:
-            return save(self._state, self.went_back_to, Path(directory), keep)
+            if model is None:
+                return save(self._state, self.went_back_to, Path(directory), keep)
+            if not is_servable(model):
+                raise ValueError(
+                    f"model is a {type(model).__name__}: expected a PreTrainedModel of transformers with all of its "
+                    "weights, or no model"
+                )
+            with self._state.restored():
+                content = self._state.checkpoint(self._name, model)
+                servable = ServableModel(model, tokenizer)
+                return save_servable(content, servable, self.went_back_to, Path(directory), keep)
 
     def close(self) -> None:
         """Leave the run, and withdraw what has been accumulated since the last global step, local steps too."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swarm_training
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
@@ -120,6 +121,9 @@ def test_it_trains_as_plain_torch_does_until_the_schedules_end(file: RunFile, tm
     losses = [float(line.split("loss ")[1]) for line in said if "loss" in line]
     assert losses == pytest.approx(expected, abs=2e-3)
     saved = CheckpointDirectory(tmp_path / "checkpoints").read(STEPS)
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / f"step-{STEPS:09d}")
+    assert all(torch.equal(each, saved.parameters[name]) for name, each in served.state_dict().items())
+    assert AutoTokenizer.from_pretrained(served.name_or_path).get_vocab() == tokenizer.get_vocab()
     for name, parameter in model.state_dict().items():
         torch.testing.assert_close(saved.parameters[name], parameter, atol=1e-5, rtol=1e-4)
 
@@ -338,7 +342,7 @@ def test_local_steps_have_the_rate_of_their_average_and_checkpoints_have_what_al
         joined(replace(file, local=LocalSettings(), batch=BatchSettings(size=BATCH)), [])
 
 
-@pytest.mark.parametrize("damaged", ["model.safetensors", "optimizer.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("damaged", ["model.safetensors", "training/state.safetensors", "training/checkpoint.json"])
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact(file: RunFile, tmp_path: Path, damaged: str) -> None:
     directory = tmp_path / "checkpoints"
     file = replace(file, run=replace(file.run, keep=3))
@@ -413,7 +417,7 @@ def test_who_joins_goes_on_with_its_data_and_without_newer_checkpoints(
 def test_who_joins_is_not_hindered_by_a_checkpoint_that_cannot_be_read(file: RunFile, tmp_path: Path) -> None:
     joined(file, [], stop_after=4)
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
-    (checkpoints.path(4) / "checkpoint.json").write_text("{")
+    (checkpoints.path(4) / "training" / "checkpoint.json").write_text("{")
     checkpoints.require_of("run")
     checkpoints.discard_undone(rollbacks=0, went_back_to=0)
     assert checkpoints.steps() == [2]

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_protocol.errors import CheckpointError
 from swarm_training import TrainingRun
+from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.moment import Moment
 from swarm_training.rollback import saving
-from swarm_training.rollback.saving import save
+from swarm_training.rollback.saving import save, save_servable
 from swarm_training.run.state import TrainedState, digest_of
+from tests.marks import SLOW
+from tests.zoo import make_config
 
 SHAPES = [(4, 3), (4,)]
 
@@ -90,6 +94,78 @@ def test_what_a_rollback_has_undone_is_not_loaded(tmp_path: Path) -> None:
     assert not undone.exists() and load_newest(made()[0], tmp_path) == Moment(1, 3)
     train(state, 3)
     assert load_newest(state, tmp_path) == Moment(1, 3)
+
+
+def tiny_model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(make_config("llama"))
+
+
+def made_of(model: PreTrainedModel) -> tuple[TrainedState, PowerSGD]:
+    """The order of the parameters is not that of the model, and one of them is frozen."""
+    model.get_input_embeddings().weight.requires_grad_(False)
+    parameters = [each for each in reversed(list(model.parameters())) if each.requires_grad]
+    compressor = PowerSGD([each.shape for each in parameters], rank=1)
+    return TrainedState(parameters, torch.optim.AdamW(parameters, lr=0.1), compressor), compressor
+
+
+def test_a_folder_that_servers_load_gives_back_the_same_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, directory = tiny_model(), tmp_path / "run"
+    state, compressor = made_of(model)
+    paths = []
+    for step in range(1, 5):
+        train(state, 1)
+        for tensor in compressor.state_dict().values():
+            tensor.add_(1.0)
+        paths.append(save_servable(state.checkpoint("toy", model), ServableModel(model), 0, directory, keep=3))
+        if step == 3:
+            digest = state.digest()
+    assert sorted(directory.iterdir()) == paths[1:]
+    tokens = torch.arange(6)[None]
+    served = AutoModelForCausalLM.from_pretrained(paths[-1])
+    assert torch.equal(served(tokens).logits, model.eval()(tokens).logits)
+    again, _ = made_of(tiny_model())
+    assert load_newest(again, directory) == Moment(0, 4) and again.digest() == state.digest()
+    tamper(paths[-1] / "model.safetensors")
+    save(made()[0], 0, directory, keep=3)  # an older file beside them
+    again, _ = made_of(tiny_model())
+    with caplog.at_level(logging.WARNING):
+        assert load_newest(again, directory) == Moment(0, 3) and again.digest() == digest
+    assert "is damaged" in caplog.messages[0] and caplog.messages[0].endswith("; it is not used")
+    with pytest.raises(ValueError, match="is of another model or optimizer"):
+        load_newest(made()[0], directory)
+    with pytest.raises(ValueError, match="parameter 0 of the run is not in the model"):
+        state.checkpoint("toy", tiny_model())
+
+
+@SLOW
+def test_a_run_saves_its_model_and_goes_on_from_it(tmp_path: Path) -> None:
+    model, again = tiny_model(), tiny_model()
+
+    def opened(model: PreTrainedModel) -> TrainingRun:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return TrainingRun("toy", model.parameters(), optimizer, target_batch_size=1, resume=tmp_path)
+
+    tokens = torch.arange(6)[None]
+    with opened(model) as run:
+        model(tokens, labels=tokens).loss.backward()
+        run.step(samples=1)
+        assert run.save(tmp_path, model=model) == tmp_path / "step-000000001"
+        with pytest.raises(ValueError, match="model is a Linear: expected a PreTrainedModel of transformers"):
+            run.save(tmp_path, model=torch.nn.Linear(1, 1))
+    with opened(again) as run:
+        assert run.num_steps == 1 and torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_folders_of_steps_that_were_undone_go(tmp_path: Path) -> None:
+    model = tiny_model()
+    state, _ = made_of(model)
+    for step in (2, 4):
+        state.go_to(Moment(0, step), None)
+        save_servable(state.checkpoint("toy", model), ServableModel(model), 0, tmp_path, keep=9)
+    state.go_to(Moment(1, 3), None)
+    save_servable(state.checkpoint("toy", model), ServableModel(model), 2, tmp_path, keep=9)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-000000002", "step-000000003"]
+    assert load_newest(made_of(tiny_model())[0], tmp_path) == Moment(1, 3)
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
