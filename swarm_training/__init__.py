@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from swarm_training.core.config import RollbackPolicy, TrainingConfig
     from swarm_training.core.moment import Moment
     from swarm_training.core.robust_config import RobustConfig
+    from swarm_training.evaluation.evaluation import Evaluation
     from swarm_training.optim.local_steps import LocalSteps
     from swarm_training.robust_run.robust_run import RobustRun
     from swarm_training.run.training_run import TrainingRun
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CheckpointDirectory",
+    "Evaluation",
     "LocalSteps",
     "Moment",
     "RobustConfig",
@@ -34,6 +36,7 @@ __all__ = [
 _MODULES = {
     "Checkpoint": "checkpoints.checkpoint",
     "CheckpointDirectory": "checkpoints.store",
+    "Evaluation": "evaluation.evaluation",
     "LocalSteps": "optim.local_steps",
     "Moment": "core.moment",
     "RobustConfig": "core.robust_config",

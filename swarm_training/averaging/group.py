@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 
 from swarm_training.averaging.grid import needs_grid
 from swarm_training.core.bitmap import is_partition
 from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import Progress
+from swarm_training.core.record import HeldOutLoss, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 
 _MAX_DEADLINE_S = 3600.0
 _MAX_SHARE = 1e12
+MAX_EVALUATIONS = 4  # that become known with one step
 _MAX_ORDER_BYTES = 4096
 _DIGEST_BYTES = 32
 
@@ -38,6 +40,7 @@ class Group:
         grid: whether the first attempt at each phase is on a grid.
         go_back: the checkpoint that the group goes back to instead of averaging.
         num_micro_batches: the number of micro-batches in the batch if it is counted exactly, else 0.
+        evaluations: signed records, whose losses on held-out data all peers know from this step on.
     """
 
     id: str
@@ -52,6 +55,7 @@ class Group:
     rollbacks: int = 0
     go_back: pb.Rollback | None = None
     num_micro_batches: int = 0
+    evaluations: tuple[pb.SignedProgress, ...] = ()
 
     @classmethod
     def parse(cls, message: pb.Group) -> Group:
@@ -71,6 +75,11 @@ class Group:
         num_micro_batches = _num_micro_batches(members, is_new)
         if num_micro_batches and message.grid:
             raise ValueError("a group that counts exactly is on a grid")
+        if len(message.evaluations) > MAX_EVALUATIONS:
+            raise ValueError(f"a group has {len(message.evaluations)} evaluations: expected at most {MAX_EVALUATIONS}")
+        for each in message.evaluations:
+            if read_signed(each).run != members[0].record.run:
+                raise ValueError("an evaluation of a group is of another run")
         return cls(
             message.id,
             message.step,
@@ -84,6 +93,7 @@ class Group:
             message.rollbacks,
             go_back,
             num_micro_batches,
+            tuple(message.evaluations),
         )
 
     @property
@@ -96,6 +106,18 @@ class Group:
         if self.go_back is not None:
             return Moment(self.rollbacks + 1, self.go_back.step)
         return Moment(self.rollbacks, self.step + 1)
+
+    @cached_property
+    def held_out_losses(self) -> tuple[HeldOutLoss, ...]:
+        """Return the losses on held-out data that become known with the group's decision."""
+        found = (read_signed(each).held_out for each in self.evaluations)
+        return tuple(loss for loss in found if loss is not None)
+
+    def bound(self, digest: bytes) -> bytes:
+        """Return the digest of both the average with ``digest`` and the evaluations: who has it agrees on both."""
+        if not self.evaluations:
+            return digest
+        return sha256(b"".join((digest, *(sha256(each.progress).digest() for each in self.evaluations)))).digest()
 
     @cached_property
     def peer_ids(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ COUNTINGS = ("samples", "exact")
 CHUNK_ELEMENTS = 1 << 18  # elements of a vector in one message: 1 MiB in fp32
 MAX_WINDOW = 4096  # losses; a joiner receives all of them in one message
 _MAX_NAME_CHARS = 200
+_MAX_EVERY = 1 << 40
 
 
 def check_run_name(name: str) -> None:
@@ -54,9 +55,36 @@ class RollbackPolicy:
 
 
 @dataclass(frozen=True)
+class EvaluationPolicy:
+    """The rule by which a run is evaluated on held-out data and ends. A field out of its range raises ValueError.
+
+    Attributes:
+        every: the steps between two evaluations; 0: there are none.
+        patience: the evaluations in a row without an improvement after which the run ends; 0: it goes on.
+        least_improvement: the least by which a loss must be below the lowest one before, to be an improvement.
+    """
+
+    every: int = 0
+    patience: int = 0
+    least_improvement: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.every <= _MAX_EVERY:
+            raise ValueError(f"every is {self.every}: expected at least 1 step, or 0 (no evaluation)")
+        if not 0 <= self.patience <= MAX_WINDOW:
+            raise ValueError(f"patience is {self.patience}: expected 1 to {MAX_WINDOW}, or 0 (the run does not end)")
+        if not 0 <= self.least_improvement < inf:
+            raise ValueError(f"least_improvement is {self.least_improvement}: expected a number of at least 0")
+        if not self.every and (self.patience or self.least_improvement):
+            raise ValueError("every is 0: expected at least 1 step with a patience or a least_improvement")
+        if self.least_improvement and not self.patience:
+            raise ValueError("patience is 0: expected at least 1 with a least_improvement")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """The settings of one peer of a run. ``codec``, ``aggregation``, ``counting``, ``max_norm``,
-    ``chunk_elements``, ``checkpoint_every`` and ``rollback`` must be the same for all peers of a run.
+    ``chunk_elements``, ``checkpoint_every``, ``rollback`` and ``evaluation`` must be the same for all peers of a run.
 
     A step needs a quorum of the peers that took the last step together. A peer that leaves, or whose process ends, does
     not count. If a peer is merely silent, no other peer knows whether it has ended or the network is divided. With a
@@ -107,6 +135,7 @@ class TrainingConfig:
     checkpoint_directory: Path | None = None  # for this process's checkpoints; None: in memory
     lasting_directory: Path | None = None  # instead, of a run in stages: they stay there when the process ends
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
+    evaluation: EvaluationPolicy = field(default_factory=EvaluationPolicy)  # as `Evaluation` of TrainingRun says
     ledger: str | None = None  # a file for all contributions; None: the knowledge of other peers is enough
 
     @property
@@ -123,6 +152,8 @@ class TrainingConfig:
             settings["counting"] = self.counting
         if self.max_norm:
             settings["max_norm"] = self.max_norm
+        if self.evaluation.every:
+            settings["evaluation"] = self.evaluation
         return {name: str(value) for name, value in settings.items()}
 
     def __post_init__(self) -> None:

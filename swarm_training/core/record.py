@@ -66,6 +66,35 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class HeldOutLoss:
+    """The loss on held-out data with the parameters of one moment.
+
+    Attributes:
+        loss: the mean over the samples; infinity: it is not finite.
+        samples: the number of samples; 0: the peer could not compute the loss.
+    """
+
+    moment: Moment
+    loss: float
+    samples: int
+
+    @property
+    def step(self) -> int:
+        return self.moment.step
+
+    def to_proto(self) -> pb.HeldOutLoss:
+        moment = self.moment
+        return pb.HeldOutLoss(step=moment.step, rollbacks=moment.rollbacks, loss=self.loss, samples=self.samples)
+
+    @classmethod
+    def from_proto(cls, message: pb.HeldOutLoss) -> HeldOutLoss:
+        """Return the loss. Raise ValueError if a number in it is out of range."""
+        if max(message.step, message.samples) > _MAX_COUNT or not message.loss > -inf:
+            raise ValueError("a loss on held-out data is no number, or its step is out of range")
+        return cls(Moment(message.rollbacks, message.step), message.loss, message.samples)
+
+
+@dataclass(frozen=True)
 class OfferedCheckpoint:
     """A checkpoint of some stage that a peer can give from its disk."""
 
@@ -110,6 +139,10 @@ class Progress:
     offers: tuple[OfferedCheckpoint, ...] = ()
     squared_norm: tuple[float, ...] = ()
     global_squared_norm: float | None = None
+    held_out: HeldOutLoss | None = None
+    newest_held_out: HeldOutLoss | None = None
+    best_held_out: HeldOutLoss | None = None
+    has_ended: bool = False
 
     @property
     def counts_exactly(self) -> bool:
@@ -126,9 +159,9 @@ class Progress:
 
     def to_proto(self) -> pb.Progress:
         message = pb.Progress(wire_version=WIRE_VERSION, **{name: getattr(self, name) for name in _FIELDS})
-        for name in _CHECKPOINTS:
-            if (kept := getattr(self, name)) is not None:
-                getattr(message, name).CopyFrom(kept.to_proto())
+        for name in _MESSAGES:
+            if (value := getattr(self, name)) is not None:
+                getattr(message, name).CopyFrom(value.to_proto())
         message.offers.extend(
             pb.StageCheckpoint(stage=offer.stage, checkpoint=offer.kept.to_proto()) for offer in self.offers
         )
@@ -139,14 +172,14 @@ class Progress:
         """Return the record. Raise ValueError if a field is out of range, since records come from strangers."""
         if message.wire_version != WIRE_VERSION:
             raise ValueError(f"the peer speaks version {message.wire_version} of training, and not {WIRE_VERSION}")
-        names = [name for name in _CHECKPOINTS if message.HasField(name)]
-        kept: dict[str, Any] = {name: Kept.from_proto(getattr(message, name)) for name in names}
+        names = [name for name in _MESSAGES if message.HasField(name)]
+        inner: dict[str, Any] = {name: _MESSAGES[name].from_proto(getattr(message, name)) for name in names}
         fields = {name: getattr(message, name) for name in _FIELDS}
         fields |= {name: getattr(message, name) if message.HasField(name) else None for name in _OPTIONAL}
         fields |= {name: tuple(getattr(message, name)) for name in _REPEATED}
         offers = message.offers[:MAX_OFFERS]
         fields["offers"] = tuple(OfferedCheckpoint(offer.stage, Kept.from_proto(offer.checkpoint)) for offer in offers)
-        record = cls(**fields, **kept)
+        record = cls(**fields, **inner)
         _check(record)
         return record
 
@@ -190,7 +223,10 @@ def _fits_batch(record: Progress) -> bool:
     return not bits or (size <= MAX_MICRO_BATCHES and fits(bits, size) and size_of(bits) == record.samples)
 
 
-_CHECKPOINTS: Final = ("kept", "replica", "shared")
+_MESSAGES: Final[dict[str, Any]] = {
+    **dict.fromkeys(("kept", "replica", "shared"), Kept),
+    **dict.fromkeys(("held_out", "newest_held_out", "best_held_out"), HeldOutLoss),
+}
 _OPTIONAL: Final = ("next_stage", "global_squared_norm")
 _REPEATED: Final = ("excludes", "squared_norm")
-_FIELDS = [each.name for each in dataclasses.fields(Progress) if each.name not in (*_CHECKPOINTS, "offers")]
+_FIELDS = [each.name for each in dataclasses.fields(Progress) if each.name not in (*_MESSAGES, "offers")]

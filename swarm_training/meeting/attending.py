@@ -74,6 +74,7 @@ class Ballots:
             layout=group.layout,
             roster=group.roster,
             go_back=group.go_back,
+            evaluations=group.evaluations,
         )
         self.group, self.gradient, self.state = group, gradient, state
 
@@ -216,7 +217,7 @@ class Attendance:
             except StopIteration as finished:
                 gradient: Tensor = finished.value
                 break
-        digest = await self._rounds.digest_of(group.id)
+        digest = group.bound(await self._rounds.digest_of(group.id))
         self._ballots.accept(group, digest, join.samples, gradient)
         commit = await self._decided(phase, digest)
         return Averaged(gradient, digest, group, asyncio.get_running_loop().time() - began_s, commit.round)

@@ -44,6 +44,7 @@ class LeaderContext:
         known, roster, gone: ids of peers, see ``swarm_training.progress.policy``.
         deadline_s: the deadline for stragglers of the averaging.
         judge: the judge of whether the run must go back.
+        evaluations: the signed records with losses on held-out data that the run has not agreed on yet.
     """
 
     expected: Collection[str]
@@ -53,6 +54,7 @@ class LeaderContext:
     wait_s: float
     deadline_s: float
     judge: RollbackJudge = field(default_factory=RollbackJudge)
+    evaluations: Sequence[pb.SignedProgress] = ()
 
 
 class MeetingState(Enum):
@@ -224,6 +226,7 @@ class Leader:
             roster=accepted.roster or sorted(peer for peer in peers if self._joined[peer].record.is_reachable),
             grid=not accepted.group and needs_grid(shares) and not joined[0].record.counts_exactly,
             go_back=accepted.go_back if accepted.HasField("go_back") else new,
+            evaluations=accepted.evaluations if accepted.group else outlook.evaluations,
         )
 
     def _advance(self, group: _Averaging, context: LeaderContext, now: float) -> Replies:

@@ -19,7 +19,7 @@ LEFT: PeerState
 JOINING: PeerState
 
 class Progress(_message.Message):
-    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks", "micro_batches", "accepted", "decided", "kept", "replica", "shared", "may_move", "next_stage", "excludes", "skipped_batches", "offers", "squared_norm", "global_squared_norm")
+    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks", "micro_batches", "accepted", "decided", "kept", "replica", "shared", "may_move", "next_stage", "excludes", "skipped_batches", "offers", "squared_norm", "global_squared_norm", "held_out", "newest_held_out", "best_held_out", "has_ended")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,10 @@ class Progress(_message.Message):
     OFFERS_FIELD_NUMBER: _ClassVar[int]
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    BEST_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
+    HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     run: str
     peer_id: str
@@ -88,7 +92,23 @@ class Progress(_message.Message):
     offers: _containers.RepeatedCompositeFieldContainer[StageCheckpoint]
     squared_norm: _containers.RepeatedScalarFieldContainer[float]
     global_squared_norm: float
-    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ..., micro_batches: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., decided: _Optional[bytes] = ..., kept: _Optional[_Union[Checkpoint, _Mapping]] = ..., replica: _Optional[_Union[Checkpoint, _Mapping]] = ..., shared: _Optional[_Union[Checkpoint, _Mapping]] = ..., may_move: bool = ..., next_stage: _Optional[int] = ..., excludes: _Optional[_Iterable[str]] = ..., skipped_batches: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[StageCheckpoint, _Mapping]]] = ..., squared_norm: _Optional[_Iterable[float]] = ..., global_squared_norm: _Optional[float] = ...) -> None: ...
+    held_out: HeldOutLoss
+    newest_held_out: HeldOutLoss
+    best_held_out: HeldOutLoss
+    has_ended: bool
+    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ..., micro_batches: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., decided: _Optional[bytes] = ..., kept: _Optional[_Union[Checkpoint, _Mapping]] = ..., replica: _Optional[_Union[Checkpoint, _Mapping]] = ..., shared: _Optional[_Union[Checkpoint, _Mapping]] = ..., may_move: bool = ..., next_stage: _Optional[int] = ..., excludes: _Optional[_Iterable[str]] = ..., skipped_batches: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[StageCheckpoint, _Mapping]]] = ..., squared_norm: _Optional[_Iterable[float]] = ..., global_squared_norm: _Optional[float] = ..., held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., newest_held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., best_held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., has_ended: bool = ...) -> None: ...
+
+class HeldOutLoss(_message.Message):
+    __slots__ = ("step", "rollbacks", "loss", "samples")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    rollbacks: int
+    loss: float
+    samples: int
+    def __init__(self, step: _Optional[int] = ..., rollbacks: _Optional[int] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ...) -> None: ...
 
 class SignedProgress(_message.Message):
     __slots__ = ("progress", "public_key", "signature")
@@ -217,20 +237,22 @@ class Rollback(_message.Message):
     def __init__(self, step: _Optional[int] = ..., state_digest: _Optional[bytes] = ..., order: _Optional[bytes] = ..., losses: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("ballot", "group", "digest", "layout", "roster", "go_back")
+    __slots__ = ("ballot", "group", "digest", "layout", "roster", "go_back", "evaluations")
     BALLOT_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     GO_BACK_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     ballot: int
     group: str
     digest: bytes
     layout: _containers.RepeatedScalarFieldContainer[float]
     roster: _containers.RepeatedScalarFieldContainer[str]
     go_back: Rollback
-    def __init__(self, ballot: _Optional[int] = ..., group: _Optional[str] = ..., digest: _Optional[bytes] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ..., go_back: _Optional[_Union[Rollback, _Mapping]] = ...) -> None: ...
+    evaluations: _containers.RepeatedCompositeFieldContainer[SignedProgress]
+    def __init__(self, ballot: _Optional[int] = ..., group: _Optional[str] = ..., digest: _Optional[bytes] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ..., go_back: _Optional[_Union[Rollback, _Mapping]] = ..., evaluations: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("record", "weight", "share")
@@ -243,7 +265,7 @@ class Member(_message.Message):
     def __init__(self, record: _Optional[_Union[SignedProgress, _Mapping]] = ..., weight: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("id", "step", "ballot", "members", "deadline_s", "continues", "layout", "roster", "grid", "go_back", "rollbacks")
+    __slots__ = ("id", "step", "ballot", "members", "deadline_s", "continues", "layout", "roster", "grid", "go_back", "rollbacks", "evaluations")
     ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BALLOT_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +277,7 @@ class Group(_message.Message):
     GRID_FIELD_NUMBER: _ClassVar[int]
     GO_BACK_FIELD_NUMBER: _ClassVar[int]
     ROLLBACKS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
     id: str
     step: int
     ballot: int
@@ -266,7 +289,8 @@ class Group(_message.Message):
     grid: bool
     go_back: Rollback
     rollbacks: int
-    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., ballot: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., continues: _Optional[str] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ..., grid: bool = ..., go_back: _Optional[_Union[Rollback, _Mapping]] = ..., rollbacks: _Optional[int] = ...) -> None: ...
+    evaluations: _containers.RepeatedCompositeFieldContainer[SignedProgress]
+    def __init__(self, id: _Optional[str] = ..., step: _Optional[int] = ..., ballot: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., continues: _Optional[str] = ..., layout: _Optional[_Iterable[float]] = ..., roster: _Optional[_Iterable[str]] = ..., grid: bool = ..., go_back: _Optional[_Union[Rollback, _Mapping]] = ..., rollbacks: _Optional[int] = ..., evaluations: _Optional[_Iterable[_Union[SignedProgress, _Mapping]]] = ...) -> None: ...
 
 class Dropped(_message.Message):
     __slots__ = ("member",)
@@ -387,7 +411,7 @@ class StatePart(_message.Message):
     def __init__(self, header: _Optional[_Union[StateHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StateHeader(_message.Message):
-    __slots__ = ("step", "size_bytes", "roster", "parameters", "optimizer", "result_digest", "rollbacks", "usual_losses", "num_high_losses", "went_back_to", "common", "global_squared_norm")
+    __slots__ = ("step", "size_bytes", "roster", "parameters", "optimizer", "result_digest", "rollbacks", "usual_losses", "num_high_losses", "went_back_to", "common", "global_squared_norm", "evaluations", "has_ended")
     class CommonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -407,6 +431,8 @@ class StateHeader(_message.Message):
     WENT_BACK_TO_FIELD_NUMBER: _ClassVar[int]
     COMMON_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
     step: int
     size_bytes: int
     roster: _containers.RepeatedScalarFieldContainer[str]
@@ -419,7 +445,9 @@ class StateHeader(_message.Message):
     went_back_to: int
     common: _containers.ScalarMap[str, str]
     global_squared_norm: float
-    def __init__(self, step: _Optional[int] = ..., size_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[str]] = ..., optimizer: _Optional[str] = ..., result_digest: _Optional[bytes] = ..., rollbacks: _Optional[int] = ..., usual_losses: _Optional[_Iterable[float]] = ..., num_high_losses: _Optional[int] = ..., went_back_to: _Optional[int] = ..., common: _Optional[_Mapping[str, str]] = ..., global_squared_norm: _Optional[float] = ...) -> None: ...
+    evaluations: _containers.RepeatedCompositeFieldContainer[HeldOutLoss]
+    has_ended: bool
+    def __init__(self, step: _Optional[int] = ..., size_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., parameters: _Optional[_Iterable[str]] = ..., optimizer: _Optional[str] = ..., result_digest: _Optional[bytes] = ..., rollbacks: _Optional[int] = ..., usual_losses: _Optional[_Iterable[float]] = ..., num_high_losses: _Optional[int] = ..., went_back_to: _Optional[int] = ..., common: _Optional[_Mapping[str, str]] = ..., global_squared_norm: _Optional[float] = ..., evaluations: _Optional[_Iterable[_Union[HeldOutLoss, _Mapping]]] = ..., has_ended: bool = ...) -> None: ...
 
 class RoundsRequest(_message.Message):
     __slots__ = ("since_rollbacks", "since_step", "known")

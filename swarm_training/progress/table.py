@@ -120,6 +120,16 @@ class ProgressTable:
         entry = self._entries.get(peer_id)
         return None if entry is None else entry.signed
 
+    def evaluated(self) -> list[tuple[Progress, pb.SignedProgress]]:
+        """Return the records with a loss on held-out data, this peer's own and those of peers that have left too."""
+        entries = (entry for peer_id, entry in self._entries.items() if peer_id not in self._banned)
+        return [(entry.record, entry.signed) for entry in entries if entry.record.held_out is not None]
+
+    def ended(self) -> list[Progress]:
+        """Return the records of other peers that say that the run has ended, also if they have left."""
+        entries = (entry for peer_id, entry in self._entries.items() if peer_id not in {self._own_id, *self._banned})
+        return [entry.record for entry in entries if entry.record.has_ended]
+
     def since(self, counter: int, but_of: str) -> list[pb.SignedProgress]:
         """Return the records that came after ``counter``, but none of banned peers or of the peer ``but_of``."""
         news = [entry for entry in self._entries.values() if entry.counter > counter]

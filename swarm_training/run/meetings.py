@@ -23,6 +23,7 @@ from swarm_training.core.local_talk import talk_pair
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network, Talk
 from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
+from swarm_training.evaluation.evaluator import Evaluator
 from swarm_training.ledger.book import Book
 from swarm_training.meeting.attending import Attendance, Averaged, Ballots, Dismissed, WentBack
 from swarm_training.meeting.leader import LeaderContext
@@ -56,6 +57,14 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Decisions:
+    """All that a meeting can decide beside an average: a rollback, and what the run knows of evaluations."""
+
+    rollbacks: Rollbacks
+    evaluator: Evaluator
+
+
+@dataclass(frozen=True)
 class GradientCompression:
     compressor: Compressor
     encoder: Encoder | None = None
@@ -71,7 +80,7 @@ class Meetings:
         environment: Environment,
         gossip: Gossip,
         compression: GradientCompression,
-        rollbacks: Rollbacks,
+        decisions: Decisions,
         book: Book,
     ) -> None:
         own = standing.own
@@ -80,7 +89,8 @@ class Meetings:
         self._network = environment.network
         self._gossip = gossip
         self._compression = compression
-        self._rollbacks = rollbacks
+        self._rollbacks = decisions.rollbacks
+        self._evaluator = decisions.evaluator
         self._book = book
         self._coding = VectorCoding(codec_of(config.codec), config.chunk_elements, compression.encoder)
         self._rng = environment.rng
@@ -105,7 +115,10 @@ class Meetings:
         self._loss = loss, samples
 
     def is_due(self, view: LocalView) -> bool:
-        """Return whether to meet now. Without any samples, peers meet only to go back to a checkpoint."""
+        """Return whether to meet now. Without any samples, peers meet only to go back to a checkpoint. They do not meet
+        once the run has ended."""
+        if view.own.has_ended or self._standing.others_have_ended:
+            return False
         has_some = policy.samples_at(view, view.own.moment) > 0
         return (has_some and policy.is_batch_complete(view)) or self._rollbacks.cannot_wait(view)
 
@@ -131,7 +144,7 @@ class Meetings:
             view = self._standing.view()
             if (known := self._confirmed(view)) is not None:
                 return known
-            if self._standing.is_lost or self._has_shrunk(view):
+            if self._standing.is_lost or self._standing.others_have_ended or self._has_shrunk(view):
                 self._standing.update(state=TRAINING)
                 return None
             leader = policy.leader_of(view, self._unreachable)
@@ -222,7 +235,7 @@ class Meetings:
         def still_leads() -> bool:
             view = self._standing.view()
             best = policy.leader_of(view, self._unreachable)
-            is_moot = self._standing.is_lost or self._confirmed(view) is not None
+            is_moot = self._standing.is_lost or self._standing.others_have_ended or self._confirmed(view) is not None
             is_moot = is_moot or (self._standing.own.counts_exactly and self._has_shrunk(view))
             return not is_moot and best is not None and best.peer_id == leader.peer_id
 
@@ -277,6 +290,7 @@ class Meetings:
             wait_s=min(straggler_s + 2 * slowest_s, self._config.max_meeting_s),
             deadline_s=max(straggler_s, 2 * self._usual_s),
             judge=self._rollbacks.judge(view.own.moment),
+            evaluations=self._evaluator.to_agree_on(view.own.moment),
         )
 
     def _referral(self, join: pb.Join) -> pb.Dismissal | None:

@@ -19,8 +19,10 @@ from swarm_training.averaging.group import Group
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import JOINING, LEFT, TRAINING, Kept, Lineage, OfferedCheckpoint, Progress
+from swarm_training.core.record import JOINING, LEFT, TRAINING, HeldOutLoss, Kept, Lineage, OfferedCheckpoint, Progress
 from swarm_training.core.signing import read_signed
+from swarm_training.evaluation.evaluator import Evaluator, PendingEvaluation
+from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.ledger.archive import KeptLedger
 from swarm_training.ledger.book import Book
 from swarm_training.ledger.crediting import Crediting, LedgerCredentials
@@ -37,7 +39,7 @@ from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.rollback.stored import StoredCheckpoints, copies_directory, stage_directory
-from swarm_training.run.meetings import NO_LOSS, Environment, GradientCompression, Meetings
+from swarm_training.run.meetings import NO_LOSS, Decisions, Environment, GradientCompression, Meetings
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import PeerState, now, smoothed
 from swarm_training.run.state import TrainedState, digest_of
@@ -60,6 +62,7 @@ class TrainingPeer:
     Attributes:
         replicas: checkpoints of another run that this peer keeps for that run.
         stored: checkpoints that earlier processes have left on the disk.
+        evaluator: this peer's part in evaluations of the run on held-out data.
         offer: other data that peers may request.
     """
 
@@ -102,8 +105,15 @@ class TrainingPeer:
         self._book = Book(
             self.ledger, crediting, known.archive, network, lambda: self.view().others, self._newest, in_thread, rng
         )
+        self.evaluator = Evaluator(config.evaluation, self, in_thread)
         self._meetings = Meetings(
-            config, self._standing, environment, self.gossip, compression, self.rollbacks, self._book
+            config,
+            self._standing,
+            environment,
+            self.gossip,
+            compression,
+            Decisions(self.rollbacks, self.evaluator),
+            self._book,
         )
         self.average = self._meetings.average
         self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
@@ -129,12 +139,20 @@ class TrainingPeer:
 
     def start(self) -> None:
         self._tasks += [asyncio.ensure_future(self.gossip.run()), asyncio.ensure_future(self._book.collect())]
+        if self._config.evaluation.every:
+            self._tasks.append(asyncio.ensure_future(self.evaluator.run()))
 
-    async def found(self, state_digest: bytes, resumed_at: Moment | None = None, born: int | None = None) -> None:
+    async def found(
+        self,
+        state_digest: bytes,
+        resumed_at: Moment | None = None,
+        born: int | None = None,
+        evaluations: EvaluationHistory | None = None,
+    ) -> None:
         """Found the run with this peer alone, at step 0 or at the step of the checkpoint of ``resumed_at``.
 
         Resuming, or having a ledger, counts as a rollback, so that no moment occurs twice, above all in the ledger.
-        ``born``: see ``keep``.
+        ``born``: see ``keep``. ``evaluations``: the losses on held-out data that were known at that checkpoint.
         """
         earlier = [each for each in (resumed_at, self.ledger.newest) if each is not None]
         rollbacks = 1 + max(each.rollbacks for each in earlier) if earlier else 0
@@ -142,8 +160,10 @@ class TrainingPeer:
         self._state.go_to(moment, None)
         self.rollbacks.took_over(self.rollbacks.history, moment.step)
         await self._in_thread(lambda: self.keep(state_digest, born))
+        self.evaluator.took_over((evaluations or EvaluationHistory()).up_to(moment.step))
         roster = (self.own.peer_id,)
-        await self._arrive(Arrival(moment, roster, b"", went_back_to=moment.step), state_digest)
+        arrival = Arrival(moment, roster, b"", went_back_to=moment.step, evaluations=self.evaluator.history)
+        await self._arrive(arrival, state_digest)
 
     async def find_others(self) -> None:
         """Find other peers of this run.
@@ -202,7 +222,10 @@ class TrainingPeer:
                 await compare(self._network, peer, self._state)
 
     async def leave(self) -> None:
-        """Leave the run: the other peers stop waiting for this peer, and its samples are withdrawn."""
+        """Leave the run: the other peers stop waiting for this peer, and its samples are withdrawn. If the run has
+        ended, first give the last state to peers that lack it."""
+        if self.own.has_ended:
+            await self._give_last_state()
         self._standing.update(state=LEFT, **self._nothing())
         record = self._standing.renew()
         if self._averaging is not None:
@@ -215,6 +238,12 @@ class TrainingPeer:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.silence_s):
                 await asyncio.gather(self._board.publish(record), self._book.close(), *calls, return_exceptions=True)
+
+    async def _give_last_state(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.max_meeting_s):
+                while any(peer.moment < self.own.moment for peer in self.view().others):
+                    await asyncio.sleep(_RETRY_S)
 
     # ------------------------------------------------------------ called by the training loop
 
@@ -386,6 +415,9 @@ class TrainingPeer:
         loss, loss_samples = (loss, loss_samples) if isfinite(loss) else NO_LOSS
         self._standing.update(loss=loss, loss_samples=loss_samples, bytes_sent=sent, bytes_received=received)
         group = averaged.group
+        self.evaluator.averaged(group)
+        if self.evaluator.reason_to_end:
+            _logger.warning("the run ends at step %d: %s", group.next_moment.step, self.evaluator.reason_to_end)
         self.rollbacks.averaged(group.moment, [member.record for member in group.members])
         arrival = dataclasses.replace(self._arrival(group, averaged.digest), global_squared_norm=global_squared_norm)
         await self._arrive(arrival, state_digest)
@@ -394,6 +426,7 @@ class TrainingPeer:
         """Record that the state of the checkpoint was taken over. ``skipped_batches``: see ``skip_batches``."""
         self._meetings.took_over_state()
         self.rollbacks.went_back(back.group)
+        self.evaluator.took_over(self.evaluator.history.up_to(back.group.next_moment.step))
         self._standing.update(skipped_batches=skipped_batches, loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
         await self._arrive(self._arrival(back.group, back.digest), state_digest)
 
@@ -442,7 +475,15 @@ class TrainingPeer:
             self.gossip.tell()
 
     def _arrival(self, group: Group, digest: bytes) -> Arrival:
-        return Arrival(group.next_moment, group.roster, digest, self.rollbacks.history, self.rollbacks.went_back_to)
+        return Arrival(
+            group.next_moment,
+            group.roster,
+            digest,
+            self.rollbacks.history,
+            self.rollbacks.went_back_to,
+            evaluations=self.evaluator.history,
+            has_ended=bool(self.evaluator.reason_to_end),
+        )
 
     async def _checkpoint_of(self, source: Progress, digest: bytes) -> bytes:
         return await download_checkpoint(self._network, source, self._state, digest, self._in_thread)
@@ -492,8 +533,36 @@ class TrainingPeer:
             self.rollbacks.kept.discard_after(-1)  # the run may have gone back further in between
         self._meetings.took_over_state()
         self.rollbacks.took_over(arrival.history, arrival.went_back_to)
+        self.evaluator.took_over(arrival.evaluations, has_ended=arrival.has_ended)
         await self._arrive(arrival, state_digest)
         return True
+
+    # ------------------------------------------------------------ evaluations on held-out data
+
+    @property
+    def reason_of_end(self) -> str:
+        """Return why the run has ended; empty while it goes on."""
+        if not self.own.has_ended and self._standing.others_have_ended:
+            return "the other peers have ended it, and have left before they gave the last state to this peer"
+        return self.evaluator.reason_to_end
+
+    def evaluated(self) -> list[tuple[Progress, pb.SignedProgress]]:
+        """Return all known records with a loss on held-out data, each with its signed form."""
+        return self.table.evaluated()
+
+    def publish_held_out(self, loss: HeldOutLoss) -> None:
+        """Publish a loss on held-out data that this peer has computed."""
+        self._standing.update(held_out=loss)
+        self._standing.renew()
+        self.gossip.tell(urgent=True)
+
+    async def evaluate(self, pending: PendingEvaluation) -> None:
+        """Take part in an evaluation of the present moment, in the background."""
+        self.evaluator.begin(pending)
+
+    async def evaluations(self) -> EvaluationHistory:
+        """Return the losses that groups have agreed on, and those that peers have published since."""
+        return self.evaluator.known()
 
     # ------------------------------------------------------------ requests of other peers
 
@@ -546,6 +615,9 @@ class TrainingPeer:
             result_digest=arrival.result_digest,
             global_squared_norm=arrival.global_squared_norm,
             state_digest=state_digest,
+            newest_held_out=arrival.evaluations.newest,
+            best_held_out=arrival.evaluations.best,
+            has_ended=arrival.has_ended,
         )
         self._mark_kept()
         self.gossip.tell(urgent=True)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from swarm_training.core.config import TrainingConfig
+from swarm_training.evaluation.evaluation import Evaluation
+from swarm_training.evaluation.evaluator import PendingEvaluation
+from swarm_training.evaluation.policy import evaluators_of
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.optim.local_steps import InnerSteps, LocalSteps
 from swarm_training.run.meetings import NO_LOSS
@@ -32,6 +35,7 @@ class GradientAccumulator:
         samples: the number of samples behind the accumulated gradients.
         last_group: ids of the peers that were averaged for the last step, in the order of the sum.
         last_batch_size: the number of samples in that average.
+        evaluation: the evaluation on held-out data, if there is one.
     """
 
     def __init__(self, peer: TrainingPeer, state: TrainedState) -> None:
@@ -43,6 +47,7 @@ class GradientAccumulator:
         self._sum = torch.zeros(state.length)  # gradients times samples
         self._losses, self._loss_samples = NO_LOSS  # the sum of loss times samples, and the number of these samples
         self._computed = 0  # samples since the last call of ``report``
+        self.evaluation: Evaluation | None = None
 
     def add(self, samples: int, loss: float | None = None) -> None:
         """Take the parameters' gradients, which are means over ``samples`` samples, like ``loss``. Gradients that are
@@ -123,6 +128,17 @@ class GradientAccumulator:
         digest = self._state.digest()
         self._peer.keep(digest)
         yield self._peer.stepped(decided, digest, total / max(samples, 1), samples)
+        yield from self._evaluate()
+
+    def _evaluate(self) -> Asking:
+        """Hold the parameters of this step if it is evaluated, and this peer may have to do it."""
+        peer, moment = self._peer, self._state.moment
+        if self.evaluation is None or peer.own.has_ended or not peer.evaluator.is_due(moment.step):
+            return
+        evaluators = evaluators_of(peer.own.run, moment, self.last_group)
+        is_one = peer.own.peer_id in evaluators
+        held = self.evaluation.snapshot(self._state.shared_parameters) if is_one else None
+        yield peer.evaluate(PendingEvaluation(moment, evaluators, held))
 
     def _go_back(self, back: WentBack) -> Asking:
         """Take over the checkpoint, and drop the gradients of the abandoned moment."""
@@ -240,9 +256,16 @@ class LocalShare(GradientAccumulator):
 
 
 def make_share(
-    peer: TrainingPeer, state: TrainedState, config: TrainingConfig, local: LocalSteps | None
+    peer: TrainingPeer,
+    state: TrainedState,
+    config: TrainingConfig,
+    local: LocalSteps | None,
+    evaluation: Evaluation | None = None,
 ) -> GradientAccumulator:
     """Return the share of a peer that averages with a delay, or takes local steps, or does neither."""
     if local is not None:
-        return LocalShare(peer, state, local, config.max_norm)
-    return (DelayedShare if config.delay else GradientAccumulator)(peer, state)
+        share: GradientAccumulator = LocalShare(peer, state, local, config.max_norm)
+    else:
+        share = (DelayedShare if config.delay else GradientAccumulator)(peer, state)
+    share.evaluation = evaluation
+    return share

@@ -11,6 +11,7 @@ from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity
 from swarm_training.core.record import MAX_EXCLUDED, Progress
 from swarm_training.core.signing import read_signed, sign
+from swarm_training.evaluation.policy import have_ended
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.policy import LocalView
@@ -74,6 +75,11 @@ class PeerState:
         """Return whether the other peers have gone on without this peer, or have another state."""
         view = self.view()
         return policy.is_behind(view, self.roster) or policy.is_in_minority(view)
+
+    @property
+    def others_have_ended(self) -> bool:
+        """Return whether the other peers have ended the run at a later moment."""
+        return have_ended(self.own, self.roster, self.table.ended())
 
     def set_roster(self, roster: tuple[str, ...]) -> None:
         self.roster = roster

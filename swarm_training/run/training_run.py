@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from swarm_training.compression.codecs import TWO_BIT
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
+from swarm_training.evaluation.evaluation import Evaluation
+from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.net.membership import RunMembership
 from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
@@ -65,6 +68,7 @@ class TrainingRun:
         resumed_at: Moment | None = None,
         local: LocalSteps | None = None,
         resume: str | Path | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         """Join the run through ``initial_peers`` and load its state, or found the run if there are none.
 
@@ -84,6 +88,8 @@ class TrainingRun:
             local: the steps that this peer takes between two global steps, see ``LocalSteps``; None: there are none.
             resume: a directory of ``save``. The founder goes on from its newest intact checkpoint, or begins at step
                 0 if there is none; who joins loads the state of the others.
+            evaluation: the evaluation on held-out data, see ``Evaluation``; None: there is none. All peers of a run
+                need the same numbers in it.
 
         Raises:
             ValueError: an argument makes training impossible, or the peers of the run train another model.
@@ -95,6 +101,8 @@ class TrainingRun:
         config, compressor = config or TrainingConfig(), compressor or Plain()
         _check_start(target_batch_size, initial_peers, config, resumed_at, resume)
         _check_compressor(compressor, encoder, config)
+        if evaluation is not None:
+            config = replace(config, evaluation=evaluation.policy)
         common, parameters = config.common, list(parameters)
         if local is not None:
             _check_local(local, parameters, config, compressor, target_batch_size)
@@ -104,6 +112,8 @@ class TrainingRun:
             raise ValueError("optimizer is missing: expected one, since there are no local steps")
         max_norm = config.max_norm if local is None else 0.0  # local steps are clipped, not their sum
         self._state = TrainedState(parameters, optimizer, compressor, common, max_norm, drifts=local is not None)
+        if evaluation is not None:
+            evaluation.bind(self._state.parameters)
         if resume is not None and not initial_peers:
             resumed_at = load_newest(self._state, Path(resume), digest_of)
         self._presence = network_loop.run(
@@ -116,7 +126,7 @@ class TrainingRun:
                 GradientCompression(compressor, encoder),
             )
         )
-        self._share = make_share(self._presence.peer, self._state, config, local)
+        self._share = make_share(self._presence.peer, self._state, config, local, evaluation)
         self._max_norm = config.max_norm
         self._using = threading.Lock()
         self._is_closed = False
@@ -125,7 +135,9 @@ class TrainingRun:
             if initial_peers:
                 self._join(config.join_timeout_s)
             else:
-                network_loop.run(self._presence.peer.found(self._state.digest(), resumed_at))
+                earlier = EvaluationHistory.of(() if evaluation is None else evaluation.earlier)
+                digest = self._state.digest()
+                network_loop.run(self._presence.peer.found(digest, resumed_at, evaluations=earlier))
             on_error.pop_all()
 
     @property
@@ -178,6 +190,16 @@ class TrainingRun:
         return len(network_loop.run(self._view()).all)
 
     @property
+    def evaluations(self) -> EvaluationHistory:
+        """Return the losses on held-out data that are known, by the steps after which they were computed."""
+        return network_loop.run(self._presence.peer.evaluations())
+
+    @property
+    def reason_of_end(self) -> str:
+        """Return why the run has ended, for all peers at this step; empty while it goes on. See ``Evaluation``."""
+        return network_loop.run(self._reason_of_end())
+
+    @property
     def ledger(self) -> dict[str, UserTotal]:
         """Return samples and rounds by user, most samples first, for all known steps. Contributors have signed them,
         and they are countersigned. A user is the name in a token, or the peer id in a run without an organiser."""
@@ -190,13 +212,15 @@ class TrainingRun:
         ``loss`` is the mean over the same samples. Observers of the run see it, and it shows when the run has diverged.
 
         Raises:
-            ValueError: ``samples`` is less than 1, or the run is closed.
+            ValueError: ``samples`` is less than 1, or the run is closed or has ended (``reason_of_end``).
             AccessDenied: a moderator has banned this peer.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples is {samples!r}: expected a whole number of at least 1")
         if self._is_closed:
             raise ValueError("the run is closed")
+        if self._presence.peer.own.has_ended:
+            raise ValueError(f"the run has ended at step {self.num_steps}: {self.reason_of_end}")
         with self._using:
             self._share.add(samples, loss)
             self._drive(self._share.report())
@@ -235,6 +259,11 @@ class TrainingRun:
                 content = self._state.checkpoint(self._name, model)
                 servable = ServableModel(model, tokenizer)
                 return save_servable(content, servable, self.went_back_to, Path(directory), keep)
+
+    def finish(self) -> None:
+        """Wait until the loss on held-out data is known, if the parameters of the last steps are being evaluated. Call
+        this before ``close`` when training is over."""
+        network_loop.run(self._presence.peer.evaluator.settled())
 
     def close(self) -> None:
         """Leave the run, and withdraw what has been accumulated since the last global step, local steps too."""
@@ -278,6 +307,9 @@ class TrainingRun:
 
     async def _view(self) -> policy.LocalView:
         return self._presence.peer.view()
+
+    async def _reason_of_end(self) -> str:
+        return self._presence.peer.reason_of_end
 
     async def _totals(self) -> dict[str, UserTotal]:
         return self._presence.peer.ledger.totals()

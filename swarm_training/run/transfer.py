@@ -16,7 +16,8 @@ from swarm_protocol.wire.codec import parts_of
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
-from swarm_training.core.record import Progress, is_squared_norm
+from swarm_training.core.record import HeldOutLoss, Progress, is_squared_norm
+from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.run.state import TrainedState, digest_of
@@ -39,6 +40,8 @@ class Arrival:
         history: the losses up to the moment, by which the next loss is judged.
         went_back_to: the step of the last rollback's checkpoint; 0 if there was none.
         global_squared_norm: see ``Progress``.
+        evaluations: the losses on held-out data that groups have agreed on up to the moment.
+        has_ended: whether the moment is the last one of the run.
     """
 
     moment: Moment
@@ -47,6 +50,8 @@ class Arrival:
     history: LossHistory = field(default_factory=LossHistory)
     went_back_to: int = 0
     global_squared_norm: float | None = None
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ class StateServer:
             num_high_losses=arrival.history.num_high,
             went_back_to=arrival.went_back_to,
             global_squared_norm=arrival.global_squared_norm,
+            evaluations=[loss.to_proto() for loss in arrival.evaluations.losses],
+            has_ended=arrival.has_ended,
         )
         async for part in self._sent(header, data):
             yield part
@@ -156,6 +163,10 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
     norm = header.global_squared_norm if header.HasField("global_squared_norm") else None
     if not is_squared_norm((norm or 0.0,)):
         raise PeerUnavailable("the peer offers a norm that is no number", source.peer_id)
+    try:
+        evaluations = EvaluationHistory.of(map(HeldOutLoss.from_proto, header.evaluations))
+    except ValueError:
+        raise PeerUnavailable("the peer offers evaluations that nobody can have made", source.peer_id) from None
     arrival = Arrival(
         Moment(header.rollbacks, header.step),
         tuple(header.roster),
@@ -163,6 +174,8 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
         LossHistory(losses, header.num_high_losses),
         header.went_back_to,
         norm,
+        evaluations,
+        header.has_ended,
     )
     return Downloaded(source.peer_id, arrival, data)
 

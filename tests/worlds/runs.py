@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_talk import LocalTalk, talk_pair
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
+from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged
@@ -247,11 +248,16 @@ class SimulatedPeer:
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
         orders: Callable[[int], Orders | None] = lambda _number: None,
         local: Callable[[torch.nn.Parameter], LocalSteps | None] = lambda _parameter: None,
+        evaluation: Callable[[torch.nn.Parameter], Evaluation | None] = lambda _parameter: None,
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]] = at_once,
     ) -> SimulatedPeer:
         own = identity(number)
         parameter = torch.nn.Parameter(torch.full(shape or (size,), float(number)))
         compressor = compressor(number) if compressor else Plain()
-        steps = local(parameter)
+        steps, evaluated = local(parameter), evaluation(parameter)
+        if evaluated is not None:
+            config = replace(config, evaluation=evaluated.policy)
+            evaluated.bind([parameter])
         common = config.common | ({} if steps is None else steps.common)
         outer = optimizer([parameter], lr=0.1)
         state = TrainedState(
@@ -270,12 +276,14 @@ class SimulatedPeer:
             config,
             LedgerCredentials(own),
             record,
-            Environment(SimulatedNetwork(world, own.peer_id), world.board(own.peer_id), at_once, random.Random(number)),
+            Environment(
+                SimulatedNetwork(world, own.peer_id), world.board(own.peer_id), in_thread, random.Random(number)
+            ),
             state,
             GradientCompression(compressor, encoder),
             orders(number),
         )
-        share = make_share(peer, state, config, steps)
+        share = make_share(peer, state, config, steps, evaluated)
         made = cls(world, number, peer, state, share, parameter)
         world.peers[own.peer_id] = made
         return made
