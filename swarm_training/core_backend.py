@@ -64,6 +64,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         token=who.token,
         resumed_at=who.resumed_at,
         local=who.local,
+        evaluation=who.evaluation,
     )
     return run
 

@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.checkpoints.whole_directory import PREFIX, refusals
+from swarm_training.core.moment import Moment
 
 _LONG_AGO_S = 3600.0  # longer than any checkpoint takes to write
 _logger = logging.getLogger(__name__)
@@ -45,14 +46,17 @@ class CheckpointDirectory:
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,16})", name)))
 
-    def write(self, content: Checkpoint, servable: ServableModel | None = None) -> Path:
+    def write(
+        self, content: Checkpoint, servable: ServableModel | None = None, spared: Collection[int] = ()
+    ) -> Path:
         """Write a checkpoint, unless it is there already. Return its path. Raises ValueError if writing fails.
 
-        ``servable``: the model of transformers whose files the checkpoint has; None: it has the parameters alone."""
+        ``servable``: the model of transformers whose files the checkpoint has; None: it has the parameters alone.
+        ``spared``: steps whose checkpoints stay beside the newest ones."""
         path = self.path(content.step)
         if not path.exists():
             checkpoint.write(content, path, servable)
-        for step in self.steps()[: -self._keep]:
+        for step in set(self.steps()[: -self._keep]) - set(spared):
             shutil.rmtree(self.path(step), ignore_errors=True)
         for partial in self.directory.glob(f"{PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):
@@ -111,13 +115,16 @@ class CheckpointDirectory:
                     f"those of {run!r}"
                 )
 
-    def discard_undone(self, rollbacks: int, went_back_to: int) -> None:
+    def discard_undone(self, rollbacks: int, went_back_to: int, spared: Moment | None = None) -> None:
         """Discard checkpoints that were undone while nobody wrote here, as far as can be known. The run has had
-        ``rollbacks`` rollbacks, the last to step ``went_back_to``. Unreadable ones are renamed. Raises CannotWrite."""
+        ``rollbacks`` rollbacks, the last to step ``went_back_to``. The one of the moment ``spared`` is not undone.
+        Unreadable ones are renamed. Raises CannotWrite."""
         for step in self.steps():
             written = self._facts(step).get("rollbacks")
             if written is None:
                 self._set_aside(step)
+            elif spared == Moment(written, step):
+                continue
             elif written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
                 self._discard(step)
 

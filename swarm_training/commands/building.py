@@ -13,11 +13,17 @@ from torch import nn
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_protocol.failures import first_line
 from swarm_training.data.blocks import BlockBatches, TokenBlocks, Tokenize
-from swarm_training.data.opening import DataReader, open_batches, open_blocks
+from swarm_training.data.opening import DataReader, open_batches, open_blocks, open_held_out
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
-from swarm_training.runfile.settings import PRESETS, LocalSettings, ModelSettings, OptimizerSettings
+from swarm_training.runfile.settings import (
+    PRESETS,
+    EvaluationSettings,
+    LocalSettings,
+    ModelSettings,
+    OptimizerSettings,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +93,15 @@ def build_blocks(data: DataSettings, run: str, tokenizer: PreTrainedTokenizerBas
     """Open all of the data; ``cache`` as for ``build_batches``. Raises ValueError if there is no such data."""
     directory = cache / _fingerprint(data, tokenizer)
     return open_blocks(data, run, _tokenize_with(tokenizer), tokenizer.eos_token_id, directory)
+
+
+def build_held_out(settings: EvaluationSettings, block_length: int, tokenizer: PreTrainedTokenizerBase) -> TokenBlocks:
+    """Read the held-out samples. Raises ValueError if there are no such data, or not one sample."""
+    try:
+        data = settings.data(block_length)
+        return open_held_out(data, settings.samples, _tokenize_with(tokenizer), tokenizer.eos_token_id)
+    except ValueError as error:
+        raise ValueError(f"the held-out data of [evaluation]: {error}") from None
 
 
 def _tokenize_with(tokenizer: PreTrainedTokenizerBase) -> Tokenize:

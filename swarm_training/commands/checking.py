@@ -14,7 +14,7 @@ def not_here(file: RunFile) -> list[str]:
 
     Raises ValueError if there can be no such data, model or tokenizer.
     """
-    data, model = file.data.source, file.model
+    model = file.model
     named = {"tokenizer": model.tokenizer}
     if not model.preset:
         named["model"] = model.name_or_path
@@ -23,13 +23,20 @@ def not_here(file: RunFile) -> list[str]:
         if name:
             check_location(located := locate(name))
             found += [] if Path(located).expanduser().is_dir() else [_on_the_hub(what, name)]
-    path = Path(data).expanduser()
+    found += _data_not_here("data", "[data]", file.data.source)
+    if file.evaluation.every:
+        found += _data_not_here("held-out data", "[evaluation]", file.evaluation.source)
+    return found
+
+
+def _data_not_here(what: str, table: str, source: str) -> list[str]:
+    path = Path(source).expanduser()
     if path.exists():
         local_texts(path)
-        return found
-    if path.suffix or data.startswith(("/", "./", "../", "~")) or data.count("/") > 1:
-        raise ValueError(f"[data] source = {data!r}: there is no such file or directory")
-    return [*found, _on_the_hub("data", data)]
+        return []
+    if path.suffix or source.startswith(("/", "./", "../", "~")) or source.count("/") > 1:
+        raise ValueError(f"{table} source = {source!r}: there is no such file or directory")
+    return [_on_the_hub(what, source)]
 
 
 def _on_the_hub(what: str, name: str) -> str:

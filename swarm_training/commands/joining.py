@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import platformdirs
 import torch
 from torch import nn
@@ -16,12 +17,14 @@ from torch import nn
 from swarm_models.gpu.devices import best_device, named_device
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.evaluations import read_evaluations, write_evaluations
 from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
 from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
 from swarm_training.commands.batch_size import BatchSizeLimits, computing, find_batch_size, free_memory_bytes
 from swarm_training.commands.building import (
     build_batches,
+    build_held_out,
     build_model,
     build_optimizer,
     build_outer_optimizer,
@@ -29,10 +32,13 @@ from swarm_training.commands.building import (
 )
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
+from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.data.loader import Batches, Prefetcher
 from swarm_training.data.opening import DataReader
 from swarm_training.data.order import DataShard
+from swarm_training.evaluation.evaluation import Evaluation
+from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.runfile.settings import RunFile
 
@@ -50,6 +56,7 @@ class TrainingSetup:
         optimizer: the optimizer of global steps, whose state all peers share.
         local: the steps between them; None: there are none.
         tokenizer: the model's tokenizer, whose files are in checkpoints; None: they are not.
+        evaluation: the evaluation on held-out data; None: there is none.
     """
 
     file: RunFile
@@ -58,6 +65,7 @@ class TrainingSetup:
     batches: Batches
     local: LocalSteps | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    evaluation: Evaluation | None = None
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -77,10 +85,13 @@ class Writing:
         self._trained = trained
         self._copies = copies
         self._say = say
+        self._policy = EvaluationPolicy() if trained.evaluation is None else trained.evaluation.policy
+        self._known = EvaluationHistory()
 
     def begin(self, run: RunLike, is_founder: bool = True) -> None:
         """Leave only the checkpoints that the run goes on from: those that it has undone since they were written here
         are discarded, and those of steps that it has not come to are set aside."""
+        self._known = run.evaluations
         if self._directory is None:
             return
         if is_founder:  # it has gone on from the newest one, and the others are older
@@ -91,7 +102,8 @@ class Writing:
                 f"the run is at step {run.num_steps}, and goes on without the newer checkpoints here: the newest is "
                 f"{unused[-1]} now; to go on from that, stop all peers, rename it back, and found the run here"
             )
-        self._directory.discard_undone(run.num_rollbacks, run.went_back_to)
+        best = self._known.best
+        self._directory.discard_undone(run.num_rollbacks, run.went_back_to, None if best is None else best.moment)
 
     def went_back(self, step: int) -> None:
         """Discard the checkpoints of later steps, which the rollback has undone."""
@@ -99,10 +111,12 @@ class Writing:
             self._directory.discard_after(step)
 
     def after_step(self, step: int, rollbacks: int, data: dict[str, object]) -> None:
-        """Write a checkpoint if one is due. ``data``: the state of the batches."""
-        if self._directory is None or step % self._trained.file.run.checkpoint_every:
+        """Write a checkpoint if one is due, or the step is evaluated. ``data``: the state of the batches."""
+        file, every = self._trained.file, self._policy.every
+        is_due = step % file.run.checkpoint_every == 0
+        if self._directory is None or not (is_due or (every and step % every == 0)):
             return
-        file, model = self._trained.file, self._trained.model
+        model = self._trained.model
         content = Checkpoint(
             file.run.name,
             step,
@@ -115,11 +129,36 @@ class Writing:
         )
         servable = ServableModel(model, self._trained.tokenizer) if is_servable(model) else None
         try:
-            path = self._directory.write(content, servable)
-            if self._copies is not None:
+            spared = steps_to_keep(self._policy, self._known, step)
+            path = self._directory.write(content, servable, spared)
+            if self._copies is not None and is_due:
                 self._copies.write(path, content)
         except (ValueError, CheckpointError) as error:
             self._say(f"warning: {error}")
+
+    def after_evaluations(self, known: EvaluationHistory) -> None:
+        """Say which losses on held-out data have become known, and write down which checkpoint is the best one."""
+        if known == self._known:
+            return
+        for each in known.losses:
+            if each not in self._known.losses:
+                lowest = ", the lowest so far" if each == known.best else ""
+                self._say(f"step {each.step}: loss on held-out data {each.loss:.4f}{lowest}")
+        self._known = known
+        if self._directory is not None:
+            best = self.best_checkpoint()
+            name = None if best is None else best.name
+            try:
+                write_evaluations(self._directory.directory, self._trained.file.run.name, known, name)
+            except ValueError as error:
+                self._say(f"warning: {error}")
+
+    def best_checkpoint(self) -> Path | None:
+        """Return the checkpoint here with the lowest loss on held-out data; None if it is not here."""
+        best = self._known.best
+        if self._directory is None or best is None or best.step not in self._directory.steps():
+            return None
+        return self._directory.path(best.step)
 
 
 @contextmanager
@@ -138,7 +177,8 @@ def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], ru
 
 
 def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
-    """Train until ``stopping`` is set, or the schedule is at its end. ``writing`` has begun; the caller closes the run.
+    """Train until ``stopping`` is set, or the schedule is at its end, or the run ends since the loss on held-out data
+    falls no more. ``writing`` has begun; the caller closes the run.
 
     The learning rate is set when the run steps, from the number of that global step: a share can complete several
     steps. Local steps have the rate of the global step to which they lead, so that all peers have the same. When the
@@ -147,7 +187,7 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
     settings = trained.file.optimizer
     end, optimizer = settings.total_steps, trained.optimizer if trained.local is None else trained.local.inner
     with Prefetcher(trained.batches) as loader, scheduled(optimizer, settings.rate, run):
-        while not stopping.is_set() and not (end and run.num_steps >= end):
+        while not stopping.is_set() and not run.reason_of_end and not (end and run.num_steps >= end):
             step, rollbacks = run.num_steps, run.num_rollbacks
             tokens = loader.next_batch()
             loss = loss_of(trained.model, tokens)
@@ -161,6 +201,43 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
                 with run.shared_parameters():
                     writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict())
+            if trained.evaluation is not None:
+                writing.after_evaluations(run.evaluations)
+    if trained.evaluation is not None and not stopping.is_set():
+        _end(run, writing, say)
+
+
+def _end(run: RunLike, writing: Writing, say: Say) -> None:
+    """Wait for the last loss on held-out data, and say why the run has ended, and which checkpoint is the best one."""
+    run.finish()
+    writing.after_evaluations(run.evaluations)
+    if reason := run.reason_of_end:
+        say(f"the run has ended at step {run.num_steps}: {reason}")
+    if (best := writing.best_checkpoint()) is not None:
+        say(f"the checkpoint with the lowest loss on held-out data is {best}")
+
+
+def build_evaluation(
+    file: RunFile, model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int
+) -> Evaluation | None:
+    """Return the evaluation on held-out data; None if the run file has none. Raises ValueError if there are no such
+    data."""
+    settings = file.evaluation
+    if not settings.every:
+        return None
+    samples = build_held_out(settings, file.data.block_length, tokenizer)
+
+    def losses(copy: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
+        for numbers in np.array_split(np.arange(len(samples)), -(-len(samples) // batch_size)):
+            yield loss_of(copy, samples.rows(numbers)), len(numbers)
+
+    return Evaluation(
+        model,
+        losses,
+        every=settings.every,
+        patience=settings.patience,
+        least_improvement=settings.least_improvement,
+    )
 
 
 def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
@@ -188,11 +265,13 @@ def prepare(file: RunFile, who: Joining, part: DataShard | None, device: str, sa
     reader = DataReader(file.run.name, who.identity.peer_id, part)
     cache = platformdirs.user_cache_path("swarm") / "tokens"
     batches = build_batches(file.data, reader, tokenizer, batch_size, cache)
+    evaluation = build_evaluation(file, model, tokenizer, batch_size)
     optimizer = build_optimizer(file.optimizer, model)
     if not file.local.batch_size:
-        return TrainingSetup(file, model, optimizer, batches, tokenizer=tokenizer)
+        return TrainingSetup(file, model, optimizer, batches, tokenizer=tokenizer, evaluation=evaluation)
     local = LocalSteps(optimizer, file.local.batch_size)
-    return TrainingSetup(file, model, build_outer_optimizer(file.local, model), batches, local, tokenizer)
+    outer = build_outer_optimizer(file.local, model)
+    return TrainingSetup(file, model, outer, batches, local, tokenizer, evaluation)
 
 
 def resume(trained: TrainingSetup, say: Say) -> Moment | None:
@@ -214,6 +293,11 @@ def resume(trained: TrainingSetup, say: Say) -> Moment | None:
         where = store.path(content.step)
         raise ValueError(f"{where} is of another model or optimizer: expected another directory for them") from None
     go_on_with_data(trained, content.data, say)
+    if trained.evaluation is not None:
+        try:
+            trained.evaluation.earlier = read_evaluations(store.directory, settings.name).losses
+        except CheckpointError as error:
+            say(f"warning: {error}; the evaluations begin anew")
     say(f"goes on from the checkpoint of step {content.step}")
     return content.moment
 
@@ -237,7 +321,8 @@ def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping:
     hub = trained.file.run.hub
     copies = HubCopies(hub, upload_to_hub) if hub else None
     parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
-    run = open_run(replace(who, local=trained.local), parameters, trained.optimizer)
+    who = replace(who, local=trained.local, evaluation=trained.evaluation)
+    run = open_run(who, parameters, trained.optimizer)
     try:
         say(f"others join by: --initial-peers {' '.join(run.initial_peers)}")
         writing = Writing(trained, copies, say)

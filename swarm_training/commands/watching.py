@@ -54,11 +54,23 @@ def picture(view: RunView, now: float) -> list[RenderableType]:
         Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all", "dim"),
         *([_stages_table(view), _stage_peers_table(view.stages)] if view.stages else [_peers_table(view.peers)]),
     ]
+    if view.held_out is not None:
+        parts.insert(1, Text(_held_out(view)))
     if view.users:
         parts.append(_users_table(view.users))
     if view.bans:
         parts.append(_bans_table(view.bans, now))
     return parts
+
+
+def _held_out(view: RunView) -> str:
+    assert view.held_out is not None
+    newest, best = (
+        "" if each is None else f"{'not finite' if each.loss is None else f'{each.loss:.4f}'} at step {each.step}"
+        for each in (view.held_out, view.best_held_out)
+    )
+    end = ": the run has ended, as it falls no more" if view.has_ended else ""
+    return f"loss on held-out data {newest}{f', lowest {best}' if best else ''}{end}"
 
 
 def _peers_table(peers: tuple[PeerView, ...]) -> Table:

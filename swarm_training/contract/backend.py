@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from swarm_protocol.access.organiser import SwarmKey
     from swarm_protocol.net.identity import Identity
+    from swarm_training.evaluation.evaluation import Evaluation
     from swarm_training.ledger.ledger import Ledger
     from swarm_training.net.membership import RunMembership
     from swarm_training.optim.local_steps import LocalSteps
@@ -36,6 +37,7 @@ class Joining:
         max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
         ledger: the file that keeps who has contributed how much; None: there is none.
         local: the steps that this peer takes between two global steps; None: there are none.
+        evaluation: the evaluation on held-out data; None: there is none.
     """
 
     run: str
@@ -51,6 +53,7 @@ class Joining:
     ledger: str | None = None
     resumed_at: Moment | None = None
     local: LocalSteps | None = None
+    evaluation: Evaluation | None = None
 
     def membership(self) -> RunMembership:
         """Return the part of these with which the process enters the network."""

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from swarm_training.evaluation.policy import EvaluationHistory
+
 
 class RunLike(Protocol):
     """A training run. Parameters and optimizer belong to the run from its beginning to ``close``."""
@@ -28,6 +30,14 @@ class RunLike(Protocol):
         """Return the norm to which averaged gradients are clipped; 0: they are not clipped."""
 
     @property
+    def evaluations(self) -> EvaluationHistory:
+        """Return the losses on held-out data that are known."""
+
+    @property
+    def reason_of_end(self) -> str:
+        """Return why the run has ended, for all peers at this step; empty while it goes on."""
+
+    @property
     def initial_peers(self) -> Sequence[str]:
         """Return the multiaddrs by which other peers join."""
 
@@ -40,6 +50,9 @@ class RunLike(Protocol):
 
     def shared_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the parameters that all peers share, without local steps."""
+
+    def finish(self) -> None:
+        """Wait until the loss on held-out data is known, if the parameters of the last steps are being evaluated."""
 
     def close(self) -> None: ...
 
@@ -57,6 +70,14 @@ class PeerView:
     name: str
     samples: int
     samples_per_s: float
+
+
+@dataclass(frozen=True)
+class HeldOutView:
+    """The view of a loss on held-out data with the parameters of a step. ``loss``: None if it is not finite."""
+
+    step: int
+    loss: float | None
 
 
 @dataclass(frozen=True)
@@ -128,6 +149,9 @@ class RunView:
         rollbacks: how often the run has gone back to a checkpoint.
         users: the users that have given most, as far as signed rounds have come.
         stages: the stages of a run in stages, whose samples are micro-batches; empty for other runs.
+        held_out: the newest loss on held-out data; None: none is known.
+        best_held_out: the lowest one, whose checkpoint stays.
+        has_ended: True if ``step`` is the last one, since the loss on held-out data has stopped falling.
     """
 
     run: str
@@ -143,3 +167,6 @@ class RunView:
     rollbacks: int = 0
     users: tuple[UserView, ...] = ()
     stages: tuple[StageView, ...] = ()
+    held_out: HeldOutView | None = None
+    best_held_out: HeldOutView | None = None
+    has_ended: bool = False

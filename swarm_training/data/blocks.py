@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -41,10 +42,24 @@ class TokenBlocks:
         return torch.from_numpy(self._table[samples].astype(np.int64))
 
     @classmethod
-    def pack(cls, texts: Iterable[str], tokenize: Tokenize, end: int | None, block_length: int) -> TokenBlocks:
-        """Pack texts one after the other in memory, each followed by the token ``end`` if there is one."""
-        parts = [np.asarray(ids, _DTYPE) for ids in _with_end(texts, tokenize, end)]
-        return cls(np.concatenate(parts) if parts else np.empty(0, _DTYPE), block_length)
+    def pack(
+        cls,
+        texts: Iterable[str],
+        tokenize: Tokenize,
+        end: int | None,
+        block_length: int,
+        most_blocks: int | None = None,
+    ) -> TokenBlocks:
+        """Pack texts one after the other in memory, each followed by the token ``end`` if there is one. No more texts
+        are read than ``most_blocks`` blocks need; None: all are."""
+        parts, missing = [np.empty(0, _DTYPE)], inf if most_blocks is None else most_blocks * block_length
+        for ids in _with_end(texts, tokenize, end):
+            parts.append(np.asarray(ids, _DTYPE))
+            missing -= len(ids)
+            if missing <= 0:
+                break
+        tokens = np.concatenate(parts)
+        return cls(tokens if most_blocks is None else tokens[: most_blocks * block_length], block_length)
 
     @classmethod
     def pack_to_disk(

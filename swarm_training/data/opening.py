@@ -68,6 +68,16 @@ def open_blocks(data: DataSettings, run: str, tokenize: Tokenize, end: int | Non
     return TokenBlocks.pack_to_disk(cache, texts, tokenize, end, data.block_length)
 
 
+def open_held_out(data: DataSettings, samples: int, tokenize: Tokenize, end: int | None) -> TokenBlocks:
+    """Return the first samples of held-out data, in memory. They are the same at all peers of all runs.
+
+    Raises:
+        ValueError: there are no such data, or not one sample.
+    """
+    texts = open_source(data, DataReader("held-out data", "", EVERYTHING)).texts()
+    return TokenBlocks.pack(texts, tokenize, end, data.block_length, samples)
+
+
 def _one_epoch(source: TextSource) -> Iterator[str]:
     """Return the texts of the first epoch, whose order is the same for all peers."""
     return source.texts()

@@ -58,6 +58,16 @@ lr = 1e-3
 # outer_momentum = 0.0        # 0.9, with nesterov and outer_lr = 0.7, can pay in runs of hundreds of averages
 # nesterov = false
 
+[evaluation]                  # on held-out data, by one peer while all train on
+# every = 0                   # steps; 0: never
+# source = ""                 # the held-out data, as under [data]
+# samples = 256               # so many of them, the first ones
+# column = "text"             # of a data set
+# split = "validation"        # of a data set
+# config = ""                 # of a data set on the hub that has several
+# patience = 0                # evaluations without an improvement that end the run; 0: it goes on
+# least_improvement = 0.0     # that counts as one
+
 [rollback]                    # to a checkpoint, when the loss is not finite, or too high
 # margin = 1.0                # above the median of the last losses
 # patience = 10               # steps in a row

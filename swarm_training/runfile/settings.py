@@ -8,7 +8,7 @@ from math import cos, pi
 
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
-from swarm_training.core.config import RollbackPolicy, check_max_norm
+from swarm_training.core.config import EvaluationPolicy, RollbackPolicy, check_max_norm
 from swarm_training.data.settings import DataSettings
 from swarm_training.runfile.stage_settings import StageSettings
 
@@ -175,6 +175,39 @@ class LocalSettings:
 
 
 @dataclass(frozen=True)
+class EvaluationSettings:
+    """The table ``[evaluation]``.
+
+    Attributes:
+        every: the steps between two evaluations, each by one peer of the run; 0: there are none.
+        source, column, split, config: the held-out data, as in ``[data]``, cut into samples of the same length.
+        samples: the number of samples at the beginning of these data that are used.
+        patience: the evaluations in a row without an improvement after which the run ends; 0: it goes on.
+        least_improvement: the least by which a loss must be below the lowest one before, to be an improvement.
+    """
+
+    every: int = 0
+    source: str = ""
+    samples: int = 256
+    column: str = "text"
+    split: str = "validation"
+    config: str = ""
+    patience: int = 0
+    least_improvement: float = 0.0
+
+    def __post_init__(self) -> None:
+        EvaluationPolicy(self.every, self.patience, self.least_improvement)
+        require_count("samples", self.samples)
+        if bool(self.every) != bool(self.source):
+            expected = "held-out data, since every is" if self.every else "none without every, which is"
+            raise ValueError(f"source is {self.source!r}: expected {expected} {self.every}")
+
+    def data(self, block_length: int) -> DataSettings:
+        """Return the settings of the held-out data."""
+        return DataSettings(self.source, block_length, column=self.column, split=self.split, config=self.config)
+
+
+@dataclass(frozen=True)
 class BatchSettings:
     """The table ``[batch]``.
 
@@ -222,8 +255,11 @@ class RunFile:
     tokens: TokenSettings = TokenSettings()
     stages: StageSettings = field(default_factory=StageSettings)
     local: LocalSettings = LocalSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
 
     def __post_init__(self) -> None:
+        if self.evaluation.every:
+            self._check_evaluation()
         if not self.local.batch_size:
             return
         for name, value in (
@@ -236,4 +272,16 @@ class RunFile:
             raise ValueError(
                 f"batch_size of [local] is {self.local.batch_size}: expected at most the target_batch_size of [run], "
                 f"which is {self.run.target_batch_size}"
+            )
+
+    def _check_evaluation(self) -> None:
+        if self.stages.count:
+            raise ValueError(
+                f"count of [stages] is {self.stages.count}: expected 0 with [evaluation], which does not go with it"
+            )
+        own, data = self.evaluation, self.data
+        if (own.source, own.split, own.config) == (data.source, data.split, data.config):
+            raise ValueError(
+                f"source of [evaluation] is {own.source!r} with split {own.split!r}, as in [data]: expected other "
+                "data, on which nobody trains"
             )

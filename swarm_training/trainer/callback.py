@@ -77,7 +77,8 @@ class TrainingRunCallback(TrainerCallback):
         self._hook.remove()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        if self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps:
+        is_over = self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps
+        if is_over or self._run.reason_of_end:
             control.should_training_stop = True
 
     def on_log(  # type: ignore[override]  # the Trainer always passes the logs

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from swarm_training.evaluation.policy import EvaluationHistory
+
 
 class LocalRun:
     """Averages the shares by their samples, and steps when the target batch is there.
@@ -38,6 +40,9 @@ class LocalRun:
         self.stopping = threading.Event()
         self.num_steps = self.num_rollbacks = self.went_back_to = 0
         self.initial_peers = ["/ip4/127.0.0.1/tcp/1/p2p/QmSelf"]
+        self.evaluations = EvaluationHistory()
+        self.reason_of_end = ""
+        self.is_finished = False
         self.shares: list[int] = []
         self.rates: list[float] = []
         self.is_closed = False
@@ -68,6 +73,9 @@ class LocalRun:
 
     def shared_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def finish(self) -> None:
+        self.is_finished = True
 
     def close(self) -> None:
         self.is_closed = True

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from swarm_training.commands.looking import peers_of, view_of
-from swarm_training.contract.run_like import RunView
-from swarm_training.core.record import JOINING, LEFT, MEETING, Progress
+from swarm_training.contract.run_like import HeldOutView, RunView
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import JOINING, LEFT, MEETING, HeldOutLoss, Progress
 from swarm_training.core.signing import sign
 from tests.worlds.identities import identity
 from tests.worlds.runs import World, all_done, enter_all, simulate
@@ -62,6 +63,24 @@ def test_who_has_left_lies_or_trains_something_else_is_not_there() -> None:
     ]
     peers = peers_of("toy", records)
     assert {peer.peer_id: peer.version for peer in peers} == {identity(1).peer_id: 2, identity(2).peer_id: 1}
+
+
+def test_losses_on_held_out_data_are_the_newest_and_the_lowest_of_the_present_history() -> None:
+    def loss(step: int, value: float, rollbacks: int = 1) -> HeldOutLoss:
+        return HeldOutLoss(Moment(rollbacks, step), value, 5)
+
+    records = [
+        signed(1, rollbacks=1, step=50, newest_held_out=loss(40, 2.0), best_held_out=loss(20, 1.5, rollbacks=0)),
+        signed(2, rollbacks=1, step=49, held_out=loss(50, inf)),
+        signed(3, rollbacks=1, step=50, held_out=loss(45, 0.1, rollbacks=0)),  # of a step that was undone
+        signed(4, rollbacks=0, step=60, newest_held_out=loss(60, 0.2, 0), best_held_out=loss(60, 0.2, 0)),
+        signed(5, rollbacks=1, step=50, held_out=HeldOutLoss(Moment(1, 50), 0.0, 0)),  # it could not
+    ]
+    view = view_of("toy", 9, peers_of("toy", records))
+    assert view.held_out == HeldOutView(50, None) and view.best_held_out == HeldOutView(20, 1.5)
+    assert not view.has_ended
+    ended = view_of("toy", 9, peers_of("toy", [*records, signed(6, rollbacks=1, step=50, has_ended=True)]))
+    assert ended.has_ended
 
 
 def test_samples_of_earlier_steps_do_not_count_for_the_next() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console, Group
 
 from swarm_training.commands import watching
 from swarm_training.commands.watching import as_json, picture, watch
-from swarm_training.contract.run_like import BanView, PeerView, RunView, UserView
+from swarm_training.contract.run_like import BanView, HeldOutView, PeerView, RunView, UserView
 
 VIEW = RunView(
     run="my-run",
@@ -53,6 +53,17 @@ def test_a_loss_that_is_not_finite_and_the_rollback_after_it() -> None:
     assert json.loads(json.dumps(as_json(broken), allow_nan=False))["loss"] is None
     after = replace(VIEW, step=30, rollbacks=2)
     assert "step 30   rollbacks 2   loss 2.3457" in shown(after) and as_json(after)["rollbacks"] == 2
+
+
+def test_the_newest_loss_on_held_out_data_and_the_lowest_one() -> None:
+    assert "held-out" not in shown(VIEW)
+    evaluated = replace(VIEW, held_out=HeldOutView(40, 2.5), best_held_out=HeldOutView(30, 2.25))
+    assert "loss on held-out data 2.5000 at step 40, lowest 2.2500 at step 30\n" in re.sub(
+        " +\n", "\n", shown(evaluated)
+    )
+    assert as_json(evaluated)["best_held_out"] == {"step": 30, "loss": 2.25}
+    broken = replace(evaluated, held_out=HeldOutView(40, None), best_held_out=None, has_ended=True)
+    assert "held-out data not finite at step 40: the run has ended, as it falls no more" in shown(broken)
 
 
 def test_a_run_that_nobody_computes_for() -> None:

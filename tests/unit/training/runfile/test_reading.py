@@ -88,6 +88,19 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
             text(local="batch_size = 8", averaging="power_sgd_rank = 4"),
             r"power_sgd_rank of \[averaging\] is 4: expected 0 with \[local\]",
         ),
+        (text(evaluation="every = 10"), r"\[evaluation\] source is '': expected held-out data, since every is 10"),
+        (text(evaluation='source = "x"'), r"\[evaluation\] source is 'x': expected none without every, which is 0"),
+        (text(evaluation="every = -1"), r"\[evaluation\] every is -1: expected at least 1 step, or 0"),
+        (text(evaluation="patience = 3"), r"\[evaluation\] every is 0: expected at least 1 step with a patience"),
+        (text(evaluation='every = 1\nsource = "x"\nsamples = 0'), r"\[evaluation\] samples is 0: expected at least 1"),
+        (
+            text(evaluation='every = 1\nsource = "texts"\nsplit = "train"'),
+            r"source of \[evaluation\] is 'texts' with split 'train', as in \[data\]: expected other data",
+        ),
+        (
+            text(evaluation='every = 1\nsource = "x"', stages="count = 2"),
+            r"count of \[stages\] is 2: expected 0 with \[evaluation\]",
+        ),
         (
             text(extra=""),
             "an unknown table 'extra': expected run, model, data, optimizer, averaging, clip, rollback, batch, tokens",

@@ -1,0 +1,163 @@
+"""Runs with [evaluation]: the loss of held-out data beside one process, the best checkpoint, and the end of a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.errors import CheckpointError
+from swarm_protocol.net.identity import Identity
+from swarm_training.checkpoints.evaluations import read_evaluations
+from swarm_training.checkpoints.store import CheckpointDirectory
+from swarm_training.commands import joining
+from swarm_training.commands.building import build_model, build_tokenizer
+from swarm_training.commands.checking import not_here
+from swarm_training.contract.backend import Joining
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import HeldOutLoss
+from swarm_training.core_backend import open_run
+from swarm_training.data.settings import DataSettings
+from swarm_training.evaluation.policy import EvaluationHistory
+from swarm_training.runfile.settings import (
+    BatchSettings,
+    EvaluationSettings,
+    ModelSettings,
+    OptimizerSettings,
+    RunFile,
+    RunSettings,
+)
+from tests.unit.training.fakes import LocalRun
+
+BLOCK, BATCH, TARGET, STEPS, SAMPLES = 32, 4, 8, 6, 7
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    monkeypatch.setattr(joining.platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
+    for name, sign in (("texts", "*"), ("held-out", "+")):
+        lines = (f"def function_{number}(x): return x {sign} {number}" for number in range(200))
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+    return RunFile(
+        RunSettings("run", TARGET, checkpoint_every=3, checkpoints=str(tmp_path / "checkpoints"), keep=1),
+        ModelSettings(preset="tiny", tokenizer=DEFAULT_MODEL),
+        DataSettings(str(tmp_path / "texts.txt"), BLOCK),
+        OptimizerSettings("adamw", 1e-2, schedule="linear", total_steps=STEPS),
+        batch=BatchSettings(size=BATCH),
+        evaluation=EvaluationSettings(2, str(tmp_path / "held-out.txt"), SAMPLES),
+    )
+
+
+def prepared(file: RunFile, said: list[str]) -> tuple[joining.TrainingSetup, Joining]:
+    own = Joining("run", TARGET, (), Identity.generate())
+    return joining.prepare(file, own, None, "cpu", said.append), own
+
+
+class EvaluatedRun(LocalRun):
+    """Its losses on held-out data become known one step after the step that they belong to."""
+
+    losses: Mapping[int, float] = {}
+    ends_at: int | None = None
+
+    def step(self, samples: int, loss: float | None = None) -> None:
+        super().step(samples, loss)
+        known = (step for step in self.losses if step < self.num_steps)
+        self.evaluations = EvaluationHistory.of(HeldOutLoss(Moment(0, step), self.losses[step], 7) for step in known)
+        if self.num_steps == self.ends_at:
+            self.reason_of_end = "it falls no more"
+
+
+def joined(file: RunFile, losses: Mapping[int, float], ends_at: int | None = None) -> tuple[list[str], EvaluatedRun]:
+    runs: list[EvaluatedRun] = []
+    said: list[str] = []
+
+    def open_it(_who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
+        runs.append(EvaluatedRun(parameters, optimizer, TARGET))
+        runs[0].losses, runs[0].ends_at = losses, ends_at
+        return runs[0]
+
+    setup, own = prepared(file, said)
+    joining.take_part(setup, own, open_it, threading.Event(), said.append)
+    return said, runs[0]
+
+
+def plain_loss(file: RunFile, parameters: Mapping[str, torch.Tensor]) -> float:
+    """What one process computes, of all samples at once."""
+    tokenizer = build_tokenizer(file.model)
+    model = build_model(file.model, len(tokenizer), BLOCK)
+    model.load_state_dict(parameters)
+    ids: list[int] = []
+    for line in Path(file.evaluation.source).read_text().splitlines():
+        ids += [*tokenizer(line, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+    tokens = torch.tensor(ids[: SAMPLES * BLOCK]).view(SAMPLES, BLOCK)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=tokens).logits[:, :-1].flatten(0, 1)
+        return float(torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()))
+
+
+def test_the_loss_of_a_run_is_that_of_one_process_with_the_parameters_of_that_step(
+    file: RunFile, tmp_path: Path
+) -> None:
+    file = replace(file, run=replace(file.run, keep=9))
+    setup, own = prepared(file, said := [])
+    joining.take_part(setup, own, open_run, threading.Event(), said.append)
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
+    assert checkpoints.steps() == [2, 3, 4, 6]
+    found = read_evaluations(tmp_path / "checkpoints", "run").losses
+    assert found[-1].step == STEPS, "the last step was not waited for"
+    for each in found:
+        assert each.samples == SAMPLES
+        assert each.loss == pytest.approx(plain_loss(file, checkpoints.read(each.step).parameters), rel=1e-5)
+        assert any(line.startswith(f"step {each.step}: loss on held-out data {each.loss:.4f}") for line in said)
+
+
+def test_the_best_checkpoint_stays_and_is_named(file: RunFile, tmp_path: Path) -> None:
+    said, run = joined(file, {2: 1.0, 4: 2.0})
+    assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [2, STEPS]
+    best = tmp_path / "checkpoints" / "step-000000002"
+    facts = json.loads((tmp_path / "checkpoints" / "evaluations.json").read_text())
+    assert facts["best"] == {"step": 2, "loss": 1.0, "checkpoint": best.name}
+    assert "step 2: loss on held-out data 1.0000, the lowest so far" in said and run.is_finished
+    assert "step 4: loss on held-out data 2.0000" in said
+    assert f"the checkpoint with the lowest loss on held-out data is {best}" in said
+
+
+def test_a_checkpoint_of_each_evaluated_step_is_written_and_replaced_if_it_is_not_the_best(
+    file: RunFile, tmp_path: Path
+) -> None:
+    joined(file, {2: 3.0, 4: 2.0})
+    assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [4, STEPS]
+
+
+def test_training_ends_with_the_run_and_says_why(file: RunFile) -> None:
+    said, run = joined(file, {2: 1.0}, ends_at=4)
+    assert run.num_steps == 4 and run.is_finished and "the run has ended at step 4: it falls no more" in said
+
+
+def test_a_founder_goes_on_with_the_losses_that_were_known(file: RunFile, tmp_path: Path) -> None:
+    joined(file, {2: 1.0, 4: 2.0})
+    setup, _ = prepared(file, said := [])
+    assert setup.evaluation is not None and not setup.evaluation.earlier
+    joining.resume(setup, said.append)
+    assert [(each.step, each.loss) for each in setup.evaluation.earlier] == [(2, 1.0), (4, 2.0)]
+    assert not read_evaluations(tmp_path / "checkpoints", "another run").losses
+    (tmp_path / "checkpoints" / "evaluations.json").write_text('{"run": "run", "losses": [{"step": -1}]}')
+    with pytest.raises(CheckpointError, match=r"evaluations.json has step=-1: expected a whole number"):
+        read_evaluations(tmp_path / "checkpoints", "run")
+    joining.resume(setup, said.append)
+    assert any(line.endswith("the evaluations begin anew") for line in said)
+
+
+def test_held_out_data_that_are_not_there_are_named(file: RunFile, tmp_path: Path) -> None:
+    wrong = replace(file, evaluation=replace(file.evaluation, source=str(tmp_path / "nothing.txt")))
+    with pytest.raises(ValueError, match=r"\[evaluation\] source = .*nothing.txt': there is no such file"):
+        not_here(wrong)
+    (tmp_path / "nothing.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"the held-out data of \[evaluation\]: the data have .*: expected at least"):
+        prepared(wrong, [])
