@@ -4,46 +4,39 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-
-
-@dataclass(order=True)
-class _Entry(Generic[T]):
-    place: tuple[float, ...]
-    number: int
-    cost: float = field(compare=False)
-    work: T = field(compare=False)
+_FEW_SHARES = 8  # shares that are kept without a look whether they can be forgotten
 
 
 class _Line(Generic[T]):
     """The waiting work of one name, lowest place first. Work with equal places is first come, first served."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry[T]] = []  # in order
+        self._entries: list[tuple[tuple[float, ...], int, float, T]] = []  # place, number, cost, work; in order
         self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, work: T, _names: Sequence[str], cost: float, place: tuple[float, ...]) -> None:
-        insort(self._entries, _Entry(place, next(self._numbers), cost, work))
+        insort(self._entries, (place, next(self._numbers), cost, work))  # numbers differ, so work is never compared
 
     def take(self, fits: Callable[[T], bool]) -> tuple[T, float] | None:
-        for index, entry in enumerate(self._entries):
-            if fits(entry.work):
+        for index, (_place, _number, cost, work) in enumerate(self._entries):
+            if fits(work):
                 del self._entries[index]
-                return entry.work, entry.cost
+                return work, cost
         return None
 
     def remove(self, work: T) -> None:
-        self._entries = [entry for entry in self._entries if entry.work is not work]
+        self._entries = [entry for entry in self._entries if entry[-1] is not work]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Share(Generic[T]):
     """One name's share of the turns, with its waiting work.
 
@@ -66,16 +59,21 @@ class FairQueue(Generic[T]):
     Starts and ends are in virtual time. A name without recent work starts now: it waits for one piece of work of each
     other name, however much of their work waits already. If names have several levels, such as clients and their users,
     first-level names share equally, and each share is divided equally among the names below. Pure: no clock, no thread.
+
+    The shares with waiting work are kept in order, so that taking work and adding work need no look at every name.
     """
 
     def __init__(self, num_levels: int = 1) -> None:
         self._num_levels = num_levels
         self._shares: dict[str, _Share[T]] = {}
+        self._most_shares = _FEW_SHARES  # with so many, those that say nothing are forgotten
+        self._in_order: list[tuple[float, int, _Share[T]]] = []  # start, turn and share; those with waiting work
+        self._num_waiting = 0
         self._now = 0.0
         self._turns = count()
 
     def __len__(self) -> int:
-        return sum(len(share.waiting) for share in self._shares.values())
+        return self._num_waiting
 
     def add(self, work: T, names: Sequence[str], cost: float, place: tuple[float, ...] = ()) -> None:
         """Add work to the queue.
@@ -86,14 +84,12 @@ class FairQueue(Generic[T]):
             place: the order among work of the same names; the lowest place goes first.
         """
         name, *others = names
-        share = self._shares.get(name)
-        if share is None:
-            self._shares = {old: each for old, each in self._shares.items() if each.waiting or each.start > self._now}
-            waiting: _Line[T] | FairQueue[T] = _Line() if self._num_levels == 1 else FairQueue(self._num_levels - 1)
-            share = self._shares[name] = _Share(self._now, next(self._turns), waiting)
-        elif not share.waiting:
+        share = self._shares.get(name) or self._new_share(name)
+        if not share.waiting:
             share.restart(max(self._now, share.start), next(self._turns))
+            self._enter(share)
         share.waiting.add(work, others, cost, place)
+        self._num_waiting += 1
 
     def pop(self, fits: Callable[[T], bool] = lambda _work: True) -> T | None:
         """Take out and return the first work that fits; return None if there is none."""
@@ -102,20 +98,26 @@ class FairQueue(Generic[T]):
 
     def take(self, fits: Callable[[T], bool]) -> tuple[T, float] | None:
         """Take out the first work that fits, like ``pop``, and return its cost too."""
-        waiting = sorted((s for s in self._shares.values() if s.waiting), key=lambda share: (share.start, share.turn))
-        for share in waiting:
+        for index, (start, _turn, share) in enumerate(self._in_order):
             if (taken := share.waiting.take(fits)) is not None:
-                self._now = waiting[0].start
-                share.restart(share.start + taken[1], next(self._turns))
-                self._forget_if_empty()
+                self._now = self._in_order[0][0]
+                del self._in_order[index]
+                share.restart(start + taken[1], next(self._turns))
+                if share.waiting:
+                    self._enter(share)
+                self._forget(1)
                 return taken
         return None
 
     def remove(self, work: T) -> None:
         """Remove work that will not be computed, if it waits here."""
-        for share in self._shares.values():
+        for _start, _turn, share in self._in_order:
+            num_before = len(share.waiting)
             share.waiting.remove(work)
-        self._forget_if_empty()
+            if num_removed := num_before - len(share.waiting):
+                self._in_order = [entry for entry in self._in_order if entry[-1].waiting]
+                self._forget(num_removed)
+                return
 
     def clear(self) -> list[T]:
         """Take out and return all work."""
@@ -124,8 +126,21 @@ class FairQueue(Generic[T]):
             everything.append(work)
         return everything
 
-    def _forget_if_empty(self) -> None:
-        """Reset the virtual time if nothing waits, so that all names start alike."""
-        if not len(self):
+    def _new_share(self, name: str) -> _Share[T]:
+        """Return a new share. Once shares have doubled in number, forget those that say no more than a new one."""
+        if len(self._shares) >= self._most_shares:
+            self._shares = {old: each for old, each in self._shares.items() if each.waiting or each.start > self._now}
+            self._most_shares = max(_FEW_SHARES, 2 * len(self._shares))
+        waiting: _Line[T] | FairQueue[T] = _Line() if self._num_levels == 1 else FairQueue(self._num_levels - 1)
+        share = self._shares[name] = _Share(self._now, 0, waiting)
+        return share
+
+    def _enter(self, share: _Share[T]) -> None:
+        insort(self._in_order, (share.start, share.turn, share))  # turns differ, so shares are never compared
+
+    def _forget(self, num_gone: int) -> None:
+        """Count work that no longer waits. If none waits, reset the virtual time, so that all names start alike."""
+        self._num_waiting -= num_gone
+        if not self._num_waiting:
             self._shares.clear()
             self._now = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,3 +121,69 @@ def test_clients_who_always_have_work_get_equally_much(others: list[tuple[str, i
             more = chance.randint(1, 9)
             queue.add((client, more), [client], more)
         assert abs(served["anna"] - served["bert"]) <= 18
+
+
+class PlainScan:
+    """Start-time fair queueing by a look at every name, whose answers the queue's must be."""
+
+    def __init__(self) -> None:
+        self.now, self.turn = 0.0, 0
+        self.starts: dict[str, float] = {}
+        self.turns: dict[str, int] = {}
+        self.waiting: dict[str, list[tuple[tuple[int], int, int]]] = {}  # place, work and cost by name
+
+    def add(self, work: int, name: str, cost: int, place: tuple[int]) -> None:
+        if not self.waiting.get(name):
+            self.restart(name, max(self.now, self.starts.get(name, 0.0)))
+        self.waiting.setdefault(name, []).append((place, work, cost))
+
+    def pop(self, fits: Callable[[int], bool]) -> int | None:
+        names = sorted((name for name in self.waiting if self.waiting[name]), key=self.order)
+        for name in names:
+            for entry in sorted(self.waiting[name]):
+                if fits(entry[1]):
+                    self.now = self.starts[names[0]]
+                    self.waiting[name].remove(entry)
+                    self.restart(name, self.starts[name] + entry[2])
+                    self.forget_if_empty()
+                    return entry[1]
+        return None
+
+    def remove(self, work: int) -> None:
+        for name, entries in self.waiting.items():
+            self.waiting[name] = [entry for entry in entries if entry[1] != work]
+        self.forget_if_empty()
+
+    def order(self, name: str) -> tuple[float, int]:
+        return self.starts[name], self.turns[name]
+
+    def restart(self, name: str, start: float) -> None:
+        self.starts[name], self.turns[name], self.turn = start, self.turn, self.turn + 1
+
+    def forget_if_empty(self) -> None:
+        if not any(self.waiting.values()):
+            self.starts.clear()
+            self.now = 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "add", "pop", "pop even", "remove"]), st.integers(0, 12), st.integers(1, 9)),
+        max_size=80,
+    )
+)
+def test_a_look_at_every_name_gives_the_same_order(calls: list[tuple[str, int, int]]) -> None:
+    queue: FairQueue[int] = FairQueue()
+    scan = PlainScan()
+    for work, (call, name, cost) in enumerate(calls):
+        if call == "add":
+            queue.add(work, [str(name)], cost, (cost % 3,))
+            scan.add(work, str(name), cost, (cost % 3,))
+        elif call == "remove":
+            queue.remove(name)
+            scan.remove(name)
+        else:
+            fits = (lambda work: work % 2 == 0) if call == "pop even" else (lambda work: True)
+            assert queue.pop(fits) == scan.pop(fits)
+        assert len(queue) == sum(map(len, scan.waiting.values()))
+    assert queue.clear() == [scan.pop(lambda work: True) for _ in range(sum(map(len, scan.waiting.values())))]
