@@ -46,9 +46,7 @@ class CheckpointDirectory:
         names = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,16})", name)))
 
-    def write(
-        self, content: Checkpoint, servable: ServableModel | None = None, spared: Collection[int] = ()
-    ) -> Path:
+    def write(self, content: Checkpoint, servable: ServableModel | None = None, spared: Collection[int] = ()) -> Path:
         """Write a checkpoint, unless it is there already. Return its path. Raises ValueError if writing fails.
 
         ``servable``: the model of transformers whose files the checkpoint has; None: it has the parameters alone.

@@ -226,7 +226,7 @@ class Leader:
             roster=accepted.roster or sorted(peer for peer in peers if self._joined[peer].record.is_reachable),
             grid=not accepted.group and needs_grid(shares) and not joined[0].record.counts_exactly,
             go_back=accepted.go_back if accepted.HasField("go_back") else new,
-            evaluations=accepted.evaluations if accepted.group else outlook.evaluations,
+            evaluations=accepted.evaluations if accepted.group else context.evaluations,
         )
 
     def _advance(self, group: _Averaging, context: LeaderContext, now: float) -> Replies:
