@@ -7,7 +7,6 @@ the work. Only the returned function imports torch.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -22,11 +21,8 @@ from swarm_cli.commands.status import add_status
 from swarm_cli.keys.command import add_keys
 from swarm_cli.up.command import add_up
 from swarm_protocol.access.member_flags import CONFIG_RULES
-from swarm_protocol.errors import SwarmError
-from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
-from swarm_protocol.process.invocation import add_version, typed
-from swarm_protocol.process.logs import say_error, start_logging
+from swarm_protocol.process.invocation import add_version, run_command, typed
 
 
 def make_parser(others: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:
@@ -64,21 +60,4 @@ def main(
     others: Mapping[str, str] = MappingProxyType({}),
     all_parsers: Callable[[], Parsers] | None = None,
 ) -> None:
-    try:
-        args = parse_args(sys.argv[1:] if argv is None else argv, others, all_parsers)
-        start_logging(args)
-        run = args.command(args)
-    except ValueError as error:
-        say_error(error)
-        sys.exit(2)
-    try:
-        run()
-    except (SwarmError, ValueError) as error:
-        say_error(error)
-        sys.exit(1)
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        sys.exit(signals.INTERRUPTED)
+    run_command(lambda: parse_args(sys.argv[1:] if argv is None else argv, others, all_parsers))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,11 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from swarm_protocol.access.member_flags import CONFIG_RULES
-from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
-from swarm_protocol.process.invocation import add_common_flags
-from swarm_protocol.process.logs import say_error, start_logging
+from swarm_protocol.process.invocation import add_common_flags, run_command
 from swarm_training.commands.flags import add_joining_flags, joining, parse_batch_size, parse_part
 from swarm_training.commands.staged import (
     STAGE,
@@ -306,21 +302,4 @@ def main(
     all_parsers: Callable[[], Parsers] | None = None,
     stages: StagesBackend | None = None,
 ) -> None:
-    try:
-        args = parse_args(argv or ["--help"], backend, all_parsers, stages)
-        start_logging(args)
-        run = args.command(args)
-    except (SwarmError, ValueError) as error:
-        say_error(error)
-        sys.exit(2)
-    try:
-        run()
-    except (SwarmError, ValueError) as error:
-        say_error(error)
-        sys.exit(1)
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        sys.exit(signals.INTERRUPTED)
+    run_command(lambda: parse_args(argv or ["--help"], backend, all_parsers, stages))

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _SOON_S = 60.0  # for this long after several generations, more are expected
 _STOP_S = 10.0  # the longest wait for the end of a step that was given up
-_NOT_IN_A_CONFIG = {"inputs", "input_ids", "attention_mask", "generation_config", "logits_processor"}
 
 
 class SharedLoop:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from swarm_protocol.errors import SwarmError
 from swarm_protocol.imports.versions import DISTRIBUTION
+from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import add_config_flag
-from swarm_protocol.process.logs import FORMATS, LEVELS
+from swarm_protocol.process.logs import FORMATS, LEVELS, say_error, start_logging
 
 CONSOLE_SCRIPT = "swarm"
 
@@ -25,6 +29,31 @@ def command_like_this(command: str) -> list[str]:
     """Return the program and its first arguments that start another command as this process was started."""
     program, *words = typed(command).split()
     return [sys.argv[0] if program == CONSOLE_SCRIPT else sys.executable, *words]
+
+
+def run_command(parse: Callable[[], argparse.Namespace]) -> None:
+    """Run the command of the arguments that ``parse`` returns.
+
+    An error is shown in one line. The process ends with exit code 2 if the arguments are wrong, and with 1 otherwise.
+    """
+    try:
+        args = parse()
+        start_logging(args)
+        run = args.command(args)
+    except (SwarmError, ValueError) as error:
+        say_error(error)
+        sys.exit(2)
+    try:
+        run()
+    except (SwarmError, ValueError) as error:
+        say_error(error)
+        sys.exit(1)
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(signals.INTERRUPTED)
 
 
 def add_common_flags(parser: argparse.ArgumentParser, level: str = "warning") -> None:

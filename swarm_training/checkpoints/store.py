@@ -188,20 +188,3 @@ def upload_to_hub(directory: Path, repository: str, message: str) -> None:
     api = HfApi()
     api.create_repo(repository, exist_ok=True)
     api.upload_folder(repo_id=repository, folder_path=directory, commit_message=message)
-
-
-def read_from_hub(repository: str, revision: str | None, download: Callable[[str, str | None], Path]) -> Checkpoint:
-    """Read a checkpoint from the directory that ``download`` gives. Raises CheckpointError if it cannot be read."""
-
-    def failure(error: Exception) -> CheckpointError:
-        return CheckpointError(f"the checkpoint {repository} cannot be downloaded: {first_line(error)}")
-
-    with any_error_as(failure):  # as above
-        directory = download(repository, revision)
-    return checkpoint.read(directory)
-
-
-def download_from_hub(repository: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(repository, revision=revision))

@@ -54,15 +54,6 @@ def batch_of_step(order: SampleOrder, step: int, batch_size: int, first: int, co
     return order.samples(np.arange(start, start + count))
 
 
-def samples_of_peer(run: str, step: int, peer_id: str, first: int, count: int, num_samples: int) -> Indices:
-    """Return samples ``first``..``first + count − 1`` of a peer's step; none comes twice until all have come.
-
-    Peers do not coordinate here, so two peers may draw the same sample.
-    """
-    order = SampleOrder(derived_seed(run, "step", step, peer_id), num_samples)
-    return order.samples(np.arange(first, first + count))
-
-
 @dataclass(frozen=True)
 class DataShard:
     """The part of an order that one of ``count`` peers takes: positions ``index``, ``index + count``, ….

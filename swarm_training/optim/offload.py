@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,19 +41,6 @@ class Offloaded8bit(StateInPlace):
             raise ValueError(f"rule {rule!r} is unknown: expected one of {', '.join(_RULES)}")
         self._rule = _RULES[rule]
         super().__init__(params, hyperparameters(lr, betas, eps, weight_decay, max_weight_norm))
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
 
     @property
     def state_bytes(self) -> int:

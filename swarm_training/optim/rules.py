@@ -83,7 +83,27 @@ def hyperparameters(
 
 
 class StateInPlace(torch.optim.Optimizer):
-    """An optimizer whose state keeps its dtypes and devices when it is loaded; torch would take the parameter's."""
+    """An optimizer that updates one parameter after the other.
+
+    Its state keeps its dtypes and devices when it is loaded; torch would take the parameter's.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update the parameter by its gradient, with the hyperparameters of its group."""
+        raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -46,11 +46,6 @@ def moment_of(stages: Stages) -> Moment | None:
     return min(max(peer.moment for peer in stage) for stage in stages)
 
 
-def servers_of(stages: Stages, stage: int, moment: Moment) -> frozenset[str]:
-    """Return the ids of a stage's peers that have the weights of this moment."""
-    return frozenset(peer.peer_id for peer in stages[stage] if peer.moment == moment)
-
-
 @dataclass(frozen=True)
 class _Claim:
     peer_id: str

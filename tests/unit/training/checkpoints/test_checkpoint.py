@@ -19,7 +19,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints import checkpoint, store
 from swarm_training.checkpoints.checkpoint import Checkpoint, parameters_digest, read, write
 from swarm_training.checkpoints.flat_state import FlatState, flatten, load_optimizer, unflatten
-from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, read_from_hub
+from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies
 from swarm_training.checkpoints.whole_directory import CannotWrite
 
 
@@ -272,14 +272,6 @@ class FakeHub:
         files = {path.name: path.read_bytes() for path in directory.iterdir()}
         self.commits.append((repository, message, files))
 
-    def download(self, target: Path) -> Callable[[str, str | None], Path]:
-        def into_target(repository: str, revision: str | None) -> Path:
-            for name, data in next(files for name, _, files in reversed(self.commits) if name == repository).items():
-                (target / name).write_bytes(data)
-            return target
-
-        return into_target
-
 
 def test_copies_on_the_hub_are_whole_and_can_be_read_back(tmp_path: Path) -> None:
     hub, content = FakeHub(), small()
@@ -287,18 +279,14 @@ def test_copies_on_the_hub_are_whole_and_can_be_read_back(tmp_path: Path) -> Non
     copies.write(CheckpointDirectory(tmp_path / "run").write(content), content)
     assert hub.commits[0][:2] == ("ada/run", "run: step 3")
     (tmp_path / "down").mkdir()
-    found = read_from_hub("ada/run", None, hub.download(tmp_path / "down"))
+    for name, data in hub.commits[0][2].items():
+        (tmp_path / "down" / name).write_bytes(data)
+    found = read(tmp_path / "down")
     assert_equal(dict(sorted(found.parameters.items())), dict(sorted(content.parameters.items())))
     hub.reachable = False
     for hub.error in (ConnectionError, ErrorOfTheHubsOwn):
         with pytest.raises(CheckpointError, match=r"step 3 was not copied to ada/run on the hub: no route to host$"):
             copies.write(tmp_path / "run" / "step-000000003", content)
-
-    def nothing(_repository: str, _revision: str | None) -> Path:
-        raise OSError("404")
-
-    with pytest.raises(CheckpointError, match="the checkpoint ada/run cannot be downloaded: 404"):
-        read_from_hub("ada/run", None, nothing)
 
 
 def test_the_hub_is_given_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_training.data.order import DataShard, PartCursor, SampleOrder, batch_of_step, derived_seed, samples_of_peer
+from swarm_training.data.order import DataShard, PartCursor, SampleOrder, batch_of_step, derived_seed
 from swarm_training.data.permutation import MAX_SIZE, Permutation
 
 FROZEN = [5, 0, 6, 2, 1, 9, 4, 8, 3, 7]
@@ -98,14 +98,6 @@ def test_batches_of_steps_follow_one_another() -> None:
     assert list(itertools.chain(*shares)) == batches[4]
     with pytest.raises(ValueError, match="samples 3:5 of a batch of 4: expected some of 0:4"):
         batch_of_step(order, 0, 4, 3, 2)
-
-
-def test_what_a_peer_computes_for_a_step_is_known_to_all() -> None:
-    mine = samples_of_peer("run", 7, "QmA", 0, 20, 30)
-    assert len(set(mine.tolist())) == 20
-    assert np.array_equal(samples_of_peer("run", 7, "QmA", 5, 3, 30), mine[5:8])
-    for other in (("run2", 7, "QmA"), ("run", 8, "QmA"), ("run", 7, "QmB")):
-        assert not np.array_equal(samples_of_peer(*other, 0, 20, 30), mine)
 
 
 def test_seeds_differ_wherever_parts_end() -> None:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from swarm_training.core.moment import Moment
-from swarm_training.stages.routing.coverage import Claims, lacking, members, moment_of, servers_of
+from swarm_training.stages.routing.coverage import Claims, lacking, members, moment_of
 
 NOW, LATER = Moment(0, 7), Moment(0, 8)
 
@@ -65,7 +65,6 @@ def test_a_stage_that_has_its_average_lacks_nothing() -> None:
 def test_trainers_are_wanted_where_the_slowest_stage_is() -> None:
     stages = [[peer("a", moment=LATER), peer("b")], [peer("c"), peer("d", moment=Moment(0, 3))]]
     assert moment_of(stages) == NOW
-    assert servers_of(stages, 0, NOW) == {"b"} and servers_of(stages, 1, NOW) == {"c"}
     assert moment_of([stages[0], []]) is None and moment_of([]) is None
     back = peer("a", moment=Moment(1, 2))
     assert moment_of([[back], [peer("c")]]) == NOW and moment_of([[back], [back]]) == Moment(1, 2)
