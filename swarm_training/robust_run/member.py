@@ -29,8 +29,8 @@ from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust import instructions as todo
 from swarm_training.robust import messages as msg
 from swarm_training.robust.btard import Btard, BtardSnapshot
-from swarm_training.robust.workbench import Delivery, Workbench
-from swarm_training.robust_run.data import Found, InThread, StepData, to_bytes
+from swarm_training.robust.workbench import Delivery
+from swarm_training.robust_run.data import Found, StepData, to_bytes
 from swarm_training.robust_run.equivocations import attached, proven
 from swarm_training.robust_run.standings import Standings
 from swarm_training.robust_run.welcoming import Welcoming, proposal
@@ -63,17 +63,16 @@ class RobustMember:
         identity: Identity,
         session: bytes,
         machine: Btard,
-        bench: Workbench,
+        data: StepData,
         network: RobustNetwork,
         config: RobustConfig,
-        in_thread: InThread,
         candidates: Callable[[], list[str]] = list,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
         """Create a member that has not begun. ``candidates``: returns the ids of peers that want to join."""
         self._random_bytes = random_bytes
         self.machine = machine
-        self.data = StepData(bench, machine.num_elements, network, config, in_thread)
+        self.data = data
         self.broadcasts = Broadcasts(identity, session, network, self._pump)
         self._me = identity.peer_id
         self._config = config

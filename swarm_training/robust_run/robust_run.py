@@ -23,7 +23,7 @@ from swarm_training.robust.btard import Btard
 from swarm_training.robust.instructions import Remove
 from swarm_training.robust.roster import Rules
 from swarm_training.robust.workbench import Workbench
-from swarm_training.robust_run.data import to_tensor
+from swarm_training.robust_run.data import StepData, to_tensor
 from swarm_training.robust_run.gradients import Loss, PeerGradients
 from swarm_training.robust_run.member import RobustMember, StepResult
 from swarm_training.robust_run.presence import RobustPresence, in_thread
@@ -163,9 +163,9 @@ class RobustRun:
     def _make_member(self, session: bytes, network: RobustNetwork) -> RobustMember:
         me = self.peer_id
         machine = Btard(me, self._founders, self._state.length, self._rules)
-        bench = self._make_bench()
+        data = StepData(self._make_bench(), machine.num_elements, network, self._config, in_thread)
         candidates = self._presence.directory.joining
-        return RobustMember(self._identity, session, machine, bench, network, self._config, in_thread, candidates)
+        return RobustMember(self._identity, session, machine, data, network, self._config, candidates)
 
     async def _load(self, member: RobustMember, standings: Standings, state: bytes, result: bytes) -> None:
         """Fill a new member from other peers' data. Raises ValueError if the state does not fit the parameters."""

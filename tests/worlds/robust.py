@@ -17,6 +17,7 @@ from swarm_training.core.robust_config import RobustConfig
 from swarm_training.pb import training_robust_pb2 as pb
 from swarm_training.robust.btard import Btard
 from swarm_training.robust.roster import Rules
+from swarm_training.robust_run.data import StepData
 from swarm_training.robust_run.member import RobustMember, StepResult
 from tests.worlds.identities import identity
 from tests.worlds.virtual_time import at_once
@@ -99,9 +100,8 @@ def make(
         machine = Btard(name, founders, SIZE, rules)
         network = SimulatedRobustNetwork(world, name)
         chance = random.Random(f"{seed} {number}")
-        member = RobustMember(
-            identity(number), SESSION, machine, bench, network, config, at_once, random_bytes=chance.randbytes
-        )
+        data = StepData(bench, machine.num_elements, network, config, at_once)
+        member = RobustMember(identity(number), SESSION, machine, data, network, config, random_bytes=chance.randbytes)
         member.broadcasts.set_peers(founders)
         world.members[name] = member
     return list(world.members.values())
