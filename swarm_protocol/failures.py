@@ -1,4 +1,4 @@
-"""What is done when a block of code fails: its effects are undone, its error is translated, or it is logged."""
+"""Context managers for a block of code that fails: they undo its effects, translate its error, or log the error."""
 
 from __future__ import annotations
 

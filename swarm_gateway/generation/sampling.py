@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -28,31 +28,35 @@ def _prompts(
     asked: ChatRequest | CompletionRequest, model: ServedModel
 ) -> list[tuple[list[int], Mapping[str, torch.Tensor]]]:
     """Return the token ids of each prompt, and its pictures; raise ApiError as ``prompts_of``."""
-    pictures: Mapping[str, torch.Tensor] = {}
-    if isinstance(asked, ChatRequest):
-        urls = [url for message in asked.messages for url in message.pictures]
-        if urls and model.pictures is None:
-            raise ApiError(400, "this model does not see: expected messages without pictures", param="messages")
-        text = conversation_text(asked, model.tokenizer)
-        model.check_length(text, "messages")
-        if urls and model.pictures is not None:
-            token_ids, pictures = model.pictures.prompt(text, urls)
-            prompts = [token_ids]
-        else:
-            prompts = [first_tokens(model.tokenizer, text)]
-    else:
-        for each in asked.prompt:
-            if isinstance(each, str):
-                model.check_length(each, "prompt")
-        prompts = [
-            list(model.tokenizer(prompt).input_ids) if isinstance(prompt, str) else prompt for prompt in asked.prompt
-        ]
-    for prompt in prompts:
+    prompts = [_conversation(asked, model)] if isinstance(asked, ChatRequest) else _texts(asked.prompt, model)
+    for prompt, _ in prompts:
         if not prompt:
             raise ApiError(400, "the prompt has no tokens: expected some text", param="prompt")
         if any(not 0 <= token < model.vocab_size for token in prompt):
             raise ApiError(400, f"the model's token ids are below {model.vocab_size}", param="prompt")
-    return [(prompt, pictures) for prompt in prompts]
+    return prompts
+
+
+def _conversation(asked: ChatRequest, model: ServedModel) -> tuple[list[int], Mapping[str, torch.Tensor]]:
+    """Return the token ids of a conversation, and its pictures."""
+    urls = [url for message in asked.messages for url in message.pictures]
+    if urls and model.pictures is None:
+        raise ApiError(400, "this model does not see: expected messages without pictures", param="messages")
+    text = conversation_text(asked, model.tokenizer)
+    model.check_length(text, "messages")
+    if urls and model.pictures is not None:
+        return model.pictures.prompt(text, urls)
+    return first_tokens(model.tokenizer, text), {}
+
+
+def _texts(
+    prompts: Sequence[str | list[int]], model: ServedModel
+) -> list[tuple[list[int], Mapping[str, torch.Tensor]]]:
+    """Return the token ids of texts to complete, which may be given as token ids; there are no pictures."""
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            model.check_length(prompt, "prompt")
+    return [(list(model.tokenizer(each).input_ids) if isinstance(each, str) else each, {}) for each in prompts]
 
 
 def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:

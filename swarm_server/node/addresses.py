@@ -58,17 +58,23 @@ def listening_host(host: str | None, initial_peers: Sequence[str], registered: S
                 "address that others can reach"
             )
         return address
+    address, reason = _way_to(remote)
+    if not address and all_are_remote:
+        raise NoSwarm(reason)
+    return address or LOOPBACK
+
+
+def _way_to(peers: Sequence[str]) -> tuple[str, str]:
+    """Return the address from which this machine reaches the first reachable peer, or "" and the reason for none."""
     reason = ""
-    for peer in remote:
+    for peer in peers:
         target = tcp_target(peer)
         assert target is not None
         try:
-            return source_address(target[0])
+            return source_address(target[0]), ""
         except OSError as error:
             reason = f"no way leads from this machine to {peer}: {error.strerror or error}"
-    if all_are_remote:
-        raise NoSwarm(reason)
-    return LOOPBACK
+    return "", reason
 
 
 @contextmanager

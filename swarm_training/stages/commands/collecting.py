@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, SwarmError
+from swarm_protocol.failures import any_error_as
 from swarm_training.checkpoints.whole_directory import whole_directory
 from swarm_training.commands.building import build_tokenizer
 from swarm_training.core.moment import Moment
@@ -193,9 +194,6 @@ def write(
 def save_tokenizer(file: RunFile, directory: Path) -> None:
     """Save the run's tokenizer. Raises OSError if it cannot be written."""
     tokenizer = build_tokenizer(file.model)
-    try:
+    # The library of tokenizers has no error class of its own for a failed write.
+    with any_error_as(lambda error: OSError(str(error)) if type(error) is Exception else error):
         tokenizer.save_pretrained(directory)
-    except Exception as error:  # tokenizers has no error class of its own for a failed write
-        if type(error) is not Exception:
-            raise
-        raise OSError(str(error)) from None
