@@ -33,6 +33,7 @@ from common import (
     take_turns,
     write_json,
 )
+from crowd import crowd
 from make_model import DEFAULT_OUTPUT, SHAPES, make_model
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -45,6 +46,7 @@ CACHE_TOKENS = 16384  # of each server: the sessions with long contexts take a b
 QUICK = {"model": "bench-tiny", "rounds": 1, "new_tokens": 8}
 HOP_MODEL, HOP_CHAINS, HOP_TOKENS = "bench-tiny", (1, 2, 4), 64
 HOP_QUANT = "int8"  # whose decode steps are programs
+CROWD_MODEL, CROWD_S = "bench-thin", 10.0  # its blocks cost next to nothing
 THREADS_MODEL, THREADS = "bench-mid", 8
 
 
@@ -82,6 +84,8 @@ GOALS = {
     "start": Goal("start to ready, int8", "s", 4.0, at_most=True, by_ratio=False),
     "threads": Goal(f"{THREADS} generate() threads, {THREADS_MODEL}, beside one", "tokens/s", 3.0),
     "hop": Goal("overhead per hop, hidden 64", "ms/token", 1.0, at_most=True, by_ratio=False),
+    "crowd-64": Goal("64 sessions, hidden 64", "steps/s", 5000.0, by_ratio=False),
+    "crowd-256": Goal("256 sessions, hidden 64", "steps/s", 5000.0, by_ratio=False),
     "chat": Goal("first token, second chat turn, beside cold", "s", 0.3, at_most=True),
     "prefix": Goal(f"first token, shared prefix {PREFIX}, beside cold", "s", 0.3, at_most=True),
 }
@@ -275,6 +279,25 @@ def thread_rows(args: argparse.Namespace) -> Iterator[Row]:
         yield from compared("threads", 2 * args.rounds + 1, one, ("", many))
 
 
+def crowd_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """One server whose blocks cost next to nothing, and client processes whose sessions step as fast as it answers.
+
+    The server and the clients are pinned to no core: where there are few, they compete, and the processor time of the
+    server is what counts.
+    """
+    path = make_model(CROWD_MODEL, args.models)
+    for name in ("crowd-64", "crowd-256"):
+        if name not in args.only:
+            continue
+        num_rows = int(name.removeprefix("crowd-"))
+        options = "--cache-tokens", str(num_rows * 1024), "--max-sessions", "2048", "--device", "cpu"
+        with fleet(path, 1, HOP_QUANT, *options) as servers:
+            seen = crowd(servers, num_rows, CROWD_S / 5 if args.quick else CROWD_S)
+        yield judged(name, seen.steps_per_s)
+        yield Row(f"{name} cpu", f"{num_rows} sessions: processor time of the server", "µs/step", seen.cpu_us_per_step)
+        yield Row(f"{name} rows", f"{num_rows} sessions: rows of a batch", "rows", seen.rows_per_batch)
+
+
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return statistics.linear_regression(x, y).slope
 
@@ -282,8 +305,8 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     path = make_model(args.model, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", args.device
-    own_models = {"hop": hop_rows, "threads": thread_rows}
-    names = [name for name in args.only if name not in own_models]
+    own_models = {"hop": hop_rows, "threads": thread_rows, "crowd": crowd_rows}
+    names = [name for name in args.only if name.split("-")[0] not in own_models]
     quants = {name: {"fp32": "none", "int4": "int4"}.get(name[-4:], "int8") for name in names}
     for quant, rows in (("int8", int8_rows), ("int4", int4_rows), ("none", fp32_rows)):
         if quant in quants.values():
@@ -293,7 +316,7 @@ def run(args: argparse.Namespace) -> Iterator[Row]:
                 yield from rows(args, servers, local)
             del local
     for name, rows in own_models.items():
-        if name in args.only:
+        if any(wanted.split("-")[0] == name for wanted in args.only):
             yield from rows(args)
 
 
