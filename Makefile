@@ -7,7 +7,7 @@ IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
-.PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-browser screenshots bench docs \
+.PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-browser screenshots bench gpu-report docs \
     lint format proto clean
 
 demo: $(VENV)/.installed
@@ -82,6 +82,9 @@ screenshots: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/engine.py
+
+gpu-report: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu_report.py --json gpu-report.json
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

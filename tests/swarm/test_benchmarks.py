@@ -49,11 +49,23 @@ def test_load_nobody_notices_that_others_vanish_or_cancel(tmp_path: Path) -> Non
     assert failed == {} and results["exit code"] == 0, results["output"]
 
 
+def test_gpu_report_goes_on_with_the_parts_that_are_missing(tmp_path: Path) -> None:
+    first = run_quick("gpu_report.py", tmp_path, "--models", str(tmp_path), "--parts", "limits", "steps")
+    assert first["exit code"] == 0, first["output"]
+    assert first["rows"]["step, 4 rows, 16 positions"]["ratio"] > 1.0
+    both = run_quick("gpu_report.py", tmp_path, "--models", str(tmp_path), "--parts", "limits", "steps", "profile")
+    assert both["exit code"] == 0, both["output"]
+    assert both["parts"]["steps"] == first["parts"]["steps"]
+    (profile,) = both["parts"]["profile"]["rows"]
+    assert any("engine.py" in line for line in profile["functions"])
+
+
 @pytest.mark.long
 def test_engine_measures_every_row(tmp_path: Path) -> None:
     results = run_quick("engine.py", tmp_path, "--models", str(tmp_path))
     assert results["exit code"] == 0, results["output"]
     names = {"decode-1-int8", "decode-16-int8", "context", "prefill-fp32", "memory", "start", "hop", "chat", "prefix"}
+    names |= {"crowd-64", "crowd-256"}
     assert names <= results["rows"].keys()
     assert all(row["measured"] > 0 for name, row in results["rows"].items() if name != "hop")
 
