@@ -50,7 +50,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a class at its first use, since code of this package that only decides needs neither torch nor grpc."""
+    """Load a class at its first use, because modules of this package without I/O need neither torch nor grpc."""
     if name in _MODULES:
         return getattr(import_module(f"swarm_training.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -58,11 +58,13 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
 
     join = command("join", partial(_join, backend, stages), "train on this machine, until Ctrl-C")
     add_joining_flags(join)
-    join.add_argument("--as", dest="role", choices=(STAGE, TRAINER), help="of a run in stages: what this machine does")
-    join.add_argument("--blocks", metavar="START:END", help="of the stage to hold; else that which limits the run")
-    join.add_argument("--memory", metavar="SIZE", help="that a process with a stage may take, such as 4GiB")
-    join.add_argument("--batch-size", metavar="N|auto", help="samples computed at once; else as the run file says")
-    join.add_argument("--part", metavar="K/N", help="of the data, where peers have shared them out")
+    join.add_argument("--as", dest="role", choices=(STAGE, TRAINER), help="role of this machine in a run in stages")
+    join.add_argument(
+        "--blocks", metavar="START:END", help="blocks of the stage to hold; else where the run is slowest"
+    )
+    join.add_argument("--memory", metavar="SIZE", help="memory for a process with a stage, such as 4GiB")
+    join.add_argument("--batch-size", metavar="N|auto", help="samples to compute at once; else as in the run file")
+    join.add_argument("--part", metavar="K/N", help="part of the data to read, if peers divide them")
     join.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, xpu or mps")
 
     export = command("export", partial(_export, stages), "write a run in stages as a checkpoint for transformers")
@@ -73,11 +75,11 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
         watch = command("watch", partial(_watch, backend, stages), "show the run live, until Ctrl-C")
         add_joining_flags(watch)
         watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
-        watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two pictures")
+        watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="time between two updates")
     if backend.read_ledger is not None:
-        summed = command("ledger", partial(_ledger, backend.read_ledger), "sum who has contributed how much")
+        summed = command("ledger", partial(_ledger, backend.read_ledger), "show how much each user has contributed")
         add_joining_flags(summed)
-        summed.add_argument("--file", type=Path, metavar="LEDGER", help="sum this file, and ask nobody")
+        summed.add_argument("--file", type=Path, metavar="LEDGER", help="sum this file instead of asking peers")
         summed.add_argument("--json", action="store_true", help="print JSON")
     if backend.send_order is not None:
         _add_moderate(commands, backend.send_order, backend.look)
@@ -119,12 +121,12 @@ def _add_moderate(
     if look is not None:
         rollback = action("rollback", partial(_rollback, send, look), "go back to a checkpoint, all together")
         rollback.add_argument(
-            "--to-step", type=int, required=True, metavar="N", help="its newest checkpoint up to here is taken"
+            "--to-step", type=int, required=True, metavar="N", help="the newest checkpoint up to this step is taken"
         )
-    ban = action("ban", partial(_ban, send), "take no more from a peer")
+    ban = action("ban", partial(_ban, send), "ban a peer")
     ban.add_argument("peer_id", metavar="PEER_ID")
-    ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="how long it lasts")
-    ban.add_argument("--reason", default="", help="shown to all")
+    ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="duration of the ban")
+    ban.add_argument("--reason", default="", help="reason, shown to all")
 
 
 def _init(args: argparse.Namespace) -> Command:
@@ -186,7 +188,7 @@ def _export(stages: StagesBackend | None, args: argparse.Namespace) -> Command:
 
 def _required(stages: StagesBackend | None) -> StagesBackend:
     if stages is None:
-        raise ValueError("nothing here trains in stages: expected `swarm train`")
+        raise ValueError("this command cannot train in stages: expected `swarm train`")
     return stages
 
 
@@ -250,7 +252,7 @@ def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
 
     def run() -> None:
         send(who, order.signed(who.identity, who.token))
-        print(f"the run has been told to ban {args.peer_id}")
+        print(f"the run has received the order to ban {args.peer_id}")
 
     return run
 
@@ -270,12 +272,15 @@ def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
         with look(who) as view:
             seen = view()
         if not seen.peers:
-            raise ValueError(f"nobody trains run {file.run.name} at present: there is nothing to go back")
+            raise ValueError(f"no peer trains run {file.run.name} at present: expected a run that can go back")
         if args.to_step >= seen.step:
             raise ValueError(f"--to-step is {args.to_step}: expected less than {seen.step}, where the run is now")
         order = ModeratorOrder.new(file.run.name, GoBack(args.to_step, seen.rollbacks), time.time(), _ROLLBACK_LASTS_S)
         send(who, order.signed(who.identity, who.token))
-        print(f"the run, at step {seen.step}, has been told to go back to its newest checkpoint up to {args.to_step}")
+        print(
+            f"the run, at step {seen.step}, has received the order to go back to its newest checkpoint up to "
+            f"{args.to_step}"
+        )
 
     return run
 
@@ -292,7 +297,7 @@ def _moderated(args: argparse.Namespace) -> RunFile:
     if not file.tokens.organiser:
         raise ValueError(f"{args.run_file} names no organiser under [tokens]: without one, a run has no moderators")
     if not args.initial_peers:
-        raise ValueError("--initial-peers is missing: expected members of the run that is to be told")
+        raise ValueError("--initial-peers is missing: expected members of the run that the order is for")
     return file
 
 

@@ -71,8 +71,8 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
 
 @contextmanager
 def look(who: Joining) -> Iterator[Callable[[], RunView]]:
-    """Yield a function that returns the run's present view. It uses a DHT node that only asks, and asks peers for
-    rounds: no peer waits for this one. Raises NoSwarm if no initial peer answers."""
+    """Yield a function that returns the run's present view. It uses a DHT node that only queries, and requests rounds
+    of the ledger from peers. No peer waits for this process. Raises NoSwarm if no initial peer answers."""
     from swarm_protocol.process import network_loop
     from swarm_protocol.process.routine import end_tasks
     from swarm_training.commands.looking import peers_of, shown_bans, shown_users, view_of

@@ -28,7 +28,7 @@ class GridAttempt:
         own: numbers of the chunks that this member adds up for its row, in the order in which they travel.
         targets: by member of its row or column, the chunks whose parts or row means this member sends there.
         deadlines: pairs of a number of group deadlines, and the action on stragglers that follows after them.
-        late: members from which the mean of a row was awaited in vain.
+        late: members that did not send the mean of their row in time.
     """
 
     def __init__(

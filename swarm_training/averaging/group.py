@@ -128,9 +128,9 @@ def _check_members(members: tuple[GroupMember, ...], deadline_s: float) -> None:
     if not 0 < len(members) <= MAX_MEMBERS or len({m.record.peer_id for m in members}) < len(members):
         raise ValueError(f"a group has {len(members)} members: expected 1 to {MAX_MEMBERS} different ones")
     if not all(0 <= m.share < _MAX_SHARE and (m.record.is_reachable or not m.share) for m in members):
-        raise ValueError("a member has a share of the work that it cannot have")
+        raise ValueError("a member of a group has an impossible share of the work")
     if not any(m.share for m in members) or not 0 < deadline_s <= _MAX_DEADLINE_S:
-        raise ValueError("a group has nobody to add up, or no possible deadline")
+        raise ValueError("a group has no member that can add up, or an impossible deadline")
 
 
 def _check_layout(layout: tuple[float, ...], message: pb.Group, members: tuple[GroupMember, ...]) -> None:
@@ -156,6 +156,6 @@ def _num_micro_batches(members: tuple[GroupMember, ...], is_new: bool) -> int:
 
 def _check_rollback(go_back: pb.Rollback, step: int) -> None:
     if go_back.step > step or len(go_back.state_digest) != _DIGEST_BYTES:
-        raise ValueError("a group goes back to no possible checkpoint")
+        raise ValueError("a group goes back to an impossible checkpoint")
     if len(go_back.losses) > MAX_MEMBERS or len(go_back.order) > _MAX_ORDER_BYTES:
         raise ValueError("a group has too many reasons to go back")

@@ -257,7 +257,7 @@ class AveragingRound:
 
     def _take_mean(self, message: pb.Chunk, numbers: Iterable[int]) -> None:
         if message.index not in numbers or len(message.data) != self._size_bytes(message.index):
-            raise RequestRejected("the owner of a chunk has answered with another, or one of another size")
+            raise RequestRejected("the owner has answered with another chunk, or with one of another size")
         self.results[message.index] = message.data
         self.bytes_received += len(message.data)
 

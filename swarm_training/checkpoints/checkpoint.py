@@ -258,7 +258,7 @@ def _hash(path: Path) -> str:
 def _tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:
     tensors = {name: stored.read() for name, stored in read_header(path).items()}
     if parameters_digest(tensors) != digest:
-        raise CheckpointError(f"{path} is damaged: its tensors are not those that {FACTS} has the digest of")
+        raise CheckpointError(f"{path} is damaged: the digest of its tensors is not the one in {FACTS}")
     return tensors
 
 

@@ -103,7 +103,7 @@ def _nested(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(_nested(each, tensors) for each in items)
         case {"dict": list() as items} if len(structure) == 1 and all(_is_item(item) for item in items):
             return {key: _nested(each, tensors) for key, each in items}
-    raise CheckpointError(f"the state of the optimizer is damaged: {str(structure)[:60]!r} stands for nothing in it")
+    raise CheckpointError(f"the state of the optimizer is damaged: {str(structure)[:60]!r} is no value of it")
 
 
 def _is_item(item: Any) -> bool:

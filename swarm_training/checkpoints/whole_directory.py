@@ -15,7 +15,8 @@ PREFIX = ".partial-"  # of a directory that is being written, or was when its pr
 
 
 class CannotWrite(ValueError):
-    """The error of a failed write, for example to a full disk or another user's. Nothing that was written is left."""
+    """The error of a failed write, for example to a full disk or into another user's directory. Nothing that was
+    written is left."""
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from swarm_training.runfile.settings import RunFile
 
 
 def not_here(file: RunFile) -> list[str]:
-    """Return a sentence for each name of the file that stands for nothing on this machine, but may on the hub.
+    """Return a sentence for each name in the file of something that is not on this machine, but may be on the hub.
 
     Raises ValueError if there can be no such data, model or tokenizer.
     """
@@ -40,4 +40,4 @@ def _data_not_here(what: str, table: str, source: str) -> list[str]:
 
 
 def _on_the_hub(what: str, name: str) -> str:
-    return f"{what}: {name!r} is no directory here, so peers look for it on the hub, where it was not looked for now"
+    return f"{what}: {name!r} is no directory here, so peers look for it on the hub; this check does not"

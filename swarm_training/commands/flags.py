@@ -27,8 +27,8 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MULTIADDR",
         help="members of the run; without any, `join` founds it",
     )
-    add("--membership", type=Path, metavar="FILE", help="of a run with an organiser, who gives it")
-    add("--identity", type=Path, metavar="FILE", help="this peer's key, made if there is none; by default a new one")
+    add("--membership", type=Path, metavar="FILE", help="membership from the organiser of a private run")
+    add("--identity", type=Path, metavar="FILE", help="this peer's key, created if it is missing; by default a new key")
 
 
 def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:

@@ -89,8 +89,8 @@ class Writing:
         self._known = EvaluationHistory()
 
     def begin(self, run: RunLike, is_founder: bool = True) -> None:
-        """Leave only the checkpoints that the run goes on from: those that it has undone since they were written here
-        are discarded, and those of steps that it has not come to are set aside."""
+        """Remove the checkpoints from which the run does not go on: discard those that a rollback has undone, and
+        rename those of steps that the run has not reached."""
         self._known = run.evaluations
         if self._directory is None:
             return

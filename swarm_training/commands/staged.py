@@ -15,7 +15,7 @@ from swarm_training.runfile.settings import RunFile
 
 STAGE, TRAINER = "stage", "trainer"
 Command: TypeAlias = Callable[[], None]
-_ROLES = f"--as {STAGE} to hold a part of the model, which computes, or --as {TRAINER} to take data through all of them"
+_ROLES = f"--as {STAGE} to hold and compute a stage of the model, or --as {TRAINER} to take data through all stages"
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class StagesBackend:
     """The functions of the package that trains in stages.
 
     Attributes:
-        hold: holds a stage until Ctrl-C: of these blocks (START:END), else where it helps most; on this device; in so
-            much memory (such as 4GiB), else in as much as is useful.
+        hold: holds a stage until Ctrl-C: the stage of these blocks (START:END), else the one where it helps most; on
+            this device; in this much memory (such as 4GiB), else in as much as is useful.
         train: takes data through the stages.
         export: writes what was trained into a directory.
         look: a context with a function that returns the present view of the run at each call.

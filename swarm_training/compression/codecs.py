@@ -82,7 +82,7 @@ class _TwoBit:
     """A codec of blocks of 64 elements, each a sign and one of two magnitudes of its block: the mean of those above
     the block's mean, and the mean of the others. All magnitudes come first, in float16; then four elements per byte.
 
-    It loses so much that only vectors whose loss is added to the next ones arrive, see ``ErrorFeedback``.
+    It loses so much that it needs error feedback, see ``ErrorFeedback``.
     """
 
     name = TWO_BIT

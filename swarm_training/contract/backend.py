@@ -56,7 +56,7 @@ class Joining:
     evaluation: Evaluation | None = None
 
     def membership(self) -> RunMembership:
-        """Return the part of these with which the process enters the network."""
+        """Return the identity and the peers with which the process enters the network."""
         from swarm_protocol.access.access_control import AccessControl
         from swarm_training.net.membership import RunMembership
 

@@ -147,7 +147,7 @@ class RunView:
         next_step_s: the time until the batch is expected to be complete; None: nobody computes.
         bytes_sent, bytes_received: the bytes of all peers for the last step.
         rollbacks: how often the run has gone back to a checkpoint.
-        users: the users that have given most, as far as signed rounds have come.
+        users: the users with the most samples, by the signed rounds received so far.
         stages: the stages of a run in stages, whose samples are micro-batches; empty for other runs.
         held_out: the newest loss on held-out data; None: none is known.
         best_held_out: the lowest one, whose checkpoint stays.

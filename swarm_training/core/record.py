@@ -18,7 +18,7 @@ MAX_EXCLUDED = 16  # excluded peers in a record, which has to stay small
 MAX_OFFERS = 64  # checkpoints in a record
 _MAX_TEXT, _MAX_PEER_ID = 512, 64
 _MAX_COUNT = 1 << 62
-_MAX_PARTS, _MAX_PART = 64, 2.0**1000  # of a sum of squares: all of a run added up are still finite
+_MAX_PARTS, _MAX_PART = 64, 2.0**1000  # numbers of a sum of squares, and the largest: a run's sum stays finite
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Lineage:
     """The place of a checkpoint in the history of a run in stages.
 
     Attributes:
-        born: how often the run had gone back when it came to this state. The checkpoints that the stages have of one
-            step belong together if it is the same.
-        rollbacks: how often the run had gone back when it was at this state last.
+        born: the number of rollbacks before the run reached this state. Checkpoints of one step at different stages
+            belong together if this number is equal.
+        rollbacks: the number of rollbacks when the run was at this state last.
         skipped_batches: the batches that it had skipped then.
     """
 

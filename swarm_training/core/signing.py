@@ -30,5 +30,5 @@ def read_signed(signed: pb.SignedProgress) -> Progress:
     except DecodeError:
         raise ValueError("the bytes are no record of progress") from None
     if _signer_of(_PREFIX + signed.progress, signed.public_key, signed.signature) != message.peer_id:
-        raise ValueError("a record of progress is not signed by the peer that it speaks of")
+        raise ValueError("a record of progress is not signed by the peer that it describes")
     return Progress.from_proto(message)

@@ -46,33 +46,33 @@ _MIXTURE = ConfigFlags(
 )
 _EXPERTS = ConfigFlags(
     ExpertServerConfig,
-    Flag("num_experts", "how many to host, in free cells", name="experts", metavar="N"),
-    Flag("kind", "of expert"),
+    Flag("num_experts", "number of experts to host, in free cells", name="experts", metavar="N"),
+    Flag("kind", "kind of expert"),
 )
 _HOSTING = ConfigFlags(
     ExpertServerConfig,
-    Flag("learning_rate", "of Adam; 0: they are not trained"),
-    Flag("max_grad_norm", "of the gradients of a batch"),
+    Flag("learning_rate", "learning rate of Adam; 0: experts are not trained"),
+    Flag("max_grad_norm", "norm to which the gradients of a batch are clipped"),
     Flag("initial_peers", "servers of experts; none: a new DHT", metavar="MULTIADDR"),
     Flag("host", "address to listen on"),
-    Flag("port", "of the service; 0: any that is free"),
-    Flag("dht_port", "of the DHT; 0: any that is free"),
-    Flag("announce_host", "address that others use, if it is another; needs both ports", metavar="HOST"),
-    Flag("directory", "where experts are saved, and loaded from"),
+    Flag("port", "port of the service; 0: any free port"),
+    Flag("dht_port", "port of the DHT; 0: any free port"),
+    Flag("announce_host", "address that others use, if it differs from --host; needs both ports", metavar="HOST"),
+    Flag("directory", "directory where experts are saved, and from which they are loaded"),
     Flag("save_every_s", metavar="SECONDS"),
-    Flag("replicas", "servers that keep each expert as well", metavar="N"),
+    Flag("replicas", "number of other servers that keep a replica of each expert", metavar="N"),
     Flag("replicate_every_s", metavar="SECONDS"),
     Flag(
         "replica_bytes",
-        "for experts of others; 0: none are kept",
+        "memory for replicas of other servers' experts; 0: none are kept",
         name="replica-memory",
         metavar="MIB",
         kind=float,
         default=ExpertServerConfig.replica_bytes / MIB,
         read=_bytes_of_mib,
     ),
-    Flag("adopt", "experts to take whose server is gone", metavar="N"),
-    Flag("adopt_after_s", "that it is gone", metavar="SECONDS"),
+    Flag("adopt", "number of experts to adopt whose server is gone", metavar="N"),
+    Flag("adopt_after_s", "time for which the server must be gone", metavar="SECONDS"),
 )
 
 
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     is_script = Path((sys.argv or [""])[0]).name == CONSOLE_SCRIPT
     parser = argparse.ArgumentParser(
         prog=f"{CONSOLE_SCRIPT} {_COMMAND}" if is_script else "python -m swarm_training.experts",
-        description="Experts for mixtures of others.",
+        description="Host experts of a mixture.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     text = "host experts of a mixture, and train them, until Ctrl-C"
@@ -89,14 +89,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _MIXTURE.add_to(serve)
     serve.add_argument(
-        "--cells", nargs="+", default=[], metavar="CELL", help="to host, such as 3.7, instead of --experts free ones"
+        "--cells", nargs="+", default=[], metavar="CELL", help="cells to host, such as 3.7, instead of free cells"
     )
     _EXPERTS.add_to(serve)
     serve.add_argument(
-        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="that registers kinds of experts"
+        "--import",
+        dest="modules",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="module with kinds of experts",
     )
     _HOSTING.add_to(serve)
-    identity = "this server's key, made if there is none; by default a new one"
+    identity = "this server's key, created if it is missing; by default a new key"
     serve.add_argument("--identity", type=Path, metavar="FILE", help=identity)
     serve.add_argument("--membership", type=Path, metavar="FILE", help=MEMBERSHIP.help)
     add_common_flags(serve, "info")

@@ -46,7 +46,7 @@ class Contribution:
         """Parse a contribution. Raises ValueError unless the peer that it names has signed it."""
         message = parsed(pb.Contribution, signed.content, _MAX_CONTRIBUTION_BYTES)
         if signer(ContentKind.CONTRIBUTION, signed) != message.peer_id:
-            raise ValueError("a contribution is not signed by the peer that it speaks of")
+            raise ValueError("a contribution is not signed by the peer that it names")
         moment = Moment(message.rollbacks, message.step)
         return cls(message.run, moment, message.peer_id, message.samples)
 
@@ -118,7 +118,7 @@ def _round_of(data: bytes, organiser: SwarmKey | None, signer: SignerOf) -> Roun
     message = parsed(pb.Round, signed.content, MAX_ROUND_BYTES)
     leader, moment = signer(ContentKind.ROUND, signed), Moment(message.rollbacks, message.step)
     if not isfinite(message.ended_at):
-        raise ValueError("a round ended at no time")
+        raise ValueError("the time at which a round ended is no number")
     _user(organiser, leader, signed.token, message.ended_at)
     credited = tuple(_credited(entry, organiser, message.ended_at, signer) for entry in message.contributions)
     if any((each.contribution.run, each.contribution.moment) != (message.run, moment) for each in credited):
@@ -144,7 +144,7 @@ def _user(organiser: SwarmKey | None, peer_id: str, token: bytes, at: float) -> 
     try:
         grant = _grant(token)
     except ValueError:
-        raise ValueError(f"the token of peer {peer_id} is none") from None
+        raise ValueError(f"the token of peer {peer_id} cannot be read") from None
     is_right = grant.swarm_key == organiser and grant.peer_id == peer_id and grant.role.may_act_as(Role.TRAINER)
     if not is_right or not grant.granted_at - CLOCK_SKEW_S <= at <= grant.expires_at + CLOCK_SKEW_S:
         raise ValueError(f"the token of peer {peer_id} does not let it train in this run at that time")

@@ -50,7 +50,7 @@ class ModeratorOrder:
         if len(self.id) != ID_BYTES:
             raise ValueError(f"an order's id has {len(self.id)} bytes: expected {ID_BYTES}")
         if not (isfinite(self.issued_at) and isfinite(self.expires_at) and self.issued_at < self.expires_at):
-            raise ValueError(f"an order from {self.issued_at} until {self.expires_at}: expected a time that is to come")
+            raise ValueError(f"an order from {self.issued_at} until {self.expires_at}: expected a later end")
         if isinstance(self.action, Ban):
             peer_id, reason = self.action.peer_id, self.action.reason
             if not (0 < len(peer_id) <= 64 and peer_id.isascii() and peer_id.isalnum()):
@@ -82,7 +82,7 @@ class ModeratorOrder:
             case "go_back":
                 action = GoBack(message.go_back.step, message.go_back.rollbacks)
             case _:
-                raise ValueError("an order orders nothing: expected a ban or a rollback")
+                raise ValueError("an order has no content: expected a ban or a rollback")
         return cls(message.run, message.id, message.issued_at, message.expires_at, action)
 
 
@@ -115,7 +115,7 @@ class Orders:
         if order.run != self._run:
             raise ValueError(f"the order is for run {printable(order.run, 60)!r}, and not for {self._run!r}")
         if now > order.expires_at or now < order.issued_at - CLOCK_SKEW_S:
-            raise ValueError("the order has expired, or is of a time to come")
+            raise ValueError("the order has expired, or has not begun")
         moderator = signer_of(ContentKind.ORDER, signed)
         self._access.require(Role.MODERATOR, moderator, signed.token)
         self._forget(now)

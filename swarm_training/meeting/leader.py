@@ -254,9 +254,9 @@ class Leader:
         reachable = group.alive & group.reachable
         needed = repair(reports[0].num_chunks, held, reachable - broken or reachable, group.shares)
         if needed.lost or (needed.redo and group.continues):
-            return self._end(group, "nobody is left who holds some of the result")
+            return self._end(group, "no remaining member holds some part of the result")
         if needed.redo and not group.needed <= group.alive:
-            return self._end(group, "somebody has failed whose micro-batches are needed")
+            return self._end(group, "a member whose micro-batches are needed has failed")
         if not group.begin_next(now, repairs=bool(needed.fetch or needed.redo)):
             return self._end(group, "too many members have failed")
         plan = pb.Plan(
@@ -274,7 +274,7 @@ class Leader:
         holders = {group.members[number] for number, report in reports.items() if report.digest == digest}
         electorates = (context.roster, [group.members[number] for number in group.reachable])
         if not _is_quorum(holders, electorates, context.gone):
-            return self._end(group, "those who are left are no quorum")
+            return self._end(group, "the remaining members are no quorum")
         self.stage = MeetingState.OVER
         credited = [self._joined[peer].join for peer in group.members if peer in holders and not group.goes_back]
         if group.continues:  # all contributors to its result hold that result

@@ -67,7 +67,7 @@ class Leading:
         if record.peer_id != peer_id:
             raise RequestRejected("the record of progress is that of another peer")
         if record.counts_exactly and join.samples != record.samples:
-            raise RequestRejected("who joins has other micro-batches than its record says")
+            raise RequestRejected("the caller joins with other micro-batches than its record says")
         referral = self._referral(join)
         if referral is not None:
             await talk.send(pb.MeetReply(dismissal=referral))

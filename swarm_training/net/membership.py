@@ -112,5 +112,5 @@ def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
         except OSError:
             continue
     if targets:
-        raise ValueError(f"no way leads to {initial_peers[0]}: expected an address that can be reached")
+        raise ValueError(f"no route leads to {initial_peers[0]}: expected an address that can be reached")
     return _LOOPBACK

@@ -88,7 +88,7 @@ class RobustTrainingService(RobustTrainingServicer):
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> None:
         async with errors_as_status(context):
             if len(request.digest) != _DIGEST_BYTES:
-                raise RequestRejected("data is asked for by the 32 bytes of its SHA-256")
+                raise RequestRejected("data is requested by the 32 bytes of its SHA-256")
             data = await self._handlers.fetch(admitted(context, self._access), request.digest)
             for part in parts_of(data):
                 await context.write(pb.FetchReply(data=part))

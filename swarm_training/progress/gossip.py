@@ -123,7 +123,7 @@ class Gossip:
             async with asyncio.timeout(_TIMEOUT_S):
                 reply = await self._network.exchange(peer, request)
         except (SwarmError, TimeoutError) as error:
-            _logger.debug("%s does not tell of its progress: %s", peer.peer_id, error)
+            _logger.debug("%s does not report its progress: %s", peer.peer_id, error)
             self._failing_since_s.setdefault(peer.peer_id, asyncio.get_running_loop().time())
             if await self._network.is_gone(peer):
                 self._table.note_gone(peer.peer_id)

@@ -168,9 +168,9 @@ class ProgressTable:
         """Leave these peers, and no others, out of views.
 
         ``ruled_out``: peers that moderators have banned, or most peers exclude. For ``silence_s`` they are not *gone*
-        unless they leave, because a peer that has not heard of the ban may still vote together with them. Then they are
-        *gone*: each peer that is heard from knows of the ban, the rest counts as silent, and a run needs no votes that
-        it does not ask for. A peer that only this peer excludes keeps its vote, or this peer could go on alone.
+        unless they leave, because a peer that has not heard of the ban may still vote together with them. After that
+        they are *gone*: by then every peer that is heard from knows of the ban, and all others count as silent. A peer
+        that only this peer excludes keeps its vote, or this peer could go on alone.
         """
         self._banned = frozenset(peer_ids)
         self._ruled_out = {peer_id: self._ruled_out.get(peer_id, now) for peer_id in ruled_out}

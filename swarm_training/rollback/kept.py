@@ -123,7 +123,7 @@ class KeptCheckpoints:
         most_skipped = 0
         for path, kept in sorted(files.items(), key=lambda item: (item[1].step, item[1].lineage.skipped_batches)):
             is_start = (kept.step, kept.state_digest) == (step, digest)
-            # What had skipped fewer batches than an older one was undone by a rollback.
+            # A checkpoint with fewer skipped batches than an older one was undone by a rollback.
             if is_start or (kept.step < step and kept.lineage.skipped_batches >= most_skipped):
                 most_skipped = kept.lineage.skipped_batches
                 found[kept.step] = _Entry(kept, path)

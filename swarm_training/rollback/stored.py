@@ -37,7 +37,7 @@ class StoredCheckpoints:
         self._intact: dict[bytes, Path] = {}
 
     def files(self, num_stages: int) -> dict[Path, OfferedCheckpoint]:
-        """Return what is there, as the files' names say: first the newest of each stage."""
+        """Return the checkpoints on this disk, as their file names describe them, the newest of each stage first."""
         found: dict[Path, OfferedCheckpoint] = {}
         if self.directory is None:
             return found
@@ -71,5 +71,5 @@ class StoredCheckpoints:
             return None
 
     def forget(self) -> None:
-        """Give nothing any more, since the run goes on."""
+        """Offer no checkpoints any more, because the run has started."""
         self._intact.clear()

@@ -320,8 +320,8 @@ class Meetings:
         present = {peer.peer_id for peer in view.all}
         missed = sorted(set(self._standing.roster) - view.gone - present)
         _logger.warning(
-            "step %d waits for a quorum of those who took the last one: nothing is heard of %d of %d peers (%s), which "
-            "may have ended; `presume_gone_s` says for how long such peers count",
+            "step %d waits for a quorum of the peers that took the last step: %d of these %d peers are silent (%s) and "
+            "may have ended; `presume_gone_s` sets how long silent peers count",
             self._standing.own.step + 1,
             len(missed),
             len(self._standing.roster),

@@ -522,7 +522,7 @@ class TrainingPeer:
                     await asyncio.sleep(_RETRY_S)
         expected = self.table.majority_digest(arrival.moment)
         if expected is None:
-            _logger.debug("nobody is known to have been at %s", arrival.moment)
+            _logger.debug("no other peer is known to have been at %s", arrival.moment)
             return False
         if expected != state_digest:
             _logger.warning("%s has given another state than that of most peers", downloaded.source)

@@ -86,8 +86,8 @@ class TrainingRun:
             resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which the founder has loaded its
                 parameters and optimizer, if it has.
             local: the steps that this peer takes between two global steps, see ``LocalSteps``; None: there are none.
-            resume: a directory of ``save``. The founder goes on from its newest intact checkpoint, or begins at step
-                0 if there is none; who joins loads the state of the others.
+            resume: a directory of ``save``. The founder goes on from its newest intact checkpoint, or begins at step 0
+                if there is none; a joining peer loads the state of the others.
             evaluation: the evaluation on held-out data, see ``Evaluation``; None: there is none. All peers of a run
                 need the same numbers in it.
 
@@ -276,7 +276,8 @@ class TrainingRun:
 
     def shared_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the parameters that all peers share, for evaluating or saving it.
-        It differs from them between two global steps of a run with local steps. Do not call ``step`` inside."""
+        The model's own parameters differ from these between two global steps of a run with local steps. Do not call
+        ``step`` inside."""
         return self._state.restored()
 
     def __enter__(self) -> TrainingRun:
@@ -350,7 +351,7 @@ def _check_start(
     if isinstance(initial_peers, str):
         raise ValueError("initial_peers is a text: expected a list of multiaddrs")
     if resumed_at is not None and initial_peers:
-        raise ValueError("resumed_at is for who founds a run: who joins loads the state of the others")
+        raise ValueError("resumed_at is for the founder of a run: a joining peer loads the state of the others")
     if resumed_at is not None and resume is not None:
         raise ValueError("resume and resumed_at: expected one of them")
     if config.client_mode and not initial_peers:

@@ -157,9 +157,9 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
     header, data = await _received(network, source, pb.StateRequest(), _most_bytes(own), in_thread, own)
     losses = tuple(header.usual_losses)
     if not 0 < len(header.roster) <= MAX_MEMBERS or header.went_back_to > header.step:
-        raise PeerUnavailable("the peer offers a state that nobody can have decided", source.peer_id)
+        raise PeerUnavailable("the peer offers a state that no group can have decided", source.peer_id)
     if len(losses) > MAX_WINDOW or not all(map(isfinite, losses)):
-        raise PeerUnavailable("the peer offers losses that nobody can have judged", source.peer_id)
+        raise PeerUnavailable("the peer offers losses that are too many, or not finite", source.peer_id)
     norm = header.global_squared_norm if header.HasField("global_squared_norm") else None
     if not is_squared_norm((norm or 0.0,)):
         raise PeerUnavailable("the peer offers a norm that is no number", source.peer_id)

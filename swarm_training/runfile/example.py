@@ -15,24 +15,24 @@ name = "my-run"
 target_batch_size = 1024      # samples of all peers together, after which they average and step
 # checkpoint_every = 100      # steps
 # checkpoints = "checkpoints" # a directory; "": this machine writes none
-# keep = 3                    # so many of them
+# keep = 3                    # number of newest checkpoints that stay
 # hub = ""                    # a repository owner/name on the hub that gets a copy of each
 
 [model]
 name_or_path = "gpt2"         # a causal language model on the hub, or a directory
-# preset = ""                 # instead: {presets}
+# preset = ""                 # instead of it, a new Llama: {presets}
 # init = "random"             # or "pretrained"
-# tokenizer = ""              # on the hub or a directory; "": the model's own
-# seed = 0                    # of random weights
+# tokenizer = ""              # a tokenizer on the hub, or a directory; "": the model's own
+# seed = 0                    # seed of random weights
 
 [data]
 source = "texts"              # a file or directory of .txt and .jsonl, or a data set on the hub
 block_length = 512            # tokens of a sample
 # streaming = false           # true: read while training, for data larger than the disk
-# column = "text"             # of a data set
-# split = "train"             # of a data set
-# config = ""                 # of a data set on the hub that has several
-# buffer_size = 1000          # blocks that streaming shuffles
+# column = "text"             # the column of a data set that has the texts
+# split = "train"             # the split of a data set
+# config = ""                 # the configuration, if a data set on the hub has several
+# buffer_size = 1000          # blocks that streaming shuffles at a time
 
 [optimizer]
 name = "adamw"                # {optimizers}
@@ -41,7 +41,7 @@ lr = 1e-3
 # decay_vectors = true        # false: biases and the scales of norms do not decay
 # schedule = "constant"       # {schedules}
 # warmup_steps = 0
-# total_steps = 0             # at which linear and cosine arrive at 0
+# total_steps = 0             # the step at which linear and cosine schedules reach 0; training ends there
 
 [averaging]
 # codec = "fp32"              # {codecs}: how gradients travel
@@ -53,8 +53,8 @@ lr = 1e-3
 # max_norm = 0.0              # above 0, such as 1.0: the norm to which the gradient of a batch is clipped
 
 [local]                       # steps of each peer's own between two averages: for slow lines
-# batch_size = 0              # samples of such a step, which [optimizer] takes; 0: off
-# outer_lr = 1.0              # of the step that follows an average
+# batch_size = 0              # samples of a local step, which [optimizer] takes; 0: no local steps
+# outer_lr = 1.0              # learning rate of the step that follows an average
 # outer_momentum = 0.0        # 0.9, with nesterov and outer_lr = 0.7, can pay in runs of hundreds of averages
 # nesterov = false
 
@@ -69,29 +69,29 @@ lr = 1e-3
 # least_improvement = 0.0     # that counts as one
 
 [rollback]                    # to a checkpoint, when the loss is not finite, or too high
-# margin = 1.0                # above the median of the last losses
-# patience = 10               # steps in a row
-# window = 100                # losses of which the median is taken
-# warmup = 20                 # before so many, none is too high
+# margin = 1.0                # a loss is too high if it is above the median of the last losses by this
+# patience = 10               # steps in a row with too high a loss, after which the run goes back
+# window = 100                # number of losses in the median
+# warmup = 20                 # number of losses before any can be too high
 
 [batch]
 # size = 0                    # samples that a machine computes at once; 0: it finds out what fits
-# max_size = 256              # that it tries
+# max_size = 256              # the largest size that it tries
 
-[stages]                      # of a model that fits nobody: each peer holds a part of it
-# count = 0                   # parts; 0: every peer holds all of it
+[stages]                      # for a model that fits on no machine: each peer holds a stage, a part of it
+# count = 0                   # number of stages; 0: every peer holds the whole model
 # micro_batch_size = 1        # samples that go through the stages together
-# sums = "fp32"               # {sums}: of gradients; in the second they do not depend on their order
-# activations = "fp32"        # {forms}: how they travel
-# gradients = "fp32"          # the same
-# layers = "none"             # or "bottleneck:4", "maxout:2": trained between parts, so that fewer numbers travel
-# precision = "fp32"          # {precisions}: of computing
+# sums = "fp32"               # {sums}: of gradients; in the second they do not depend on the order
+# activations = "fp32"        # {forms}: how activations travel
+# gradients = "fp32"          # the same, for gradients
+# layers = "none"             # or "bottleneck:4", "maxout:2": trained between stages, so that fewer numbers travel
+# precision = "fp32"          # {precisions}: the number format of computing
 # checkpoint_activations = false # true: blocks are computed twice, in less memory
 # lora_rank = 0               # above 0: adapters of this rank are trained instead of the weights
-# audit_share = 0.0           # up to 1: of what peers compute, which others compute too, to find those that are wrong
+# audit_share = 0.0           # up to 1: the share of answers that other peers compute too, to find wrong ones
 
 [tokens]
-# organiser = ""              # of `swarm keys create`: only members take part; "": anybody may
+# organiser = ""              # the key that `swarm keys create` prints: only members take part; "": anybody may
 """
 
 

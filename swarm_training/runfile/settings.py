@@ -267,7 +267,7 @@ class RunFile:
             ("power_sgd_rank of [averaging]", self.averaging.power_sgd_rank),
         ):
             if value:
-                raise ValueError(f"{name} is {value}: expected 0 with [local], which does not go with it")
+                raise ValueError(f"{name} is {value}: expected 0, since it cannot be combined with [local]")
         if self.local.batch_size > self.run.target_batch_size:
             raise ValueError(
                 f"batch_size of [local] is {self.local.batch_size}: expected at most the target_batch_size of [run], "

@@ -25,7 +25,7 @@ say = partial(print, flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=_PROG, description="Train a model that fits nobody, in stages.")
+    parser = argparse.ArgumentParser(prog=_PROG, description="Train a model that fits on no machine, in stages.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     def command(name: str, work: Callable[[argparse.Namespace], Work], text: str) -> argparse.ArgumentParser:
@@ -35,17 +35,17 @@ def make_parser() -> argparse.ArgumentParser:
         subparser.set_defaults(command=work)
         add_common_flags(subparser)
         add_joining_flags(subparser)
-        subparser.add_argument("--num-stages", type=int, metavar="N", help="instead of `count` in the run file")
+        subparser.add_argument("--num-stages", type=int, metavar="N", help="in place of `count` in the run file")
         return subparser
 
     serve = command("serve", _serve, "hold a stage of the model, until Ctrl-C")
-    serve.add_argument("--stage", type=int, metavar="K", help="from 0 on; else that which limits the run")
+    serve.add_argument("--stage", type=int, metavar="K", help="stage to hold, from 0 on; else where the run is slowest")
     serve.add_argument("--device", default="cpu", help="auto, cpu, cuda, cuda:1 or xpu")
-    serve.add_argument("--memory", metavar="SIZE", help="that the process may take, such as 4GiB")
-    serve.add_argument("--host", metavar="ADDRESS", help="to listen on; by default what leads to the initial peers")
-    serve.add_argument("--port", type=int, default=0, help="of the service; 0: any that is free")
-    serve.add_argument("--dht-port", type=int, default=0, help="of the DHT; 0: any that is free")
-    serve.add_argument("--announce-host", metavar="ADDRESS", help="under which others reach this machine")
+    serve.add_argument("--memory", metavar="SIZE", help="memory that the process may take, such as 4GiB")
+    serve.add_argument("--host", metavar="ADDRESS", help="address to listen on; else that of the route to the peers")
+    serve.add_argument("--port", type=int, default=0, help="port of the service; 0: any free port")
+    serve.add_argument("--dht-port", type=int, default=0, help="port of the DHT; 0: any free port")
+    serve.add_argument("--announce-host", metavar="ADDRESS", help="address at which others reach this machine")
     serve.add_argument(
         "--then-serve",
         type=Path,
@@ -53,11 +53,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="after the last step, write the model there and go on as an inference server of the stage's blocks; the "
         "model is called like the directory",
     )
-    serve.add_argument("--steps", type=int, metavar="N", help="of --then-serve: the last step; else as the schedule")
-    serve.add_argument("--quant", default="int8", help="of --then-serve: as of `swarm server`")
+    serve.add_argument("--steps", type=int, metavar="N", help="last step, for --then-serve; else that of the schedule")
+    serve.add_argument("--quant", default="int8", help="quantisation, for --then-serve; as of `swarm server`")
 
     trainer = command("trainer", _trainer, "take data through the stages, until Ctrl-C")
-    trainer.add_argument("--steps", type=int, metavar="N", help="until the run has taken so many; else as the schedule")
+    trainer.add_argument("--steps", type=int, metavar="N", help="last step of the run; else that of the schedule")
     trainer.add_argument("--routing", default=SHORTEST_DELAY, choices=POLICIES, help="how a stage's peer is chosen")
 
     export = command("export", _export, "write the run as a checkpoint that transformers loads")

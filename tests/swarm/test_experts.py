@@ -68,7 +68,7 @@ def test_the_best_living_experts_are_found_and_gradients_are_exact(
 
 
 def test_a_mixture_that_nobody_hosts_has_no_experts(client: ExpertClient) -> None:
-    with pytest.raises(Exception, match="experts of other: none that could be asked is known"):
+    with pytest.raises(Exception, match="experts of other: no server that can be called is known"):
         RemoteMixtureOfExperts(HIDDEN, GRID, 4, name="other", client=client)(torch.zeros(1, HIDDEN))
 
 

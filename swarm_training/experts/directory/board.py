@@ -125,7 +125,7 @@ class DhtExpertRegistry:
                     await self.revocations.read()
                 found = await self._dht.node.get_many(keys, sufficient_expiration_time=math.inf)
         except TimeoutError:
-            raise PeerUnavailable("the DHT has not answered in time where experts are") from None
+            raise PeerUnavailable("the DHT has not answered in time with the addresses of experts") from None
         return {key: list(items_of(found.get(key)).items()) for key in keys}
 
     @property

@@ -210,7 +210,7 @@ class Dispatcher:
         return results
 
     def _too_few(self, num_rows: int, of: int, problem: SwarmError | None) -> PeerUnavailable:
-        why = "none that could be asked is known" if problem is None else f"the last one failed: {problem}"
+        why = "no server that can be called is known" if problem is None else f"the last one failed: {problem}"
         return PeerUnavailable(
             f"{num_rows} of {of} rows have answers of fewer than {self._config.k_min} experts of {self._name}: {why}"
         )

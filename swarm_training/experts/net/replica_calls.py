@@ -48,7 +48,7 @@ async def received(replica: Replica, first: _Part, parts: AsyncIterator[_Part], 
                 break
     data = await asyncio.to_thread(b"".join, came)
     if not await asyncio.to_thread(replica.is_of, data):
-        raise RequestRejected(f"the bytes of a replica are not the {replica.size_bytes} that its SHA-256 is of")
+        raise RequestRejected(f"the bytes of a replica are not the {replica.size_bytes} bytes with its SHA-256")
     return data
 
 
@@ -92,10 +92,10 @@ class ReplicaCalls:
                 parts = aiter(call)
                 first = await anext(parts, None)
                 if first is None:
-                    raise BadReply("an answer has no replica", keeper.peer_id)
+                    raise BadReply("the answer of a keeper has no replica", keeper.peer_id)
                 replica = Replica.from_proto(first.replica, self._grid)
                 if replica.cell != cell or replica.size_bytes > most_bytes:
-                    raise BadReply("an answer is another replica, or a larger one than expected", keeper.peer_id)
+                    raise BadReply("a keeper has sent another replica, or a larger one than expected", keeper.peer_id)
                 return replica, await received(replica, first, parts, most_seconds(most_bytes))
         except TimeoutError:
             raise PeerUnavailable("a replica does not arrive in time", keeper.peer_id) from None

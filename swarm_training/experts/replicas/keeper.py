@@ -69,7 +69,7 @@ class Keeper:
         async with asyncio.timeout(_FIRST_S):
             first = await anext(requests, None)
         if first is None or not first.HasField("replica"):
-            raise RequestRejected("a replica begins with what it is of: expected a cell, steps, size and SHA-256")
+            raise RequestRejected("a replica begins with its description: expected a cell, steps, size and SHA-256")
         self._require_name(first.name)
         replica = Replica.from_proto(first.replica, self._config.grid)
         await self._require_owner(caller, replica.cell)

@@ -204,7 +204,7 @@ class Auditor:
             asker = self._asker(partial(self._only, asked, frozenset(others)))
             reply, other = await asker.ask(asked.which.stage, asked.which.moment, kind, call)
         except SwarmError as error:  # the fault of the peers that were asked, not of the request
-            _logger.debug("stage %d: nobody else computes %s: %s", asked.which.stage, asked.which, error)
+            _logger.debug("stage %d: no other peer computes %s: %s", asked.which.stage, asked.which, error)
             seen.update(others)
             return None
         seen.add(other.peer_id)
@@ -230,7 +230,7 @@ class Auditor:
             self._unsigned[peer.peer_id] += 1
             _logger.debug("%s does not sign its answer: %s", peer.peer_id, error)
             if isinstance(error, BadReply) or self._unsigned[peer.peer_id] >= _UNSIGNED:
-                _logger.warning("%s does not sign what it has answered, and is left alone: %s", peer.peer_id, error)
+                _logger.warning("%s does not sign its answers, and is avoided for a while: %s", peer.peer_id, error)
                 self._suspect([peer.peer_id])
             return None
         del self._unsigned[peer.peer_id]
@@ -239,8 +239,8 @@ class Auditor:
     def _leave_alone(self, asked: AuditedRequest, peer_ids: Sequence[str]) -> None:
         which = asked.which
         _logger.warning(
-            "%s disagree about micro-batch %d of step %d at stage %d, and nobody else is there to say who is wrong: "
-            "neither answer is used, and both are left alone for %g s; with a third peer the audit would decide",
+            "%s disagree about micro-batch %d of step %d at stage %d, and no other peer can say which is wrong: "
+            "no answer is used, and these peers are avoided for %g s",
             " and ".join(peer_ids),
             which.number,
             which.moment.step,
@@ -264,7 +264,7 @@ class Auditor:
         judgements = await asyncio.gather(*(self._accuse(mate, asked, wrong) for mate in mates))
         if not any(judgements):
             _logger.warning(
-                "%s has answered otherwise than others at stage %d, but none of its mates says so",
+                "%s has given another answer than other peers of stage %d, but none of its mates confirms that",
                 wrong.peer_id,
                 which.stage,
             )

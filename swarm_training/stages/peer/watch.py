@@ -30,8 +30,8 @@ _TIMEOUT_S = 3.0  # the time limit beyond ``_WAIT_S``
 _PAUSE_S = 0.01  # between two calls of one peer, so that it collects news that can wait
 _RETRY_S = 0.25
 _READ_S, _READ_ALONE_S = 15.0, 1.0
-_UNTOLD_S = 2.0  # two heartbeats: a peer that does not mention another one for so long may be cut off from it
-_MOST_PASSED_ON = 64  # records in one call
+_UNMENTIONED_S = 2.0  # two heartbeats: a peer that does not mention another one for so long may be cut off from it
+_MAX_RELAYED = 64  # records in one call
 _logger = logging.getLogger(__name__)
 
 
@@ -150,22 +150,22 @@ class StageWatch:
             await asyncio.sleep(_RETRY_S)
 
     async def _follow(self, peer: Progress) -> None:
-        told = _Told(asyncio.get_running_loop().time())
+        mentions = _Mentions(asyncio.get_running_loop().time())
         while True:
-            others = told.lacking(peer.peer_id, self.table, asyncio.get_running_loop().time())
+            others = mentions.lacking(peer.peer_id, self.table, asyncio.get_running_loop().time())
             request = pb.ExchangeRequest(since=self._since.get(peer.peer_id, 0), wait_s=_WAIT_S, others=others)
             try:
                 async with asyncio.timeout(_WAIT_S + _TIMEOUT_S):
                     reply = await self._network.exchange(peer, request)
             except (SwarmError, TimeoutError) as error:
-                _logger.debug("%s does not on_news of its stage: %s", peer.peer_id, error)
+                _logger.debug("%s does not report on its stage: %s", peer.peer_id, error)
                 self._since.pop(peer.peer_id, None)
                 if await self._network.is_gone(peer):
                     self.table.note_gone(peer.peer_id)
                 return
             self._since[peer.peer_id] = reply.until
             self._note(reply.records)
-            told.note(reply.records, asyncio.get_running_loop().time())
+            mentions.note(reply.records, asyncio.get_running_loop().time())
             await asyncio.sleep(_PAUSE_S)
 
     def _note(self, records: Iterable[pb.SignedProgress]) -> None:
@@ -180,28 +180,28 @@ async def _relay(table: ProgressTable, on_news: Callable[[], None]) -> None:
         on_news()
 
 
-class _Told:
+class _Mentions:
     """The record of which peers one peer has mentioned by itself, and when."""
 
     def __init__(self, now: float) -> None:
         self._began_s = now
-        self._told_s: dict[str, float] = {}
-        self._passed_on: dict[str, bytes] = {}  # by peer: the last record, which is no news when it comes back
+        self._mentioned_s: dict[str, float] = {}
+        self._relayed: dict[str, bytes] = {}  # by peer: the last record, which is no news when it comes back
 
     def note(self, records: Iterable[pb.SignedProgress], now: float) -> None:
         for record in records:
             with suppress(DecodeError):  # a stranger's record may be anything
                 about = pb.Progress.FromString(record.progress).peer_id
-                if self._passed_on.get(about) != record.progress:
-                    self._told_s[about] = now
+                if self._relayed.get(about) != record.progress:
+                    self._mentioned_s[about] = now
 
     def lacking(self, callee: str, table: ProgressTable, now: float) -> list[pb.SignedProgress]:
         """Return the records of peers that have been heard of, but that this peer has not mentioned lately."""
         found = []
         for record in table.heard(now):
             signed = table.signed_of(record.peer_id)
-            is_told = now - self._told_s.get(record.peer_id, self._began_s) <= _UNTOLD_S
-            if record.peer_id != callee and signed is not None and not is_told:
-                self._passed_on[record.peer_id] = signed.progress
+            is_mentioned = now - self._mentioned_s.get(record.peer_id, self._began_s) <= _UNMENTIONED_S
+            if record.peer_id != callee and signed is not None and not is_mentioned:
+                self._relayed[record.peer_id] = signed.progress
                 found.append(signed)
-        return found[:_MOST_PASSED_ON]
+        return found[:_MAX_RELAYED]

@@ -115,7 +115,7 @@ class StagesService(StagesServicer):
         """
         which, most = request.micro_batch, self._limits.max_tokens
         if not self._host.stage.is_last:
-            raise RequestRejected(f"stage {which.stage} is told that something is not finite: expected the last stage")
+            raise RequestRejected(f"stage {which.stage} was sent a report of infinite values: expected the last stage")
         with self.room.request(trainer) as reservation:
             ids, labels = (tokens_of(wire, reservation, most) for wire in (request.ids, request.labels))
             async with asyncio.timeout(self._limits.read_s), self._checking:

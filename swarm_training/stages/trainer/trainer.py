@@ -205,7 +205,7 @@ class Trainer:
         except TrainingDiverged as error:
             if not await passes.note_not_finite(number, trace):
                 raise
-            _logger.warning("step %d: %s; the last stage has been told", step.moment.step, error)
+            _logger.warning("step %d: %s; the last stage has been informed", step.moment.step, error)
             step.pause(self._config.settle_s)
         finally:
             step.traces.keep(number, trace)

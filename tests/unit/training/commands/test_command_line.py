@@ -112,8 +112,8 @@ def test_init_writes_an_example_and_then_checks_it(tmp_path: Path, capsys: pytes
     command_line.main(["init", str(path)], Network().backend())
     assert capsys.readouterr().out.splitlines() == [
         f"{path} is right: run my-run with 1024 samples a step",
-        "model: 'gpt2' is no directory here, so peers look for it on the hub, where it was not looked for now",
-        "data: 'texts' is no directory here, so peers look for it on the hub, where it was not looked for now",
+        "model: 'gpt2' is no directory here, so peers look for it on the hub; this check does not",
+        "data: 'texts' is no directory here, so peers look for it on the hub; this check does not",
     ]
     path.write_text(path.read_text().replace("[data]", "[dta]"))
     code, error = failing(["init", str(path)], capsys)
@@ -226,8 +226,9 @@ def test_a_rollback_is_ordered_for_the_run_as_it_is_now(tmp_path: Path, capsys: 
     command_line.main([*argv, "300"], network.backend())
     (order,) = (known.take(data) for _, data in network.orders)
     assert order.action == GoBack(300, 1)
-    assert "at step 312, has been told to go back to its newest checkpoint up to 300" in capsys.readouterr().out
-    for wrong, reason in (("312", "--to-step is 312: expected less than 312"), ("5", "nobody trains run my-run")):
+    said = capsys.readouterr().out
+    assert "at step 312, has received the order to go back" in said and "up to 300" in said
+    for wrong, reason in (("312", "--to-step is 312: expected less than 312"), ("5", "no peer trains run my-run")):
         if wrong == "5":
             network.seen = replace(network.seen, peers=())
         with pytest.raises(SystemExit, match="1"):

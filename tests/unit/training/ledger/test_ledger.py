@@ -129,12 +129,12 @@ def test_a_leader_cannot_change_a_contribution(field: str) -> None:
         (lambda: round_of(entry(ADA, 1), entry(BOB, 0)), "a contribution of no samples"),
         (lambda: round_of(entry(ADA, 1), entry(BOB, 1), entry(BOB, 2)), "a peer twice"),
         (lambda: round_of(entry(ADA, 1), entry(BOB, 1), at=NOW + 2 * DAY), "does not let it train"),
-        (lambda: round_of(entry(ADA, 1), entry(BOB, 1), at=float("nan")), "ended at no time"),
+        (lambda: round_of(entry(ADA, 1), entry(BOB, 1), at=float("nan")), "at which a round ended is no number"),
         (lambda: round_of(entry(ADA, 1), entry(BOB.with_token(role=Role.CLIENT), 1)), "does not let it train"),
         (lambda: round_of(entry(ADA, 1), entry(BOB.with_token(peer_id=EVE.peer_id), 1)), "does not let it train"),
         (
             lambda: round_of(entry(ADA, 1), entry(Member(BOB.identity, BOB.grant, b""), 1)),
-            "the token of peer .* is none",
+            "the token of peer .* cannot be read",
         ),
         (
             lambda: round_of(entry(ADA, 1), entry(BOB, 1), leader=EVE.with_token(role=Role.CLIENT)),
@@ -153,7 +153,7 @@ def test_what_peers_and_leaders_may_not_sign(data: Callable[[], bytes], reason: 
 def test_a_contribution_of_another_is_nobodys() -> None:
     content = pb.Contribution(run="run", step=7, peer_id=BOB.peer_id, samples=5)
     forged = sign(ContentKind.CONTRIBUTION, content, EVE.identity, BOB.token)
-    with pytest.raises(ValueError, match="is not signed by the peer that it speaks of"):
+    with pytest.raises(ValueError, match="is not signed by the peer that it names"):
         verify_round(round_of(entry(ADA, 1), forged), ORGANISER.public)
 
 

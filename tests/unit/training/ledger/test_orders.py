@@ -64,7 +64,7 @@ def test_an_order_is_new_once_and_gone_when_it_has_expired() -> None:
     assert known.take(data) is not None and known.take(data) is None
     assert known.take(known.signed()[0]) is None
     clock.now += 3601
-    with pytest.raises(ValueError, match="the order has expired, or is of a time to come"):
+    with pytest.raises(ValueError, match="the order has expired, or has not begun"):
         known.take(data)
 
 
@@ -133,9 +133,9 @@ def test_what_else_is_no_order() -> None:
     contribution = Contribution("run", Moment(0, 1), MODERATOR.peer_id, 3).signed(MODERATOR.identity, MODERATOR.token)
     for data, reason in (
         (ban(run="other"), "the order is for run 'other', and not for 'run'"),
-        (ban(now=NOW + CLOCK_SKEW_S + 1), "of a time to come"),
-        (contribution.SerializeToString(), "orders nothing|a signature|are no Order|an order's id"),
-        (b"", "orders nothing"),
+        (ban(now=NOW + CLOCK_SKEW_S + 1), "has not begun"),
+        (contribution.SerializeToString(), "has no content|a signature|are no Order|an order's id"),
+        (b"", "has no content"),
         (b"\xff", "the bytes are no SignedByPeer"),
         (bytes(1 << 20), "expected at most"),
     ):
@@ -151,7 +151,7 @@ def test_what_else_is_no_order() -> None:
     for size in (15, 17):
         with pytest.raises(ValueError, match=f"an order's id has {size} bytes: expected 16"):
             ModeratorOrder("run", bytes(size), NOW, NOW + 1.0, GoBack(1, 0))
-    with pytest.raises(ValueError, match="expected a time that is to come"):
+    with pytest.raises(ValueError, match="expected a later end"):
         ModeratorOrder.new("run", GoBack(1, 0), NOW, 0.0)
 
 

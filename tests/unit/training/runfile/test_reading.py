@@ -83,10 +83,13 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
             text(local="batch_size = 1025"),
             r"batch_size of \[local\] is 1025: expected at most .* \[run\], which is 1024",
         ),
-        (text(local="batch_size = 8", stages="count = 2"), r"count of \[stages\] is 2: expected 0 with \[local\]"),
+        (
+            text(local="batch_size = 8", stages="count = 2"),
+            r"count of \[stages\] is 2: expected 0, since it cannot be combined with \[local\]",
+        ),
         (
             text(local="batch_size = 8", averaging="power_sgd_rank = 4"),
-            r"power_sgd_rank of \[averaging\] is 4: expected 0 with \[local\]",
+            r"power_sgd_rank of \[averaging\] is 4: expected 0, since it cannot be combined with \[local\]",
         ),
         (text(evaluation="every = 10"), r"\[evaluation\] source is '': expected held-out data, since every is 10"),
         (text(evaluation='source = "x"'), r"\[evaluation\] source is 'x': expected none without every, which is 0"),

@@ -122,7 +122,7 @@ def test_too_few_answers_are_an_error_that_says_so() -> None:
     network.down.add("a")
     with pytest.raises(PeerUnavailable, match=r"24 of 24 rows .* fewer than 2 experts of experts: .*no server answers"):
         moe(rows())
-    with pytest.raises(PeerUnavailable, match="none that could be asked is known"):
+    with pytest.raises(PeerUnavailable, match="no server that can be called is known"):
         make(LocalNetwork({}))(rows())
 
 

@@ -167,9 +167,9 @@ def test_who_keeps_nothing_refuses() -> None:
         ({"size_bytes": 0}, "no bytes"),
         ({"digest": b"short"}, "no SHA-256"),
         ({"num_steps": 1 << 63}, "nobody can have taken"),
-        ({"size_bytes": 999}, "not the 999 that its SHA-256 is of"),
-        ({"size_bytes": 1001}, "not the 1001 that its SHA-256 is of"),
-        ({"digest": b"0" * 32}, "not the 1000 that its SHA-256 is of"),
+        ({"size_bytes": 999}, "not the 999 bytes with its SHA-256"),
+        ({"size_bytes": 1001}, "not the 1001 bytes with its SHA-256"),
+        ({"digest": b"0" * 32}, "not the 1000 bytes with its SHA-256"),
     ],
 )
 def test_replicas_that_are_not_what_they_say_are_refused(changed: dict[str, object], message: str) -> None:
@@ -220,7 +220,7 @@ def test_a_call_that_begins_with_data_is_refused() -> None:
         yield pb.KeepReplicaRequest(data=b"1")
 
     async def scenario(scene: Scene) -> None:
-        with pytest.raises(RequestRejected, match="begins with what it is of"):
+        with pytest.raises(RequestRejected, match="begins with its description"):
             await scene.keeper.keep(identity(1).peer_id, begins_wrongly())
 
     play(scenario)

@@ -51,10 +51,10 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[..., object], *ar
         (["--blocks", "0:2"], "blocks 0:2 are no stage of the run: expected one of 0:1 (stage 0), 1:2 (stage 1)"),
         (["--blocks", "all"], "blocks 'all' are no range of blocks: expected START:END"),
         (["--blocks", "0:1", "--initial-blocks", "0:1"], "--blocks and --initial-blocks: expected one of them"),
-        (["--revision", "x", "--max-s", "3"], "--max-sessions and --revision: not together with --train"),
+        (["--revision", "x", "--max-s", "3"], "--max-sessions and --revision: cannot be combined with --train"),
         (["--quant", "none"], "expected --then-serve DIR with it"),
         (["--then-serve", "model"], "the run has no last step: expected --steps, or total_steps under [optimizer]"),
-        (["--no-prefix-cache"], "--prefix-cache: not together with --train"),
+        (["--no-prefix-cache"], "--prefix-cache: cannot be combined with --train"),
         (["--port", "70000"], "--port is 70000: expected 0 to 65535"),
         (["--announce-address", "here:80"], "--announce-address is 'here:80': expected HOST alone"),
         (["--device", "abacus"], "device 'abacus' is unknown: expected cpu, cuda"),
@@ -77,7 +77,7 @@ def test_a_server_trains_only_in_stages(run_file: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("name", "argv", "message"),
     [
-        ("RUN", ["join"], "is of a run in stages: expected --as stage to hold a part of the model"),
+        ("RUN", ["join"], "is of a run in stages: expected --as stage to hold and compute a stage"),
         (
             "RUN",
             ["join", "--as", "trainer"],
