@@ -73,24 +73,25 @@ _FILES = ConfigFlags(
     ),
     Flag(
         "weights",
-        "SHA-256 of the list of files to take from members, as their logs show it; with --model swarm://NAME; if not "
-        "given, what most members offer",
+        "SHA-256 of the list of files to take from members, as their logs show it; with --model swarm://NAME; by "
+        "default the list that most members offer",
         metavar="SHA256",
     ),
     Flag("model_revision", "branch, tag or commit of a hub model", name="revision"),
 )
 _HOSTING = ConfigFlags(
     ServerConfig,
-    _BlocksFlag("blocks", "blocks to host for good; without it the server chooses"),
-    _BlocksFlag("initial_blocks", "blocks to host at first; it moves if others need it more"),
-    Flag("num_blocks", "how many blocks to host, where the swarm needs them most", metavar="N"),
+    _BlocksFlag("blocks", "blocks to host permanently; by default the server chooses"),
+    _BlocksFlag("initial_blocks", "blocks to host at first; the server moves if others need it more"),
+    Flag("num_blocks", "number of blocks to host, where the swarm needs them most", metavar="N"),
     _SizeFlag(
         "memory_bytes",
-        "for blocks, keys and values, such as 4GiB; decides how many blocks; with --train: of the process",
+        "memory for blocks, keys and values, such as 4GiB, which decides how many blocks; with --train: memory of the "
+        "process",
         name="memory",
     ),
     Flag("quant", "int8, int4 (on CPU), nf4, none, or bnb-int8 (slow on CPU, for comparison)"),
-    Flag("dtype", "of computation: auto, float32, bfloat16 or float16"),
+    Flag("dtype", "dtype of computation: auto, float32, bfloat16 or float16"),
     Flag("device", "auto, cpu, cuda, cuda:1, xpu or mps"),
     Flag(
         "devices",
@@ -101,37 +102,37 @@ _HOSTING = ConfigFlags(
     ),
     Flag(
         "host",
-        "to listen on; by default the one that leads to the swarm, and for a new swarm the loopback: only this machine "
-        "can join",
+        "address to listen on; by default the one with a route to the swarm, and for a new swarm the loopback: only "
+        "this machine can join",
         metavar="ADDRESS",
     ),
     Flag("port", "gRPC port; 0 takes a free one"),
     Flag("dht_port", "libp2p port; 0 takes a free one"),
-    Flag("announce_address", "how others reach this server, if not at --host", metavar="HOST[:PORT]"),
+    Flag("announce_address", "address at which others reach this server, if not --host", metavar="HOST[:PORT]"),
     Flag(
         "relay",
-        "let others reach this server through members that relay; auto does so if they cannot reach it directly, as "
-        "behind a home router",
+        "let others reach this server through members that relay; auto does so if they cannot reach it directly, for "
+        "example behind a home router",
         metavar="auto|always|never",
     ),
     _SizeFlag(
         "relay_bytes_per_s",
-        "per second that this server, if it can be reached, relays for others that cannot; 0: nothing",
+        "bytes per second that this server relays for others that cannot be reached; 0: none",
         name="relay-for-others",
         default=f"{ServerConfig.relay_bytes_per_s // 10**6}MB",
     ),
     Flag(
         "relay_keepalive_s",
-        "between two signs of life to relays, so that routers do not forget the connection",
+        "time between keep-alive messages to relays, so that routers keep the connection open",
         metavar="SECONDS",
     ),
     Flag("initial_peers", "members of the swarm to join", metavar="MULTIADDR"),
-    Flag("discover", "look for members on the local network besides, and let others find this server there"),
+    Flag("discover", "also look for members on the local network, and let others find this server there"),
     Flag("swarm", "name of the swarm to join or start on this machine", metavar="NAME", read=checked_name),
     MEMBERSHIP,
     SWARM_KEY,
     Flag("identity", "key file; keeps the peer id over restarts", metavar="FILE"),
-    Flag("open_to_clients", "of a private swarm: members alone are servers, anybody a client"),
+    Flag("open_to_clients", "in a private swarm: only members may be servers, but anybody may be a client"),
     Flag("cache_tokens", "KV-cache room over all sessions; default from free memory", metavar="N"),
     _SizeFlag("cache_bytes", "the same as memory, such as 2GiB or 500MB", name="cache-memory"),
     Flag(
@@ -143,7 +144,7 @@ _HOSTING = ConfigFlags(
     ),
     _SizeFlag(
         "weight_cache_bytes",
-        "for packed weights in the user's cache directory, which later starts read instead of packing them again",
+        "disk space for packed weights in the user's cache directory, which later starts read instead of packing again",
         name="weight-cache",
         default=f"{ServerConfig.weight_cache_bytes >> 30}GiB",
         off=("0", "neither read nor write packed weights; the same as --weight-cache 0"),
@@ -151,32 +152,32 @@ _HOSTING = ConfigFlags(
     Flag("adapters", "LoRA adapters of PEFT's format to offer", metavar="PATH"),
     _SizeFlag(
         "adapter_bytes",
-        "for adapters that clients send",
+        "memory for adapters that clients send",
         name="adapter-memory",
         default=f"{ServerConfig.adapter_bytes >> 20}MiB",
     ),
     _SizeFlag(
         "incoming_bytes",
-        "for requests that are arriving, in all; more are refused",
+        "memory for all requests that are arriving; more are refused",
         name="incoming-memory",
         default=f"{ServerConfig.incoming_bytes >> 20}MiB",
     ),
     Flag("chunk_tokens", "positions of a prompt computed at a time; default by device", metavar="N"),
-    Flag("max_sessions", "generations at a time", metavar="N"),
+    Flag("max_sessions", "most generations at a time", metavar="N"),
     Flag(
         "drain_timeout_s",
-        "for generations to end or move when the server drains; a second signal exits at once",
+        "time for generations to end or move when the server drains; a second signal exits at once",
         metavar="SECONDS",
     ),
     Flag(
         "balance_margin",
-        "move to other blocks only if the swarm can then carry so much more, 0.03 being 3 %%",
+        "relative gain of the swarm's throughput that is worth a move to other blocks; 0.03 is 3 %%",
         metavar="SHARE",
     ),
     Flag("throughput", "tokens/s to announce; auto measures", metavar="auto|N", default="auto", read=_throughput),
-    Flag("metrics_port", "of metrics for Prometheus; 0: one that is free", metavar="N"),
-    Flag("metrics_host", "where they are served", metavar="ADDRESS"),
-    Flag("no_live_line", "on a terminal, do not show below the log lines what the server does"),
+    Flag("metrics_port", "port of the metrics for Prometheus; 0: any free port", metavar="N"),
+    Flag("metrics_host", "address at which the metrics are served", metavar="ADDRESS"),
+    Flag("no_live_line", "on a terminal, do not show the status line below the log lines"),
 )
 
 
@@ -230,7 +231,7 @@ def require_train_flags(argv: list[str]) -> None:
     if wrong := sorted(typed_here - set(_TRAIN_FLAGS)):
         named = " and ".join(f"--{flag}" for flag in wrong)
         raise ValueError(
-            f"{named}: not together with --train, which takes no others than "
+            f"{named}: cannot be combined with --train, which takes only "
             + ", ".join(f"--{flag}" for flag in _TRAIN_FLAGS[1:])
         )
 

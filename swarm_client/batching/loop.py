@@ -225,7 +225,7 @@ class GenerationLoop:
         if computed is None:
             return []
         states, tokens = computed
-        going_on = [self._told(row, token) for row, token in zip(rows, tokens, strict=True)]
+        going_on = [self._continues(row, token) for row, token in zip(rows, tokens, strict=True)]
         for row, state, goes_on in zip(rows, states, going_on, strict=True):
             if goes_on:
                 row.past.settle(0, 0)
@@ -284,7 +284,7 @@ class GenerationLoop:
             return False
         return True
 
-    def _told(self, row: BatchRow, token: Token | Exception) -> bool:
+    def _continues(self, row: BatchRow, token: Token | Exception) -> bool:
         """Take the token, and return whether the generation continues."""
         ending = self._taken(row, token)
         if ending is not None:
@@ -368,7 +368,7 @@ class GenerationLoop:
     async def _step(self, row: BatchRow, inputs: BlockInput) -> None:
         try:
             hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, row.num_wanted)
-            row.tell_servers()
+            row.report_servers()
         except asyncio.CancelledError:  # by ``_stop``, when nobody waits; or the connection closed
             hidden = PeerUnavailable("the connection to a server was closed")
         except Exception as error:  # a SwarmError, or a bug that is logged; the listener must get it

@@ -75,7 +75,7 @@ class BatchRow:
         self._is_timed, self._has_begun = False, request is None
         self._sent = self.last  # the first token of the active step
 
-    def tell_servers(self) -> None:
+    def report_servers(self) -> None:
         """Inform the listener of the servers, if it wants to know them and they have changed."""
         if self._servers is not None and self._servers.hops != self.session.hops:
             self._servers = Servers(self.session.hops)

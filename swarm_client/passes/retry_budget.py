@@ -67,7 +67,7 @@ class RetryBudget:
             return
         if isinstance(error, Stalled):
             self.alarms += self._swarm.has_worked(error.peer_id)
-            self._swarm.be_wary()
+            self._swarm.distrust_newcomers()
         self._swarm.failed(error)
         if self._stall is None:
             timeout_s = self._swarm.config.recovery_timeout_s

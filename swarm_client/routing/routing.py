@@ -364,7 +364,7 @@ def _unusable(server: ServerRecord, wanted: Wanted, banned: Mapping[str, str], t
     if server.state is not ServerState.ONLINE:
         return f"still {server.state.name.lower()}"
     if server.expires_at < time_s:
-        return "not heard of lately"
+        return "not heard from recently"
     if not wanted.admits(server.peer_id):
         return "that this client is configured not to use"
     if wanted.adapter and wanted.adapter not in server.adapters:

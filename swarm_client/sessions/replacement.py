@@ -300,7 +300,7 @@ class HopReplacer:
             stall.blame(server.peer_id, error)
             if isinstance(error, Stalled):
                 self._stalled.add(server.peer_id)
-                self._swarm.be_wary()
+                self._swarm.distrust_newcomers()
             if isinstance(error, PeerBusy):
                 stall.full[server.peer_id] = error
             elif isinstance(error, PeerError) and not isinstance(error, SessionLost) and avoid:

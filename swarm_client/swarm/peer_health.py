@@ -85,14 +85,14 @@ class _Backoff:
     expires_at: float | None  # expiry of the server's record, if it does not answer
 
 
-class Acquaintance:
+class PeerTrust:
     """A client's trust in servers: which of them it has seen work, and since when it knows them."""
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}  # the time at which the client first saw each server
         self._worked: set[str] = set()
         self._is_first = True
-        self._wary_until_s = -inf
+        self._distrustful_until_s = -inf
 
     @property
     def worked(self) -> Set[str]:
@@ -120,13 +120,13 @@ class Acquaintance:
         """Stop trusting the server: it has failed."""
         self._worked.discard(peer_id)
 
-    def be_wary(self, now_s: float) -> None:
+    def distrust_newcomers(self, now_s: float) -> None:
         """Ignore for a while how long servers have been there: treat all unproven servers as newcomers."""
-        self._wary_until_s = now_s + NEWCOMER_S
+        self._distrustful_until_s = now_s + NEWCOMER_S
 
     def newcomers(self, now_s: float) -> set[str]:
         """Return the servers that came recently and have not been seen to work."""
-        since_s = -inf if now_s < self._wary_until_s else now_s - NEWCOMER_S
+        since_s = -inf if now_s < self._distrustful_until_s else now_s - NEWCOMER_S
         return {p for p, came_s in self._since_s.items() if p not in self._worked and came_s >= since_s}
 
 

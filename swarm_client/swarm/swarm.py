@@ -34,7 +34,7 @@ from swarm_client.swarm.caller import ClientIdentity
 from swarm_client.swarm.discovery import Discovery
 from swarm_client.swarm.links import Links
 from swarm_client.swarm.pass_watchdog import PassWatchdog
-from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, Acquaintance, PeerBackoff, RttTracker
+from swarm_client.swarm.peer_health import DENIED, FAILED, SILENT, PeerBackoff, PeerTrust, RttTracker
 from swarm_client.swarm.progress_tracker import ProgressTracker
 from swarm_client.swarm.watchdog import StallAlarms
 from swarm_client.transport.transport import ServerConnection
@@ -102,7 +102,7 @@ class Swarm:
         self.links = Links(config, self.server, num_blocks)
         self._denials: dict[str, AccessDenied] = {}  # keys: peer ids; these servers are not asked again
         self._backoff = PeerBackoff()
-        self._acquaintance = Acquaintance()
+        self._trust = PeerTrust()
         self.pass_watchdog = PassWatchdog(config)
         times = config.timeouts
         self.progress = ProgressTracker(2.0 * (times.probe_after_s + times.probe_s))
@@ -158,7 +158,7 @@ class Swarm:
         if view.servers or now_s() - self._filled_time > LIFETIME_S:
             self._view = view
             self._filled_time = now_s()
-            self._acquaintance.see(view.servers, now_s())
+            self._trust.see(view.servers, now_s())
         self._view_time = now_s()
 
     def _look_at(self, blocks: Span) -> None:
@@ -167,7 +167,7 @@ class Swarm:
         part = Span(min(part.start, blocks.start), max(part.end, blocks.end))
         if part != self._part:
             self._part, self._view_time = part, float("-inf")
-            self._acquaintance.look_elsewhere()
+            self._trust.look_elsewhere()
 
     async def _keep_fresh(self) -> None:
         """Refresh the view while there are sessions, so that a replacement is known when one of their servers fails."""
@@ -409,7 +409,7 @@ class Swarm:
         if isinstance(error, PeerUnavailable):
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
         self._backoff.add(error.peer_id, now_s(), expires_at)
-        self._acquaintance.remove(error.peer_id)
+        self._trust.remove(error.peer_id)
         self.progress.forget(error.peer_id)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still use it
@@ -445,19 +445,19 @@ class Swarm:
     def worked(self, peer_ids: Iterable[str]) -> None:
         """Note that the servers have computed all that this client asked for in one call."""
         for peer_id in peer_ids:
-            self._acquaintance.add(peer_id)
+            self._trust.add(peer_id)
 
     def has_worked(self, peer_id: str) -> bool:
         """Return whether the server has computed something for this client since it last failed."""
-        return peer_id in self._acquaintance.worked
+        return peer_id in self._trust.worked
 
-    def be_wary(self) -> None:
+    def distrust_newcomers(self) -> None:
         """Treat all unproven servers as newcomers for a while: some server has accepted work and done nothing."""
-        self._acquaintance.be_wary(now_s())
+        self._trust.distrust_newcomers(now_s())
 
     def unproven(self) -> set[str]:
         """Return the servers that have not computed anything for this client."""
-        return {server.peer_id for server in self._view.servers} - self._acquaintance.worked
+        return {server.peer_id for server in self._view.servers} - self._trust.worked
 
     def is_covered(self, span: Span, avoid: Collection[str]) -> bool:
         """Return whether usable servers hold these blocks, apart from the servers to avoid."""
@@ -470,22 +470,20 @@ class Swarm:
 
     def to_try(self, span: Span, avoid: Collection[str]) -> list[ServerRecord]:
         """Return unproven servers of some of these blocks: all of them, or a random choice if there are many."""
-        servers, _ = self._usable(
-            self._banned() | dict.fromkeys(avoid, FAILED) | dict.fromkeys(self._acquaintance.worked, "")
-        )
+        servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED) | dict.fromkeys(self._trust.worked, ""))
         found = [s for s in servers.servers if s.span.start < span.end and span.start < s.span.end]
         return random.sample(found, min(len(found), _MAX_TRIED))
 
     def _costs_among(self, servers: SwarmView, optimistic: bool, need_tokens: int = 0, pushes: bool = True) -> Costs:
         """Return the costs among these servers. ``optimistic``: servers without a measured round trip count as
         near."""
-        newcomers = Newcomers.among(servers, self._acquaintance.newcomers(now_s()))
+        newcomers = Newcomers.among(servers, self._trust.newcomers(now_s()))
         return Costs(self._rtts.known, self._rtts.guess_s(optimistic), need_tokens, pushes, newcomers=newcomers)
 
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
         """Return usable servers and what was left out. Failed servers do not use up the limit per address."""
         servers, left_out = usable(self._view, self.wanted, banned, time.time())
-        counted = within_addresses(servers.servers, self._acquaintance.worked, self._salt)
+        counted = within_addresses(servers.servers, self._trust.worked, self._salt)
         if len(counted) < len(servers.servers):
             num_left_out = len(servers.servers) - len(counted)
             left_out = [*left_out, f"{num_left_out} of those that announce the same address as very many others"]

@@ -32,7 +32,7 @@ def no_answer(server: ServerRecord, span: Span, timeout_s: float) -> PeerUnavail
 
 def unreadable(server: ServerRecord, span: Span | None = None) -> BadReply:
     """Return the error for a None from gRPC, which stands for bytes that are no message."""
-    return BadReply(f"server {server.short_id} answered what is no message", server.peer_id, span)
+    return BadReply(f"server {server.short_id} answered bytes that are no message", server.peer_id, span)
 
 
 def error_of(code: grpc.StatusCode, details: str, server: ServerRecord, span: Span | None) -> SwarmError:

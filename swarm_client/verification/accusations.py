@@ -70,7 +70,7 @@ class AccusationClient:
             try:
                 await (await self._swarm.server(server)).doubt(peer_id)
             except SwarmError as error:
-                _logger.info("server %s does not hear of a doubt: %s", server.short_id, error)
+                _logger.info("server %s did not take a doubt: %s", server.short_id, error)
 
     async def _show(self, record: ServerRecord, span: Span, hidden_size: int) -> bool:
         liar = record.peer_id
@@ -197,7 +197,7 @@ class AccusationClient:
             error.name_server(hop.server.peer_id)
             self._swarm.failed(error)
         except SwarmError as error:
-            _logger.info("an accusation was not looked into: %s", error)
+            _logger.info("an accusation was not checked: %s", error)
         return None
 
 

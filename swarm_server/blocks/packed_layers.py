@@ -33,7 +33,7 @@ class PackedLayers:
 
         Args:
             dtype: the dtype of the weights before they are quantised.
-            family: the model's family, for the layers that int4 holds in 8 bits; None if all layers use ``method``.
+            family: the model's family, which says which layers int4 holds in 8 bits; None if all layers use ``method``.
         """
         self.report = Report(method)
         self.takes_experts = method != "none"

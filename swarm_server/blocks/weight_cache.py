@@ -165,7 +165,7 @@ def _read(path: Path, key: str, kind: type[W], shape: Sequence[int]) -> W:
         weight = kind.empty(shape)
         expected = _header(key, weight, checksum=header.get("checksum") if isinstance(header, dict) else None)
         if header != expected or size_bytes != 8 + header_bytes + sum(part.nbytes for part in weight.parts):
-            raise ValueError("it is another one, or not whole")
+            raise ValueError("it is another weight, or incomplete")
         for part in weight.parts:
             data = part.view(torch.uint8).numpy().data.cast("B")
             while data:

@@ -1,5 +1,5 @@
-"""The counters that a server keeps about its own work. They are plain numbers: counting costs next to nothing, and
-needs no package."""
+"""The counters that a server keeps about its own work. They are plain numbers: counting is nearly free, and needs no
+package."""
 
 from __future__ import annotations
 

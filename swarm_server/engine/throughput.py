@@ -28,7 +28,7 @@ _CONTEXT_TOKENS = 32
 _FORWARD_TOKENS = 64
 _WEIGHT = 0.02  # weight of one batch in the moving average
 _CACHE_LIFETIME_S = 7 * 24 * 3600.0  # afterwards the machine is measured again
-_WORTH_TELLING = 0.25  # relative: smaller changes are noise, which must not make servers move to other blocks
+_WORTH_ANNOUNCING = 0.25  # relative: smaller changes are noise, which must not make servers move to other blocks
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Meter:
 
 
 def _differ(new: float, old: float) -> bool:
-    return abs(new - old) > _WORTH_TELLING * old
+    return abs(new - old) > _WORTH_ANNOUNCING * old
 
 
 # ---------------------------------------------------------------- from one start to the next

@@ -90,9 +90,9 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
         if not _same(try_rows(ways), expected):
             ways = replace(ways, attention=None)
             if not _same(try_rows(ways), expected):
-                return Ways(refusal="attention cannot look at keys and values in place")
+                return Ways(refusal="attention cannot read keys and values in place")
     except Exception:  # a model family's code may raise any error, which means that this way does not fit
-        return Ways(refusal="attention cannot look at keys and values in place")
+        return Ways(refusal="attention cannot read keys and values in place")
     return _with_graphs(ways, stack, layout, lambda tried: _same(try_rows(tried), expected))
 
 
@@ -106,7 +106,7 @@ def _with_graphs(ways: Ways, stack: Stack, layout: StackLayout, is_right: Callab
     if graphs.refusal is not None:
         return replace(ways, refusal=graphs.refusal)
     tried = replace(ways, graphs=graphs)
-    return tried if is_right(tried) else replace(ways, refusal="a program gives something else")
+    return tried if is_right(tried) else replace(ways, refusal="a program gives other outputs than the blocks")
 
 
 def _with_replays(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], torch.Tensor]) -> Ways:
@@ -133,12 +133,12 @@ def with_replays(
         for device in set(stack.devices):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 if not attention_is_right(attention, device, stack.dtype):
-                    return Ways(refusal=f"the attention kernel gives something else on {device}")
+                    return Ways(refusal=f"the attention kernel gives other outputs than torch on {device}")
         outputs, expected = try_rows(Ways(graphs=replays)), try_rows(Ways())
     except Exception as error:  # a model family's code or a driver may raise any error: graphs do not fit
         return Ways(refusal=f"a trial of graphs fails: {error}")
     if replays.refusal is None and not _same(outputs, expected, _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF):
-        return Ways(refusal="a graph gives something else")
+        return Ways(refusal="a graph gives other outputs than the blocks")
     return Ways(graphs=replays) if replays.refusal is None else Ways(refusal=replays.refusal)
 
 
@@ -147,7 +147,7 @@ def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:
     if layout.has_states or layout.has_index:
         return "blocks remember more than keys and values"
     if not stack.row_independent:
-        return "what a row gives depends on the other rows"
+        return "the output of a row depends on the other rows"
     return None
 
 

@@ -16,18 +16,22 @@ PREFIX = "swarm_server_"
 
 def counted(counters: Counters) -> Iterator[Metric]:
     """Yield the metrics of the counters. Any thread may call this."""
-    yield _counter("positions", "Rows x positions by what was done with them.", counters.positions, "kind")
-    yield _counter("block_positions", "The same times blocks, of what is computed.", counters.block_positions, "kind")
-    yield _histogram("batch_rows", "Rows of a batch of steps.", {"": counters.batch_rows})
-    yield _histogram("queue_wait_seconds", "Of work for the compute thread.", counters.wait_s, "kind")
-    yield _counter("compute_seconds", "Of the compute thread, at work.", counters.compute_s, "kind")
-    yield _counter("calls", "By method of the gRPC service.", counters.calls, "method")
-    yield _counter("refusals", "Calls and steps by the gRPC status of the answer.", counters.refusals, "status")
-    yield _counter("received_bytes", "Messages of callers.", counters.received_bytes)
-    yield _counter("sent_bytes", "Replies, hidden states for next hops, copies.", counters.sent_bytes, "kind")
-    yield _counter("sessions_opened", "New ones, and replacements of others.", counters.sessions, "kind")
-    yield _counter("moves", "To other blocks.", counters.moves)
-    yield _counter("daemon_restarts", "Of the libp2p daemon.", counters.daemon_restarts)
+    yield _counter("positions", "Rows x positions, by what was done with them.", counters.positions, "kind")
+    yield _counter("block_positions", "Computed rows x positions x blocks.", counters.block_positions, "kind")
+    yield _histogram("batch_rows", "Rows of each batch of steps.", {"": counters.batch_rows})
+    yield _histogram("queue_wait_seconds", "Time that work waited for the compute thread.", counters.wait_s, "kind")
+    yield _counter("compute_seconds", "Busy time of the compute thread.", counters.compute_s, "kind")
+    yield _counter("calls", "Calls by method of the gRPC service.", counters.calls, "method")
+    yield _counter("refusals", "Refused calls and steps by gRPC status.", counters.refusals, "status")
+    yield _counter("received_bytes", "Bytes of messages from callers.", counters.received_bytes)
+    yield _counter(
+        "sent_bytes", "Bytes of replies, of hidden states for next hops, and of copies.", counters.sent_bytes, "kind"
+    )
+    yield _counter(
+        "sessions_opened", "Opened sessions: new ones, and replacements of others.", counters.sessions, "kind"
+    )
+    yield _counter("moves", "Moves to other blocks.", counters.moves)
+    yield _counter("daemon_restarts", "Restarts of the libp2p daemon.", counters.daemon_restarts)
 
 
 def state(record: ServerRecord, sessions: SessionManager | None) -> Iterator[Metric]:
@@ -41,24 +45,32 @@ def state(record: ServerRecord, sessions: SessionManager | None) -> Iterator[Met
         "version": record.software_version,
         "peer": record.peer_id,
     }
-    yield _gauge("info", "What the server is.", [(tuple(about.values()), 1)], *about)
+    yield _gauge("info", "Facts about the server, as labels.", [(tuple(about.values()), 1)], *about)
     is_in = [((each.name.lower(),), int(each is record.state)) for each in ServerState]
-    yield _gauge("state", "1 for the one that the server is in.", is_in, "state")
-    yield _gauge("model_blocks", "Blocks of the model.", [((record.model,), record.num_blocks)], "model")
+    yield _gauge("state", "1 for the present state of the server, 0 for others.", is_in, "state")
+    yield _gauge("model_blocks", "Number of blocks of the model.", [((record.model,), record.num_blocks)], "model")
     hosted = [((record.model, str(block)), 1) for block in record.span] if sessions is not None else []
     yield _gauge("block_hosted", "1 for each block that is hosted.", hosted, "model", "block")
     speeds = {"decode": record.tokens_per_s, "forward": record.forward_tokens_per_s}
     speeds["network"] = record.network_tokens_per_s
     announced = [((kind,), value) for kind, value in speeds.items()]
-    yield _gauge("announced_tokens_per_second", "What others plan with; 0: not known.", announced, "kind")
-    yield _gauge("announced_queue_delay_seconds", "What others plan with.", record.queue_delay_s)
+    yield _gauge(
+        "announced_tokens_per_second", "Announced speed, by which others plan; 0: not known.", announced, "kind"
+    )
+    yield _gauge(
+        "announced_queue_delay_seconds", "Announced queueing time, by which others plan.", record.queue_delay_s
+    )
     budget = None if sessions is None else sessions.services.budget
-    yield _gauge("sessions", "Open ones.", 0 if sessions is None else sessions.num_sessions)
-    yield _gauge("sessions_waiting", "For room.", 0 if sessions is None else len(sessions.admission))
+    yield _gauge("sessions", "Open sessions.", 0 if sessions is None else sessions.num_sessions)
+    yield _gauge("sessions_waiting", "Sessions that wait for room.", 0 if sessions is None else len(sessions.admission))
     yield _gauge("kv_bytes", "Room for keys and values.", 0 if budget is None else budget.capacity_bytes)
-    yield _gauge("kv_free_bytes", "Of it, for new sessions.", 0 if budget is None else budget.bytes_left)
-    yield _gauge("kv_tokens", "The same room, in positions.", 0 if budget is None else budget.capacity_tokens)
-    yield _gauge("kv_free_tokens", "Of it, for new sessions.", 0 if budget is None else budget.tokens_left)
+    yield _gauge("kv_free_bytes", "Free room for new sessions.", 0 if budget is None else budget.bytes_left)
+    yield _gauge(
+        "kv_tokens", "Room for keys and values, in positions.", 0 if budget is None else budget.capacity_tokens
+    )
+    yield _gauge(
+        "kv_free_tokens", "Free room for new sessions, in positions.", 0 if budget is None else budget.tokens_left
+    )
 
 
 def _counter(name: str, text: str, values: Mapping[str, float] | float, label: str = "") -> Metric:

@@ -106,7 +106,8 @@ def has_live_line(*, is_off: bool) -> bool:
 async def keep_live_line(
     line: LiveLine, record: Callable[[], ServerRecord], sessions: Callable[[], SessionManager | None]
 ) -> None:
-    """Show what the server does, until cancelled. While no blocks are hosted, the line is free for progress bars."""
+    """Keep the status line up to date, until cancelled. While no blocks are hosted, its place is free for progress
+    bars."""
     rate = WorkRate()
 
     async def refresh() -> None:

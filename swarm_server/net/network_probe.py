@@ -27,7 +27,7 @@ _QUICK_S = 0.1  # sending a payload must take longer than round trips vary
 _LEAST_S = 1e-5
 _MAX_ECHOES = 2  # servers whose bandwidth is measured
 _ECHO_EVERY = 10  # rounds between two measurements of the bandwidth
-_WORTH_TELLING = 0.25  # relative: a smaller change is noise, which must not make servers move
+_WORTH_ANNOUNCING = 0.25  # relative: a smaller change is noise, which must not make servers move
 _FEW_REPLICAS = 2  # a block with no more servers than this is critical; its servers are checked first
 _MAX_VERIFIED = 32  # servers checked at a time
 
@@ -100,7 +100,7 @@ class NetworkProbe:
 
     async def _measure_bytes(self, servers: Iterable[ServerRecord]) -> None:
         best = max([await self._bytes_per_s(server) for server in servers], default=0.0)
-        if best and abs(best - self.bytes_per_s) > _WORTH_TELLING * self.bytes_per_s:
+        if best and abs(best - self.bytes_per_s) > _WORTH_ANNOUNCING * self.bytes_per_s:
             self.bytes_per_s = best
 
     async def _bytes_per_s(self, server: ServerRecord) -> float:

@@ -73,7 +73,7 @@ def _way_to(peers: Sequence[str]) -> tuple[str, str]:
         try:
             return source_address(target[0]), ""
         except OSError as error:
-            reason = f"no way leads from this machine to {peer}: {error.strerror or error}"
+            reason = f"there is no route from this machine to {peer}: {error.strerror or error}"
     return "", reason
 
 

@@ -24,7 +24,7 @@ from swarm_server.placement.placement import (
     others_first,
     own_move,
 )
-from swarm_server.verification.liars import Liars
+from swarm_server.verification.blocklist import Blocklist
 
 _logger = logging.getLogger(__name__)
 _BLOCKS_OF_FREE, _BLOCKS_OF_GIVEN = 0.6, 0.8  # of memory; the rest is for keys and values
@@ -59,12 +59,12 @@ class PeerMonitor:
     """The view of the servers that serve the same revision of the model, without those known to be dead or to answer
     wrongly."""
 
-    def __init__(self, joined: Joined, network_probe: NetworkProbe, liars: Liars) -> None:
+    def __init__(self, joined: Joined, network_probe: NetworkProbe, blocklist: Blocklist) -> None:
         self._dht = joined.membership.dht
         self._checkpoint = joined.starting.checkpoint
         self._known_speeds = joined.starting.loader.known_speeds
         self._network_probe = network_probe
-        self._liars = liars
+        self._blocklist = blocklist
 
     async def servers(self) -> SwarmView:
         """Return all servers of the model, whether they answer or not."""
@@ -78,7 +78,7 @@ class PeerMonitor:
             within_addresses(
                 server
                 for server in view.servers
-                if (server.revision, server.wire_version) == kind and server.peer_id not in self._liars
+                if (server.revision, server.wire_version) == kind and server.peer_id not in self._blocklist
             )
         )
         return await self._network_probe.living(same, own)

@@ -33,7 +33,7 @@ def offers_public_only(starting: Starting) -> bool:
 def offered_bytes_per_s(starting: Starting) -> float | None:
     """Return the most bytes per second of the checkpoint's files to send, as ``Offering`` takes it; 0 offers nothing.
 
-    Files that lie in a local directory may be secret.
+    Files in a local directory may be secret.
     """
     config, files = starting.config, starting.checkpoint.files
     if offers_public_only(starting) and isinstance(files, LocalFiles) and not is_packaged(files.location):

@@ -52,8 +52,8 @@ from swarm_server.placement.placement import CHECK_S
 from swarm_server.reach.reach import Reach
 from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService, CallerChecks
+from swarm_server.verification.blocklist import Blocklist
 from swarm_server.verification.judge import AnswerJudge
-from swarm_server.verification.liars import Liars
 
 if TYPE_CHECKING:
     from swarm_server.metrics.exporter import ServerMetrics
@@ -94,8 +94,8 @@ class Server:
             starting, membership = await _start(self.config, counters, cleanup)
             joined = await _join(starting, membership, cleanup)
             network_probe = NetworkProbe(starting.channels)
-            liars = Liars()
-            monitor = PeerMonitor(joined, network_probe, liars)
+            blocklist = Blocklist()
+            monitor = PeerMonitor(joined, network_probe, blocklist)
             loading = joined.load(starting.span or await monitor.choose_span(num_hosted(starting)))
             presence = RecordPublisher(joined, network_probe, loading)
             if metrics is not None:
@@ -113,7 +113,7 @@ class Server:
                 loading = await mover.settle(loading)
             idle_timeout_s = self.config.session_idle_timeout_s
             arrivals = Arrivals(self.config.incoming_bytes, self.config.stall_timeout_s, self.config.min_bytes_per_s)
-            judge = _judge(joined, presence, liars)
+            judge = _judge(joined, presence, blocklist)
             service = BlocksService(
                 lambda: presence.sessions,
                 lambda: presence.record().to_proto(),
@@ -260,7 +260,7 @@ def _reach(joined: Joined, monitor: PeerMonitor) -> Reach:
     return joined.reach
 
 
-def _judge(joined: Joined, presence: RecordPublisher, liars: Liars) -> AnswerJudge:
+def _judge(joined: Joined, presence: RecordPublisher, blocklist: Blocklist) -> AnswerJudge:
     checkpoint, access = joined.starting.checkpoint, joined.starting.access
     return AnswerJudge(
         lambda: None if presence.sessions is None else presence.sessions.services,
@@ -268,7 +268,7 @@ def _judge(joined: Joined, presence: RecordPublisher, liars: Liars) -> AnswerJud
         has_experts(checkpoint.config),
         joined.membership.dht.accusations(checkpoint.name),
         access.token,
-        liars,
+        blocklist,
     )
 
 

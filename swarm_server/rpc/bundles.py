@@ -143,7 +143,7 @@ class StepTasks:
                     raise RequestRejected(f"more than {_MAX_UNDER_WAY} steps of one session came at once")
                 await reader.start(step)
                 if reader.is_reading:
-                    raise RequestRejected("a step in a bundle is not whole")
+                    raise RequestRejected("a step in a bundle is incomplete")
             return True
         except RequestRejected as refusal:
             error: RequestRejected | PeerError = refusal
@@ -195,7 +195,7 @@ def _take_all(
     if len(entries) > MAX_BUNDLED:
         raise RequestRejected(f"{len(entries)} steps are in one message: expected at most {MAX_BUNDLED}")
     if outbox.size_bytes > _MAX_UNREAD_BYTES:
-        raise RequestRejected("what this server answers is not read")
+        raise RequestRejected("the replies of this server are not read")
     for entry in entries:
         take(tasks, entry)
 

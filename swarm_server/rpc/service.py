@@ -89,8 +89,8 @@ class BlocksService(BlocksServicer):
         """Create the service.
 
         ``hosted`` returns the sessions of the blocks hosted at present, or None while the server loads other blocks.
-        Without ``signer``, the server makes no statements; without ``judge``, it judges nobody. Without ``offering``,
-        it gives no weights to other servers.
+        Without ``signer``, the server makes no statements; without ``judge``, it does not judge other servers. Without
+        ``offering``, it gives no weights to other servers.
         """
         self._hosted = hosted
         self._record = record
@@ -276,11 +276,11 @@ class BlocksService(BlocksServicer):
         return pb.DoubtReply()
 
     def _judging(self, context: _Context) -> tuple[AnswerJudge, Caller]:
-        """Return the judge and the calling client. Raise RequestRejected if this server judges nobody."""
+        """Return the judge and the calling client. Raise RequestRejected if this server does not judge."""
         client = self._callers.admit(context)
         self._present()
         if self._judge is None:
-            raise RequestRejected("this server judges nobody")
+            raise RequestRejected("this server does not judge other servers")
         return self._judge, client
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
@@ -345,7 +345,7 @@ async def _write_soon(context: _Context, message: Any) -> None:
         async with asyncio.timeout(_TAKEN_S):
             await context.write(message)
     except TimeoutError:
-        raise PeerBusy(f"what was asked for is not taken within {_TAKEN_S:g} s") from None
+        raise PeerBusy(f"the reply was not read within {_TAKEN_S:g} s") from None
 
 
 async def _read(hosted: HostedSession, incoming: Incoming, arrivals: Arrivals, admitted: Callable[[], object]) -> None:

@@ -274,7 +274,7 @@ class Admission:
                 return PeerBusy(f"the server has {sessions.capacity} sessions already")
             return NoRoom(
                 f"the server has {sessions.used} of {sessions.capacity} sessions, {sessions.held(client)} of them of "
-                "this client, which leaves the others to those who have fewer",
+                "this client: the others are for clients that have fewer",
                 0,
                 has_its_share=True,
             )
@@ -287,4 +287,4 @@ class Admission:
         return None
 
     def _behind_others(self, applicant: Applicant) -> PeerBusy:
-        return PeerBusy(f"{self._budget.described(applicant.size_bytes)}, and others wait for them")
+        return PeerBusy(f"{self._budget.described(applicant.size_bytes)}, and other sessions wait for that room")

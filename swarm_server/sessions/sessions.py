@@ -72,7 +72,7 @@ class HostedSession:
 
     @property
     def silent_s(self) -> float:
-        """Return how long nothing has come for the session, or how long it has waited for a next hop."""
+        """Return for how long the session has received nothing, or has waited for a next hop."""
         is_busy = self._turn.locked() and self._routed.is_set()
         return 0.0 if is_busy else now_s() - self._last_time
 

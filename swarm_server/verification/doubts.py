@@ -23,18 +23,20 @@ class Doubts:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create an empty record; ``clock`` returns seconds."""
         self._clock = clock
-        self._told_s: OrderedDict[tuple[str, str], float] = OrderedDict()  # by address and doubted server, oldest first
+        self._doubted_s: OrderedDict[tuple[str, str], float] = (
+            OrderedDict()
+        )  # by address and doubted server, oldest first
 
     def add(self, peer_id: str, client: Caller) -> None:
         """Note that the client doubts this server; ignore a caller that already doubts too many servers."""
         self._forget_old()
         key = client.address, peer_id
-        if key not in self._told_s and sum(other == key[0] for other, _ in self._told_s) >= _MAX_OF_A_CALLER:
+        if key not in self._doubted_s and sum(other == key[0] for other, _ in self._doubted_s) >= _MAX_OF_A_CALLER:
             return
-        self._told_s[key] = self._clock()
-        self._told_s.move_to_end(key)
-        if len(self._told_s) > _MAX_KNOWN:
-            self._told_s.popitem(last=False)
+        self._doubted_s[key] = self._clock()
+        self._doubted_s.move_to_end(key)
+        if len(self._doubted_s) > _MAX_KNOWN:
+            self._doubted_s.popitem(last=False)
 
     def doubted(self) -> list[str]:
         """Return the peer ids of the doubted servers, first the one with the most doubting callers.
@@ -42,9 +44,9 @@ class Doubts:
         The order of equals is random, so that nobody can keep others out by being early.
         """
         self._forget_old()
-        peer_ids = [peer_id for _, peer_id in self._told_s]
+        peer_ids = [peer_id for _, peer_id in self._doubted_s]
         return [peer_id for peer_id, _ in Counter(random.sample(peer_ids, len(peer_ids))).most_common()]
 
     def _forget_old(self) -> None:
-        while self._told_s and next(iter(self._told_s.values())) < self._clock() - _LASTS_S:
-            self._told_s.popitem(last=False)
+        while self._doubted_s and next(iter(self._doubted_s.values())) < self._clock() - _LASTS_S:
+            self._doubted_s.popitem(last=False)

@@ -21,8 +21,8 @@ from swarm_protocol.verification.statements import SKETCH_POSITIONS
 from swarm_protocol.wire.constants import MAX_NAME_CHARS
 from swarm_protocol.wire.printable import printable
 from swarm_server.sessions.services import SpanServices
+from swarm_server.verification.blocklist import Blocklist
 from swarm_server.verification.doubts import Doubts
-from swarm_server.verification.liars import Liars
 
 _MAX_KNOWN = 4096  # judged accusations to remember
 _MAX_READ = 8  # accusations of others to judge at a time
@@ -39,7 +39,7 @@ class AnswerJudge:
         routed: bool,
         accusations: AccusationRegistry,
         token: bytes,
-        liars: Liars,
+        blocklist: Blocklist,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Create a judge.
@@ -49,7 +49,7 @@ class AnswerJudge:
             record: returns this server's present record.
             routed: whether the model's blocks choose among experts.
             token: the token of a member of a private swarm.
-            liars: the list to which servers with proven wrong answers are added.
+            blocklist: the list to which servers with proven wrong answers are added.
             clock: returns Unix time in seconds.
         """
         self._services = services
@@ -58,7 +58,7 @@ class AnswerJudge:
         self._accusations = accusations
         self._token = token
         self._clock = clock
-        self._liars = liars
+        self._blocklist = blocklist
         self._doubts = Doubts(clock)
         self._publishing: asyncio.Task[None] | None = None
         self._known: OrderedDict[bytes, bool] = OrderedDict()  # digests of judged evidence, and the verdicts
@@ -77,7 +77,7 @@ class AnswerJudge:
             evidence = await asyncio.to_thread(Evidence.parse, message, self._clock())
         except ValueError as error:
             raise RequestRejected(str(error)) from None
-        if evidence.statement.peer_id in self._liars:
+        if evidence.statement.peer_id in self._blocklist:
             return True
         shown = await self._is_shown(evidence, client)
         self._known[key] = shown
@@ -86,7 +86,7 @@ class AnswerJudge:
         if shown:
             statement = evidence.statement
             _logger.warning("server %s answers wrongly over blocks %s", short_id(statement.peer_id), statement.span)
-            self._liars.add(evidence)
+            self._blocklist.add(evidence)
             if self._publishing is None or self._publishing.done():  # else it is published later
                 self._publishing = asyncio.ensure_future(self.publish())
         return shown
@@ -117,7 +117,7 @@ class AnswerJudge:
 
     async def publish(self) -> None:
         """Publish unexpired evidence that this server has verified, and the servers that its clients doubt."""
-        messages, doubted = self._liars.evidence(), self._doubts.doubted()
+        messages, doubted = self._blocklist.evidence(), self._doubts.doubted()
         if (messages or doubted) and not await self._accusations.publish(messages, doubted, self._token):
             _logger.info("the swarm did not take this server's accusations; trying again later")
 

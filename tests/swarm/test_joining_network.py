@@ -67,7 +67,7 @@ def test_the_loopback_is_refused_and_silence_is_said(network, clusters):
     silent = clusters["three"].start("--initial-peers", peer)
     for server, sentence in (
         (local, "host 127.0.0.1 is for this machine alone, and /ip4/"),
-        (elsewhere, "no way leads from this machine to /ip4/192.0.2.7/"),
+        (elsewhere, "there is no route from this machine to /ip4/192.0.2.7/"),
         (silent, "no initial peer answered: /ip4/"),
     ):
         assert server.wait_gone(DEADLINE_S)

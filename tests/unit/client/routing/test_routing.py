@@ -299,7 +299,7 @@ def test_only_usable_servers_are_used_and_the_rest_is_accounted_for() -> None:
     assert kept.servers == (good,)
     assert sorted(phrases) == sorted(
         [
-            "1 server not heard of lately",
+            "1 server not heard from recently",
             "1 server that failed a moment ago",
             "1 server that this client is configured not to use",
             "1 server with model revision other where this client has revision",

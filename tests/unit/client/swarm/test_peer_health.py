@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from swarm_client.swarm.peer_health import FAILED, NEWCOMER_S, SILENT, Acquaintance, PeerBackoff, RttTracker
+from swarm_client.swarm.peer_health import FAILED, NEWCOMER_S, SILENT, PeerBackoff, PeerTrust, RttTracker
 from swarm_protocol.dht.records import ServerRecord
 from tests.unit.support import run, server_record
 from tests.worlds.virtual_time import run_virtually
@@ -148,32 +148,32 @@ def test_a_record_that_never_expires_says_nothing_about_life() -> None:
 
 
 def test_who_comes_while_a_client_is_there_is_new_until_it_works_or_has_been_there_for_long() -> None:
-    acquaintance = Acquaintance()
-    acquaintance.see([], 90.0)
-    acquaintance.see(servers("a", "b"), 100.0)  # they were there before
-    assert acquaintance.newcomers(100.0) == set()
-    acquaintance.see(servers("a", "b", "c", "d"), 110.0)
-    assert acquaintance.newcomers(110.0) == {"c", "d"}
-    acquaintance.add("c")
-    assert acquaintance.newcomers(110.0) == {"d"} and acquaintance.worked == {"c"}
-    assert acquaintance.newcomers(111.0 + NEWCOMER_S) == set()
-    acquaintance.remove("c")
-    assert acquaintance.newcomers(120.0) == {"c", "d"}
+    trust = PeerTrust()
+    trust.see([], 90.0)
+    trust.see(servers("a", "b"), 100.0)  # they were there before
+    assert trust.newcomers(100.0) == set()
+    trust.see(servers("a", "b", "c", "d"), 110.0)
+    assert trust.newcomers(110.0) == {"c", "d"}
+    trust.add("c")
+    assert trust.newcomers(110.0) == {"d"} and trust.worked == {"c"}
+    assert trust.newcomers(111.0 + NEWCOMER_S) == set()
+    trust.remove("c")
+    assert trust.newcomers(120.0) == {"c", "d"}
 
 
 def test_who_comes_again_under_the_same_identity_begins_anew_unless_it_has_worked() -> None:
-    acquaintance = Acquaintance()
-    acquaintance.see(servers("a", "b"), 100.0)
-    acquaintance.add("a")
-    acquaintance.see([], 110.0)
-    acquaintance.see(servers("a", "b"), 120.0)
-    assert acquaintance.newcomers(120.0) == {"b"}
+    trust = PeerTrust()
+    trust.see(servers("a", "b"), 100.0)
+    trust.add("a")
+    trust.see([], 110.0)
+    trust.see(servers("a", "b"), 120.0)
+    assert trust.newcomers(120.0) == {"b"}
 
 
 def test_after_a_stall_everybody_is_new_who_was_not_seen_to_work() -> None:
-    acquaintance = Acquaintance()
-    acquaintance.see(servers("a", "b", "c"), 100.0)
-    acquaintance.add("a")
-    acquaintance.be_wary(200.0)
-    assert acquaintance.newcomers(201.0) == {"b", "c"}
-    assert acquaintance.newcomers(201.0 + NEWCOMER_S) == set()
+    trust = PeerTrust()
+    trust.see(servers("a", "b", "c"), 100.0)
+    trust.add("a")
+    trust.distrust_newcomers(200.0)
+    assert trust.newcomers(201.0) == {"b", "c"}
+    assert trust.newcomers(201.0 + NEWCOMER_S) == set()

@@ -182,7 +182,7 @@ def test_an_expired_record_is_no_server() -> None:
     old = [replace(record, expires_at=time.time() - 1) for record in servers(("a", "0:8"))]
 
     async def story(swarm: Swarm) -> None:
-        with pytest.raises(NoRoute, match=r"no server holds blocks 0:8 \(left out: 1 server not heard of lately\)"):
+        with pytest.raises(NoRoute, match=r"no server holds blocks 0:8 \(left out: 1 server not heard from recently\)"):
             await swarm.chain(Span(0, 8), NEED)
 
     play(FakeNet(old), story)

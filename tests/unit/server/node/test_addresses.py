@@ -60,7 +60,7 @@ def test_the_address_that_leads_to_the_swarm_is_chosen() -> None:
 def test_no_way_to_the_swarm() -> None:
     nowhere = peer("255.255.255.255")  # a socket may not be connected to it
     assert source_address("255.255.255.255") is None
-    with pytest.raises(NoSwarm, match=r"no way leads from this machine to /ip4/255\.255\.255\.255/"):
+    with pytest.raises(NoSwarm, match=r"there is no route from this machine to /ip4/255\.255\.255\.255/"):
         listening_host(None, [nowhere])
     assert listening_host(None, [], [nowhere]) == "127.0.0.1"
 

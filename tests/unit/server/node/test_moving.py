@@ -22,7 +22,7 @@ from swarm_server.node import moving
 from swarm_server.node.moving import PeerMonitor, SpanMover, num_hosted
 from swarm_server.node.presence import RecordPublisher
 from swarm_server.node.states import Draining, Ended, Joined, Loading, Serving, Starting, Unloaded
-from swarm_server.verification.liars import Liars
+from swarm_server.verification.blocklist import Blocklist
 from tests.unit.support import run, server_record
 
 HERE, THERE = Span(0, 4), Span(4, 8)
@@ -136,7 +136,7 @@ class Life:
         )
         self.counters = starting.counters
         self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
-        self.monitor = PeerMonitor(self.joined, FakeProbe(), Liars())
+        self.monitor = PeerMonitor(self.joined, FakeProbe(), Blocklist())
         self.loading = self.joined.load(HERE)
         self.presence = RecordPublisher(self.joined, FakeProbe(), self.loading)
         self.mover = SpanMover(self.joined, self.monitor, self.presence)

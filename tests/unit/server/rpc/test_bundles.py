@@ -167,7 +167,7 @@ def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
     ("message", "reason"),
     [
         (pushed((KEY, 101)), "far ahead"),
-        (pushed((KEY, 1), hidden=CUT), "not whole"),
+        (pushed((KEY, 1), hidden=CUT), "is incomplete"),
         (pushed((KEY, FATAL)), "the server failed"),
     ],
     ids=["far-ahead", "cut-off", "failed"],

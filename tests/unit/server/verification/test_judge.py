@@ -19,8 +19,8 @@ from swarm_protocol.span import Span
 from swarm_protocol.verification.evidence import LASTS_S, new_seed, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.verification.blocklist import Blocklist
 from swarm_server.verification.judge import AnswerJudge
-from swarm_server.verification.liars import Liars
 from tests.unit.support import run, server_record
 
 HIDDEN, SPAN = 32, Span(0, 4)
@@ -65,7 +65,7 @@ class World:
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
-        self.board, self.scheduler, self.liars = Board(), Scheduler(), Liars(lambda: self.now)
+        self.board, self.scheduler, self.blocklist = Board(), Scheduler(), Blocklist(lambda: self.now)
         engine = SimpleNamespace(hidden_size=HIDDEN, stateless=SimpleNamespace(forward=true))
         services = SimpleNamespace(engine=engine, scheduler=self.scheduler, neighbours=self)
         self.strangers: set[str] = set()
@@ -76,7 +76,7 @@ class World:
             False,
             self.board,  # type: ignore[arg-type]
             b"",
-            self.liars,
+            self.blocklist,
             lambda: self.now,
         )
 
@@ -115,7 +115,7 @@ def test_who_lies_is_published_once(accused: Identity) -> None:
     evidence = world.evidence(accused, lambda output: 1.01 * output)
     again = world.evidence(accused, torch.zeros_like)
     assert world.judge_all(evidence, evidence, again) == [True] * 3
-    assert accused.peer_id in world.liars
+    assert accused.peer_id in world.blocklist
     assert world.board.published == [evidence] and world.board.times == 1
     assert world.scheduler.clients == ["client"]  # it is work for who accuses, and done once
 
@@ -123,7 +123,7 @@ def test_who_lies_is_published_once(accused: Identity) -> None:
 def test_who_is_honest_is_not_harmed(accused: Identity) -> None:
     world = World()
     assert world.judge_all(world.evidence(accused)) == [False]
-    assert accused.peer_id not in world.liars and not world.board.published
+    assert accused.peer_id not in world.blocklist and not world.board.published
 
 
 def test_what_was_shown_is_published_until_it_has_expired(accused: Identity) -> None:
@@ -134,7 +134,7 @@ def test_what_was_shown_is_published_until_it_has_expired(accused: Identity) -> 
     assert world.board.times == 2
     world.now += LASTS_S + 1
     run(world.judge.publish())
-    assert world.board.times == 2 and accused.peer_id not in world.liars
+    assert world.board.times == 2 and accused.peer_id not in world.blocklist
 
 
 def test_what_others_publish_is_judged_too(accused: Identity) -> None:
@@ -144,7 +144,7 @@ def test_what_others_publish_is_judged_too(accused: Identity) -> None:
     world.board.others = [("slanderer", truth), ("other", elsewhere), ("judge", pb.Evidence()), ("honest", lie)]
     run(world.judge.judge_others())
     assert world.board.published == [lie]
-    assert accused.peer_id in world.liars and honest.peer_id not in world.liars
+    assert accused.peer_id in world.blocklist and honest.peer_id not in world.blocklist
 
 
 def test_what_cannot_be_judged_is_refused(accused: Identity) -> None:
@@ -190,7 +190,7 @@ def test_doubts_of_clients_are_published_for_a_while_and_an_address_counts_once(
         doubt(f"slandered {number}", number, "192.0.2.1")
     run(world.judge.publish())
     assert world.board.doubted[0] == "liar" and "slandered" in world.board.doubted and len(world.board.doubted) == 5
-    assert not world.board.published and "liar" not in world.liars and not world.scheduler.clients
+    assert not world.board.published and "liar" not in world.blocklist and not world.scheduler.clients
     world.now += 3601
     run(world.judge.publish())
     assert world.board.times == 1

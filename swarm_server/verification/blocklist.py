@@ -1,4 +1,4 @@
-"""The record of servers that are known to answer wrongly, each for as long as its evidence counts."""
+"""The blocklist of servers that answer wrongly, each for as long as its evidence counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swarm_protocol.verification.evidence import LASTS_S, Evidence
 _MAX_KNOWN = 256
 
 
-class Liars:
+class Blocklist:
     """The servers that answer wrongly, with the last evidence against each; at most ``_MAX_KNOWN``, the newest."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
