@@ -11,8 +11,8 @@ SERVER, TRAIN, EXPERTS, CONFIG, COMPLETION = "server", "train", "experts", "conf
 HELP = {
     SERVER: "host blocks of a model",
     TRAIN: "train one model together with others",
-    EXPERTS: "host experts for mixtures of others",
-    CONFIG: "show what the configuration file says",
+    EXPERTS: "host experts of a mixture",
+    CONFIG: "show the settings in the configuration file",
     COMPLETION: "print a script by which a shell completes commands and flags",
 }
 SHELLS = ("bash", "zsh", "fish")
@@ -48,11 +48,11 @@ def all_parsers() -> Parsers:
 def config_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"{CONSOLE_SCRIPT} {CONFIG}",
-        description="Shows what the configuration file says for each command, or all flags of one command that is "
-        "named, with their values and where they are from.",
+        description="Shows the settings of each command in the configuration file, or all flags of one command with "
+        "their values and sources.",
     )
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="such as server, or train join")
-    parser.add_argument("--config", metavar="FILE", help="instead of the user's own")
+    parser.add_argument("--config", metavar="FILE", help="file to read instead of the user's own")
     return parser
 
 

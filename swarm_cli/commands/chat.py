@@ -19,13 +19,14 @@ def add_chat(commands: Commands) -> None:
         help="a conversation with a model",
         description="Enter ends a turn, Alt+Enter or a backslash at its end begins another line; without a terminal, "
         "each line of input is a turn. Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, and /help shows "
-        "the other commands. Turns are put together by the model's chat template; a model without one goes on with the "
-        "text.",
+        "the other commands. The model's chat template joins the turns; a model without one continues the text.",
     )
     parser.set_defaults(command=chat_command)
     add_swarm_flags(parser)
     add_model_flags(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="of one answer")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="most tokens of an answer"
+    )
 
 
 def chat_command(args: argparse.Namespace) -> Command:

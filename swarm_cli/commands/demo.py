@@ -14,7 +14,7 @@ from swarm_protocol.process.invocation import add_common_flags
 
 def add_demo(commands: Commands) -> None:
     parser = commands.add_parser(
-        "demo", formatter_class=WITH_DEFAULTS, help="servers write text together; one is killed"
+        "demo", formatter_class=WITH_DEFAULTS, help="show servers that write text together while one of them is killed"
     )
     parser.set_defaults(command=demo_command)
     parser.add_argument("prompt", nargs="?", default=None, help="a question, if the model has a chat template")
@@ -22,8 +22,7 @@ def add_demo(commands: Commands) -> None:
         "--model",
         default=None,
         metavar="NAME_OR_PATH",
-        help=f"hub name, directory, GGUF file, or {SMALL_CHAT_MODEL}, which is taken if it is installed, "
-        f"instead of {DEFAULT_MODEL}",
+        help=f"hub name, directory or GGUF file; by default {SMALL_CHAT_MODEL} if installed, else {DEFAULT_MODEL}",
     )
     parser.add_argument("--max-new-tokens", type=int, default=TextOptions.max_new_tokens, metavar="N")
     add_common_flags(parser)

@@ -21,17 +21,19 @@ def add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         formatter_class=WITH_DEFAULTS,
-        help="look for what is wrong with this machine, its servers and the way to the swarm",
-        description="Exit code 1 if something is marked ✗. What is marked ! may be as it should.",
+        help="find problems of this machine, its servers and the way to the swarm",
+        description="Exit code 1 if something is marked ✗. Findings marked ! may be intended.",
     )
     parser.set_defaults(command=doctor_command)
     add_swarm_flags(parser)
     parser.add_argument(
-        "--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="to be loaded here, or swarm://NAME"
+        "--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="model to load here, or swarm://NAME"
     )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
-    parser.add_argument("--host", metavar="ADDRESS", help="that a server is to listen on; by default any")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="the same; 0: one that is free")
+    parser.add_argument("--host", metavar="ADDRESS", help="address for a server to listen on; by default any")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port for a server to listen on; 0: any free port"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -18,8 +18,8 @@ from swarm_protocol.process.local_registry import checked_name
 
 WHICH_SWARM = (
     Flag("initial_peers", "members of the swarm to join through", metavar="MULTIADDR"),
-    Flag("discover", "look for members on the local network besides"),
-    Flag("swarm", "the swarm's name", metavar="NAME", read=checked_name),
+    Flag("discover", "also look for members on the local network"),
+    Flag("swarm", "name of the swarm", metavar="NAME", read=checked_name),
 )
 SWARM = ConfigFlags(
     ClientConfig,
@@ -30,33 +30,38 @@ SWARM = ConfigFlags(
 )
 _SERVERS = ConfigFlags(
     ClientConfig,
-    Flag("head_quant", "of the head that makes logits", metavar="none|int8"),
+    Flag("head_quant", "quantisation of the head that makes logits", metavar="none|int8"),
     Flag(
         "draft",
-        "what guesses the next tokens, which one pass verifies; a small model needs the same tokenizer",
+        "source of guesses for the next tokens, which one pass verifies; a small model needs the same tokenizer",
         metavar="auto|none|lookup|NAME_OR_PATH",
     ),
-    Flag("wait_timeout_s", "for servers of all blocks, and for room", name="wait", metavar="SECONDS"),
+    Flag("wait_timeout_s", "time to wait for servers of all blocks, and for room", name="wait", metavar="SECONDS"),
     Flag(
         "recovery_timeout_s",
-        "for others to take the place of servers that fail",
+        "time for other servers to replace failed ones",
         metavar="SECONDS",
     ),
-    Flag("allowed_servers", "use these servers only; the end of a peer id will do", name="allow", metavar="PEER"),
+    Flag(
+        "allowed_servers",
+        "use only these servers: peer ids or their ends",
+        name="allow",
+        metavar="PEER",
+    ),
     Flag("blocked_servers", "do not use these servers", name="block", metavar="PEER"),
     Flag(
         "weights",
-        "SHA-256 of the list of files to take from members, with --model swarm://NAME; if not given, what most offer",
+        "SHA-256 of the list of files to take from members, with --model swarm://NAME; by default what most offer",
         metavar="SHA256",
     ),
-    Flag("compression", "of hidden states on the wire", metavar="|".join(COMPRESSIONS)),
+    Flag("compression", "codec of hidden states on the wire", metavar="|".join(COMPRESSIONS)),
     Flag("standby", "keep copies of keys and values on other servers"),
 )
 SAMPLING = ConfigFlags(
     TextOptions,
-    Flag("temperature", "0: always the likeliest token", metavar="T"),
-    Flag("top_p", "sample among the likeliest tokens of this total", metavar="P"),
-    Flag("top_k", "sample among this many tokens", metavar="K"),
+    Flag("temperature", "temperature of sampling; 0: always the likeliest token", metavar="T"),
+    Flag("top_p", "sample among the likeliest tokens with this total probability", metavar="P"),
+    Flag("top_k", "sample among so many of the likeliest tokens", metavar="K"),
     Flag("seed", "makes sampling repeatable"),
 )
 
@@ -72,7 +77,9 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
     add_remote_flags(command)
     SAMPLING.add_to(command)
     command.add_argument(
-        "--adapter", metavar="DIR|NAME", help="trained by finetune or PEFT; or the name of one that servers have"
+        "--adapter",
+        metavar="DIR|NAME",
+        help="adapter from finetune or PEFT; or the name of one that servers have",
     )
 
 

@@ -16,14 +16,14 @@ def add_status(commands: Commands) -> None:
     parser = commands.add_parser("status", formatter_class=WITH_DEFAULTS, help="show the swarm's servers and blocks")
     parser.set_defaults(command=status_command)
     add_swarm_flags(parser)
-    parser.add_argument("--model", metavar="NAME", help="this model only")
+    parser.add_argument("--model", metavar="NAME", help="show only this model")
     parser.add_argument("--json", action="store_true", help="print JSON; with --watch, a line of it each time")
     parser.add_argument(
         "--watch",
         nargs="?",
         const="2",
         metavar="SECONDS",
-        help="show it live, refreshed after so many seconds (2 if not given), until Ctrl-C",
+        help="show the swarm live, refreshed after so many seconds (by default 2), until Ctrl-C",
     )
 
 

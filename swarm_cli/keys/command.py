@@ -42,7 +42,10 @@ def add_keys(commands: Commands) -> None:
         subparser.set_defaults(command=run)
         if name != "identity":
             subparser.add_argument(
-                "--key", type=Path, metavar="FILE", help="the organiser's; by default one in the user's configuration"
+                "--key",
+                type=Path,
+                metavar="FILE",
+                help="the organiser's key; by default one in the user's configuration",
             )
         add_common_flags(subparser)
         return subparser.add_argument
@@ -51,24 +54,24 @@ def add_keys(commands: Commands) -> None:
     add("--out", type=Path, dest="key", metavar="FILE", help="the same as --key")
     add = action("grant", _grant, "make somebody a member: writes a membership file")
     add("--role", required=True, metavar="ROLE", help="server, client, trainer (a client that trains) or moderator")
-    add("--name", required=True, dest="member", metavar="NAME", help="what the member is called in lists")
-    add("--days", required=True, type=float, metavar="N", help="how long it lasts; may be a fraction")
-    add("--peer", metavar="PEER_ID", help="who has a key already; without it the file has a new one, and is secret")
-    add("--out", type=Path, metavar="FILE", help="by default NAME.membership in this directory")
-    add = action("revoke", _revoke, "take grants back: at once where the swarm runs, until they would expire")
-    add("grants", nargs="+", metavar="NAME_OR_ID", help="as the list shows them")
+    add("--name", required=True, dest="member", metavar="NAME", help="name of the member in lists")
+    add("--days", required=True, type=float, metavar="N", help="duration of the membership; may be a fraction")
+    add("--peer", metavar="PEER_ID", help="peer with a key of its own; else the file has a new key, and is secret")
+    add("--out", type=Path, metavar="FILE", help="file to write; by default NAME.membership in this directory")
+    add = action("revoke", _revoke, "revoke grants, at once if the swarm runs")
+    add("grants", nargs="+", metavar="NAME_OR_ID", help="names or ids, as `swarm keys list` shows them")
     _add_swarm_flags(add)
-    add = action("publish", _publish, "tell a swarm again of all that was revoked")
+    add = action("publish", _publish, "publish all revocations to a swarm again")
     _add_swarm_flags(add)
     add = action("list", _list, "show what was granted")
     add("--json", action="store_true", help="print JSON")
-    add = action("identity", _identity, "print the peer id of a key file, which is made if there is none")
+    add = action("identity", _identity, "print the peer id of a key file, which is created if it is missing")
     add("file", type=Path, metavar="FILE")
 
 
 def _add_swarm_flags(add: Callable[..., argparse.Action]) -> None:
     add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through")
-    add("--swarm", default=ClientConfig.swarm, metavar="NAME", help="the swarm's name")
+    add("--swarm", default=ClientConfig.swarm, metavar="NAME", help="name of the swarm")
 
 
 def _create(args: argparse.Namespace) -> Command:
@@ -126,7 +129,7 @@ def _revoke(args: argparse.Namespace) -> Command:
         revoked = GrantsFile(_key_path(args)).revoke(args.grants)
         for entry in revoked:
             print(f"revoked {entry.name} ({entry.role}, {entry.id})")
-        _tell(key, config, revoked)
+        _publish_to_swarm(key, config, revoked)
 
     return run
 
@@ -139,7 +142,7 @@ def _publish(args: argparse.Namespace) -> Command:
     def run() -> None:
         revoked = GrantsFile(_key_path(args)).revoked()
         if revoked:
-            _tell(key, config, revoked)
+            _publish_to_swarm(key, config, revoked)
         print(f"published {len(revoked)} revocation{'' if len(revoked) == 1 else 's'}")
 
     return run
@@ -175,7 +178,7 @@ def _identity(args: argparse.Namespace) -> Command:
     return run
 
 
-def _tell(key: OrganiserKey, config: ClientConfig, revoked: list[GrantEntry]) -> None:
+def _publish_to_swarm(key: OrganiserKey, config: ClientConfig, revoked: list[GrantEntry]) -> None:
     """Publish the revocations. Raise NoSwarm if the swarm does not take them; the file keeps them anyway."""
     from swarm_cli.keys.publishing import publish
     from swarm_client.core import background

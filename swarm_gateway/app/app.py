@@ -110,7 +110,7 @@ def create_app(
 
 
 def _traced(telemetry: Telemetry | None) -> TelemetryConfig:
-    """Return what FastAPI has to record: a span for each request, but for the questions of those that watch."""
+    """Return the settings of tracing: a span for each request, except for the requests of monitors."""
     if telemetry is None or telemetry.tracer_provider is None:
         return {}
     return {

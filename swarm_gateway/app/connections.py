@@ -17,7 +17,8 @@ _SHARE = 4  # one in so many file descriptors is for incomplete requests
 
 
 class IncomingRequests:
-    """The incomplete requests of a process. Connections that take too long are closed; so is the oldest of too many."""
+    """The incomplete requests of a process. Connections that take too long are closed, and the oldest one if there are
+    too many."""
 
     def __init__(self, most: int, timeout_s: float = _REQUEST_S) -> None:
         self._most = most

@@ -61,21 +61,32 @@ class ServeSettings:
 def add_serve_flags(command: argparse.ArgumentParser) -> None:
     add, settings, limits = command.add_argument, ServeSettings, GatewayLimits
     add("--host", default=settings.host, help="address to listen on; one that other machines reach needs --api-keys")
-    add("--port", type=int, default=settings.port, metavar="N", help="to listen on; 0: one that is free")
-    add("--api-keys", type=Path, metavar="FILE", help="a key in each line: who has none of them is refused")
-    add("--max-active", type=int, default=limits.max_active, metavar="N", help="generations at the same time")
-    add("--max-queued", type=int, default=limits.max_queued, metavar="N", help="generations that wait for their turn")
-    add("--requests-per-minute", type=int, metavar="N", help="of each key; any number if not given")
+    add("--port", type=int, default=settings.port, metavar="N", help="port to listen on; 0: any free port")
+    add(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="file with a key in each line; requests without a key are refused",
+    )
+    add("--max-active", type=int, default=limits.max_active, metavar="N", help="most generations at the same time")
+    add(
+        "--max-queued",
+        type=int,
+        default=limits.max_queued,
+        metavar="N",
+        help="most generations that wait for a turn",
+    )
+    add("--requests-per-minute", type=int, metavar="N", help="most requests of each key; by default without limit")
     add(
         "--history",
         metavar="FILE|none",
-        help="where to keep what happens in the swarm; if not given, in the user's data directory",
+        help="file for the history of the swarm; by default in the user's data directory",
     )
     add(
         "--responses",
         type=Path,
         metavar="FILE",
-        help="where to keep responses that later requests go on from; if not given, in memory",
+        help="file for responses that later requests continue; by default in memory",
     )
     add("--batches", type=Path, metavar="FILE", help="take batches of requests, and keep them in this file")
 

@@ -148,12 +148,12 @@ class HistoryRecorder:
     async def _run(self) -> None:
         while True:
             began_s = now_s()
-            with logged_errors(_logger, "a look at the swarm failed; the next may not"):
+            with logged_errors(_logger, "a look at the swarm failed; the next one may succeed"):
                 try:
                     await self._look(self._pause_s())
                 except (SwarmError, OSError, TimeoutError) as error:
                     _logger.info("the swarm cannot be looked at: %s", error)
-                    self._tell(replace(self._observation, time=self._clock(), trouble=str(error) or repr(error)))
+                    self._notify(replace(self._observation, time=self._clock(), trouble=str(error) or repr(error)))
             while now_s() < began_s + self._pause_s():
                 await asyncio.sleep(min(_LOOK_S, began_s + self._pause_s() - now_s()))
 
@@ -170,9 +170,9 @@ class HistoryRecorder:
             peers, self._peers_at = await self._monitor.peers() or peers, now
         events = [] if before.snapshot is None else events_between(before.snapshot, snapshot)
         seen = Observation(now, snapshot, "", before.tallies, peers, before.last_event_id)
-        self._tell(await asyncio.get_running_loop().run_in_executor(self._thread, self._kept, seen, events))
+        self._notify(await asyncio.get_running_loop().run_in_executor(self._thread, self._kept, seen, events))
 
-    def _tell(self, observation: Observation) -> None:
+    def _notify(self, observation: Observation) -> None:
         self._observation = observation
         self._changed.set()
         for callback in self._listeners:

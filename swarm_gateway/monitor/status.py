@@ -41,11 +41,11 @@ def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None 
     if not snapshot.models:
         notices.append(Text(f"swarm {swarm} has no servers"))
         if snapshot.num_strangers:
-            others = f"{snapshot.num_strangers} that are there are no members of the private swarm that was asked for"
+            others = f"{snapshot.num_strangers} servers here are no members of the requested private swarm"
             notices.append(Text(f"{others}: is --swarm-key or --membership that of another swarm?", "bold red"))
     if snapshot.stale_s is not None:
         ago = f"{snapshot.stale_s:.0f} s ago"
-        notices.append(Text(f"the DHT cannot be read at present; who is there was read {ago}", "bold red"))
+        notices.append(Text(f"the DHT cannot be read at present; the servers shown were read {ago}", "bold red"))
     titles = [_title(swarm, status) for status in snapshot.models]
     remarks = [_remark(swarm, status) for status in snapshot.models]
     rows = [len(status.servers) for status in snapshot.models]

@@ -70,7 +70,7 @@ def health_of(seen: Observation, own_model: str) -> tuple[str, list[str]]:
     own = statuses.get(own_model)
     reasons = [f"the last look at the swarm has failed: {seen.trouble}"] if seen.trouble else []
     if seen.snapshot.stale_s is not None:
-        reasons.append(f"the DHT cannot be read; who is there was read {seen.snapshot.stale_s:.0f} s ago")
+        reasons.append(f"the DHT cannot be read; the servers shown were read {seen.snapshot.stale_s:.0f} s ago")
     if own is None:
         reasons.append(f"no server holds blocks of model {own_model}")
     reasons += _gaps(statuses.values())

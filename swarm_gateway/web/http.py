@@ -154,7 +154,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
     _logger.error("a request failed", exc_info=error)
-    return ApiError(500, "this server has made a mistake, which is in its log", code="internal_error")
+    return ApiError(500, "this server has failed; its log says why", code="internal_error")
 
 
 def refusal(error: ApiError, dialect: Dialect | None = None) -> JSONResponse:

@@ -24,12 +24,12 @@ class Metrics:
         self.generated_tokens = Counter("swarm_generated_tokens", "Tokens generated.", registry=self.registry)
         self.first_s = Histogram(
             "swarm_time_to_first_token_seconds",
-            "From a request to the first token of each of its generations.",
+            "Time from a request to the first token of each of its generations.",
             buckets=_FIRST_S,
             registry=self.registry,
         )
         self.gap_s = Histogram(
-            "swarm_time_between_tokens_seconds", "Between two tokens.", buckets=_GAP_S, registry=self.registry
+            "swarm_time_between_tokens_seconds", "Time between two tokens.", buckets=_GAP_S, registry=self.registry
         )
         active = Gauge("swarm_generations_active", "Generations under way.", registry=self.registry)
         active.set_function(lambda: queue.num_active)

@@ -81,7 +81,7 @@ def test_a_private_swarm_of_which_nobody_is_there():
     show(Console(file=output, width=200), "home", SwarmSnapshot((), num_strangers=3))
     assert output.getvalue().splitlines() == [
         "swarm home has no servers",
-        "3 that are there are no members of the private swarm that was asked for: "
+        "3 servers here are no members of the requested private swarm: "
         "is --swarm-key or --membership that of another swarm?",
     ]
 
@@ -222,7 +222,7 @@ def test_models_share_the_lines():
 
 
 def test_a_dht_that_cannot_be_read_is_mentioned(whole):
-    note = "the DHT cannot be read at present; who is there was read 14 s ago"
+    note = "the DHT cannot be read at present; the servers shown were read 14 s ago"
     assert shown(whole, 100, stale_s=14.2) == [*shown(whole, 100), note]
 
 
