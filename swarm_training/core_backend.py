@@ -38,7 +38,11 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
 
     averaging = who.averaging
     config = TrainingConfig(
-        codec=averaging.codec, aggregation=averaging.aggregation, max_norm=who.max_norm, ledger=who.ledger
+        codec=averaging.codec,
+        aggregation=averaging.aggregation,
+        max_norm=who.max_norm,
+        average_decay=who.average_decay,
+        ledger=who.ledger,
     )
     if who.local is not None:
         config = dataclasses.replace(config, straggler_s=_SLOW_ROUND_S)

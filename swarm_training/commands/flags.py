@@ -53,6 +53,7 @@ def joining_as(
         "checkpoint_every": file.run.checkpoint_every,
         "rollback": file.rollback,
         "max_norm": file.clip.max_norm,
+        "average_decay": file.optimizer.average_decay,
     }
     if not file.tokens.organiser:
         if membership is not None:

@@ -40,6 +40,7 @@ from swarm_training.data.order import DataShard
 from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
 from swarm_training.optim.local_steps import LocalSteps
+from swarm_training.optim.weight_average import averaged_tensors
 from swarm_training.runfile.settings import RunFile
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class Writing:
             rollbacks=rollbacks,
             trained=tuple(name for name, each in model.named_parameters() if each.requires_grad),
         )
-        servable = ServableModel(model, self._trained.tokenizer) if is_servable(model) else None
+        averaged = averaged_tensors(self._trained.optimizer, model)
+        servable = ServableModel(model, self._trained.tokenizer, averaged) if is_servable(model) else None
         try:
             spared = steps_to_keep(self._policy, self._known, step)
             path = self._directory.write(content, servable, spared)

@@ -35,6 +35,7 @@ class Joining:
         checkpoint_every: the steps between checkpoints, to go back to when ``rollback`` asks for it; 0: never.
         resumed_at: the moment of the founder's model and optimizer; None: they are new.
         max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
+        average_decay: the decay of the moving average of the weights; 0: there is no such average.
         ledger: the file that keeps who has contributed how much; None: there is none.
         local: the steps that this peer takes between two global steps; None: there are none.
         evaluation: the evaluation on held-out data; None: there is none.
@@ -50,6 +51,7 @@ class Joining:
     checkpoint_every: int = 0
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     max_norm: float = 0.0
+    average_decay: float = 0.0
     ledger: str | None = None
     resumed_at: Moment | None = None
     local: LocalSteps | None = None

@@ -28,6 +28,15 @@ def check_max_norm(max_norm: float) -> None:
         raise ValueError(f"max_norm is {max_norm}: expected a number of at least 0 (0: gradients are not clipped)")
 
 
+def check_average_decay(decay: float) -> None:
+    """Raise ValueError if the weights cannot be averaged with this decay."""
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"average_decay is {decay}: expected a number from 0 (the weights are not averaged) to less than 1, such "
+            "as 0.999"
+        )
+
+
 @dataclass(frozen=True)
 class RollbackPolicy:
     """The rule by which a run's losses show that it has diverged. A field out of its range raises ValueError.
@@ -84,7 +93,8 @@ class EvaluationPolicy:
 @dataclass(frozen=True)
 class TrainingConfig:
     """The settings of one peer of a run. ``codec``, ``aggregation``, ``counting``, ``max_norm``,
-    ``chunk_elements``, ``checkpoint_every``, ``rollback`` and ``evaluation`` must be the same for all peers of a run.
+    ``average_decay``, ``chunk_elements``, ``checkpoint_every``, ``rollback`` and ``evaluation`` must be the same for all
+    peers of a run.
 
     A step needs a quorum of the peers that took the last step together. A peer that leaves, or whose process ends, does
     not count. If a peer is merely silent, no other peer knows whether it has ended or the network is divided. With a
@@ -121,6 +131,7 @@ class TrainingConfig:
     aggregation: str = "mean"  # or "centered_clip", which a minority of outlier gradients moves only a little
     counting: str = "samples"  # what a batch counts; or "exact", see above
     max_norm: float = 0.0  # to which averaged gradients are clipped, before the optimizer's step; 0: they are not
+    average_decay: float = 0.0  # of the moving average of the weights, at each step; 0: there is no such average
     delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
@@ -154,6 +165,8 @@ class TrainingConfig:
             settings["max_norm"] = self.max_norm
         if self.evaluation.every:
             settings["evaluation"] = self.evaluation
+        if self.average_decay:
+            settings["average_decay"] = self.average_decay
         return {name: str(value) for name, value in settings.items()}
 
     def __post_init__(self) -> None:
@@ -164,6 +177,7 @@ class TrainingConfig:
             raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
         self._check_averaging()
         check_max_norm(self.max_norm)
+        check_average_decay(self.average_decay)
         if not 0 <= self.share < inf:
             raise ValueError(f"share is {self.share}: expected a number of at least 0")
         if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:

@@ -22,6 +22,7 @@ from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.core.moment import Moment
 from swarm_training.numerics.reproducible import exact_sum, squared_norm
+from swarm_training.optim.weight_average import AVERAGE, average_of, averaged_tensors, forget_averages, update_averages
 
 _PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
 _CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
@@ -40,6 +41,7 @@ class TrainedState:
         shapes: one text per parameter, its shape and type; peers compare them to check that they train the same model.
         common: the settings that must be equal at all peers.
         max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
+        average_decay: the decay of the moving average of the weights; 0: there is no such average.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class TrainedState:
         common: Mapping[str, str] | None = None,
         max_norm: float = 0.0,
         drifts: bool = False,
+        average_decay: float = 0.0,
     ) -> None:
         """Check what is trained. All peers share the state of ``compressor`` and the settings in ``common``.
         ``drifts``: whether the caller changes the parameters between two calls of ``apply``, by local steps.
@@ -61,6 +64,7 @@ class TrainedState:
         self.moment = Moment(0, 0)
         self.common = dict(common or {})
         self.max_norm = max_norm
+        self.average_decay = average_decay
         given = list(parameters)
         self.parameters = [parameter for parameter in given if parameter.requires_grad]
         if not given:
@@ -80,6 +84,8 @@ class TrainedState:
             self._copies = list(zip(self.shared_parameters, self.parameters, strict=True))
         self.shapes = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in self.parameters]
         self.length = sum(parameter.numel() for parameter in self.parameters)
+        if not average_decay:
+            forget_averages(optimizer)
         _plain_groups(optimizer)
 
     @property
@@ -129,6 +135,8 @@ class TrainedState:
                 part = part if scale == 1.0 else part * scale
                 parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
             self._optimizer.step()
+            if self.average_decay:
+                update_averages(self._optimizer, self.parameters, self.average_decay)
             self._share()
             self.moment = replace(self.moment, step=self.step + 1)
             for parameter in self.parameters:
@@ -156,14 +164,27 @@ class TrainedState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Set the parameters to the shared ones while the context is active."""
-        drifted = [own.detach().clone() for _, own in self._copies]
-        self.restore()
-        try:
+        with _kept([own for _, own in self._copies]):
+            self.restore()
             yield
-        finally:
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Set the parameters to their moving averages while the context is active. Before the first step, these are the
+        shared parameters. Raise ValueError if there is no such average."""
+        if not self.average_decay:
+            raise ValueError("the run has no average of its weights: expected average_decay in its settings, as 0.999")
+        with _kept(self.parameters):
+            self.restore()
             with torch.no_grad():
-                for (_, own), before in zip(self._copies, drifted, strict=True):
-                    own.copy_(before)
+                for own in self.parameters:
+                    if (average := average_of(self._optimizer, own)) is not None:
+                        own.copy_(average)
+            yield
+
+    def averaged_tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Return ``model.state_dict()`` with the moving averages of the parameters; None if there are none."""
+        return averaged_tensors(self._optimizer, model)
 
     @torch.no_grad()
     def _share(self) -> None:
@@ -260,6 +281,8 @@ class TrainedState:
                 load_optimizer(self._optimizer, optimizer)
             except (KeyError, TypeError, RuntimeError):
                 raise ValueError("the checkpoint is of another optimizer") from None
+            if not self.average_decay:
+                forget_averages(self._optimizer)
             if compressor:  # `swarm train join` does not keep it
                 self._compressor.load_state_dict(compressor)
             for own, saved in zip(self.parameters, parameters, strict=True):
@@ -302,6 +325,8 @@ class TrainedState:
         for name, tensor in tensors.items():
             if name.startswith(prefix):
                 key = name.removeprefix(prefix)
+                if key == AVERAGE and not self.average_decay:
+                    continue  # the run has had an average before it was started again
                 before = old.get(key)
                 beside = torch.device("cpu") if tensor.dim() == 0 else parameter.device
                 state[key] = tensor.to(before.device if isinstance(before, Tensor) else beside, copy=True)
@@ -342,6 +367,18 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
         parameter.VAR_POSITIONAL,
         parameter.VAR_KEYWORD,
     )
+
+
+@contextmanager
+def _kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Give the parameters back their present values at the end of the context."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value)
 
 
 def _wide(tensor: Tensor) -> Tensor:

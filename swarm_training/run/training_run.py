@@ -111,7 +111,8 @@ class TrainingRun:
         if optimizer is None:
             raise ValueError("optimizer is missing: expected one, since there are no local steps")
         max_norm = config.max_norm if local is None else 0.0  # local steps are clipped, not their sum
-        self._state = TrainedState(parameters, optimizer, compressor, common, max_norm, drifts=local is not None)
+        drifts, decay = local is not None, config.average_decay
+        self._state = TrainedState(parameters, optimizer, compressor, common, max_norm, drifts, decay)
         if evaluation is not None:
             evaluation.bind(self._state.parameters)
         if resume is not None and not initial_peers:
@@ -239,7 +240,8 @@ class TrainingRun:
 
         Args:
             model: the model of transformers that has the parameters. The checkpoint is then a folder that transformers
-                and servers load as a model, with the rest in its folder ``training``; else it is a file.
+                and servers load as a model, with the rest in its folder ``training``, and the moving average of the
+                weights as a second model in ``averaged``, if there is one. Without ``model`` it is a file.
             tokenizer: the tokenizer whose files the folder has too.
 
         Raises:
@@ -257,7 +259,7 @@ class TrainingRun:
                 )
             with self._state.restored():
                 content = self._state.checkpoint(self._name, model)
-                servable = ServableModel(model, tokenizer)
+                servable = ServableModel(model, tokenizer, self._state.averaged_tensors(model))
                 return save_servable(content, servable, self.went_back_to, Path(directory), keep)
 
     def finish(self) -> None:
@@ -279,6 +281,11 @@ class TrainingRun:
         The model's own parameters differ from these between two global steps of a run with local steps. Do not call
         ``step`` inside."""
         return self._state.restored()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the moving average of its weights, for evaluating or saving it. Do
+        not call ``step`` inside. Entering it raises ValueError if ``average_decay`` of the config is 0."""
+        return self._state.averaged()
 
     def __enter__(self) -> TrainingRun:
         return self

@@ -27,6 +27,7 @@ _REMEMBERED = 4  # steps
 _IDLE_S = 10.0  # the longest wait for a part
 _POLL_S = 0.02
 _STATE_FACTOR = 16  # bytes of parameters and optimizer state for each parameter; Adam in fp32 takes 12
+_AVERAGE_BYTES = 4  # for each parameter
 _SPARE_BYTES = 16 << 20
 
 
@@ -254,7 +255,8 @@ async def _header(parts: AsyncIterator[pb.StatePart], expected: TrainedState | N
 
 
 def _most_bytes(own: TrainedState) -> int:
-    return own.length * _STATE_FACTOR + _SPARE_BYTES
+    average = _AVERAGE_BYTES if own.average_decay else 0
+    return own.length * (_STATE_FACTOR + average) + _SPARE_BYTES
 
 
 def _require_same(header: pb.StateHeader, own: TrainedState) -> None:

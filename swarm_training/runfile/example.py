@@ -42,6 +42,7 @@ lr = 1e-3
 # schedule = "constant"       # {schedules}
 # warmup_steps = 0
 # total_steps = 0             # the step at which linear and cosine schedules reach 0; training ends there
+# average_decay = 0.0         # such as 0.999: of the moving average of the weights, which checkpoints have too; 0: none
 
 [averaging]
 # codec = "fp32"              # {codecs}: how gradients travel

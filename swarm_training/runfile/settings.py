@@ -8,7 +8,7 @@ from math import cos, pi
 
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
-from swarm_training.core.config import EvaluationPolicy, RollbackPolicy, check_max_norm
+from swarm_training.core.config import EvaluationPolicy, RollbackPolicy, check_average_decay, check_max_norm
 from swarm_training.data.settings import DataSettings
 from swarm_training.runfile.stage_settings import StageSettings
 
@@ -98,6 +98,7 @@ class OptimizerSettings:
         lr: the highest learning rate, after the warm-up.
         decay_vectors: whether weight decay applies to biases and the scales of norms too, not to matrices alone.
         total_steps: the step at which linear and cosine schedules reach 0; 0 for constant schedules, which never do.
+        average_decay: the decay of the moving average of the weights at each global step; 0: there is no such average.
     """
 
     name: str
@@ -107,8 +108,10 @@ class OptimizerSettings:
     schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int = 0
+    average_decay: float = 0.0
 
     def __post_init__(self) -> None:
+        check_average_decay(self.average_decay)
         require_one_of("name", self.name, OPTIMIZERS)
         require_one_of("schedule", self.schedule, SCHEDULES)
         if not 0 < self.lr <= _LARGEST:
@@ -260,6 +263,11 @@ class RunFile:
     def __post_init__(self) -> None:
         if self.evaluation.every:
             self._check_evaluation()
+        if self.stages.count and self.optimizer.average_decay:
+            raise ValueError(
+                f"average_decay of [optimizer] is {self.optimizer.average_decay}: expected 0 with [stages], whose "
+                "peers keep no average of the weights"
+            )
         if not self.local.batch_size:
             return
         for name, value in (

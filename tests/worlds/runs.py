@@ -260,9 +260,8 @@ class SimulatedPeer:
             evaluated.bind([parameter])
         common = config.common | ({} if steps is None else steps.common)
         outer = optimizer([parameter], lr=0.1)
-        state = TrainedState(
-            [parameter], outer, compressor, common, config.max_norm if steps is None else 0.0, drifts=steps is not None
-        )
+        max_norm = config.max_norm if steps is None else 0.0
+        state = TrainedState([parameter], outer, compressor, common, max_norm, steps is not None, config.average_decay)
         record = Progress(
             "toy",
             own.peer_id,

@@ -201,7 +201,9 @@ def test_parameters_outside_the_optimizer_are_refused() -> None:
         TrainingRun("toy", parameters(), torch.optim.SGD(parameters(), lr=0.1), target_batch_size=4)
 
 
-@pytest.mark.parametrize("wrong", [{"share": -1.0}, {"silence_s": 1.0}, {"chunk_elements": 0}, {"max_norm": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"share": -1.0}, {"silence_s": 1.0}, {"chunk_elements": 0}, {"max_norm": -1.0}, {"average_decay": 1.0}]
+)
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
         TrainingConfig(**wrong)
@@ -216,9 +218,12 @@ def test_a_run_clips_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(PeerProcess, "enter", enter)
     with pytest.raises(InterruptedError):
-        run(parameters(), config=TrainingConfig(max_norm=0.5))
+        run(parameters(), config=TrainingConfig(max_norm=0.5, average_decay=0.75))
+    assert states[0].average_decay == 0.75 and states[0].common["average_decay"] == "0.75"
     assert states[0].max_norm == 0.5 and states[0].common["max_norm"] == "0.5"
-    assert "max_norm" not in TrainingConfig().common  # peers of older versions have no such setting
+    assert (
+        not {"max_norm", "average_decay"} & TrainingConfig().common.keys()
+    )  # peers of older versions have no such setting
 
 
 class NeedsLoss(torch.optim.SGD):

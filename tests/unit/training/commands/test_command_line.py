@@ -91,6 +91,7 @@ def run_file(directory: Path, organiser: bool = False) -> Path:
         .replace('# codec = "fp32"', 'codec = "int8"')
         .replace("# patience = 10", "patience = 5")
         .replace("# max_norm = 0.0", "max_norm = 0.5")
+        .replace("# average_decay = 0.0", "average_decay = 0.75")
     )
     if organiser:
         text = path.read_text().replace('# organiser = ""', f'organiser = "{ORGANISER.public}"')
@@ -203,6 +204,7 @@ def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (who.organiser, who.identity.peer_id) == (ORGANISER.public, IDENTITY.peer_id)
     assert who.averaging == AveragingSettings("int8")
     assert (who.checkpoint_every, who.rollback, who.max_norm) == (100, RollbackPolicy(patience=5), 0.5)
+    assert who.average_decay == 0.75
     assert Grant.parse(who.token).name == "ada" and str(who.token) not in repr(who)
     command_line.main(["join", str(path), "--membership", str(member), "--batch-size", "auto"], Network().backend())
     assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None

@@ -263,11 +263,11 @@ def test_a_run_is_opened_with_the_clipping_of_its_file(monkeypatch: pytest.Monke
     monkeypatch.setattr(swarm_training, "TrainingRun", lambda *_arguments, **options: opened.update(options))
     model = torch.nn.Linear(2, 2)
     open_run(
-        Joining("run", TARGET, (), IDENTITY, max_norm=0.5),
+        Joining("run", TARGET, (), IDENTITY, max_norm=0.5, average_decay=0.75),
         list(model.parameters()),
         torch.optim.SGD(model.parameters()),
     )
-    assert opened["config"].max_norm == 0.5
+    assert (opened["config"].max_norm, opened["config"].average_decay) == (0.5, 0.75)
 
 
 def test_peers_with_other_rules_are_no_equals() -> None:

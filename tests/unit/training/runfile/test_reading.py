@@ -64,6 +64,14 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
             r"total_steps is 5: expected more than the 5 of warmup_steps, since the schedule is cosine",
         ),
         (text(optimizer='name = "sgd"\nlr = 1\nrate = 2'), r"unknown key 'rate': expected name, lr, weight_decay"),
+        (
+            text(optimizer='name = "sgd"\nlr = 1\naverage_decay = 1'),
+            r"average_decay is 1\.0: expected a number from 0 .* to less than 1",
+        ),
+        (
+            text(optimizer='name = "sgd"\nlr = 1\naverage_decay = 0.9', stages="count = 2"),
+            r"average_decay of \[optimizer\] is 0\.9: expected 0 with \[stages\]",
+        ),
         (text(averaging='codec = "bf16"'), r"\[averaging\] codec is 'bf16': expected one of fp32, fp16, int8"),
         (text(averaging="error_feedback = true"), r"error_feedback is true: expected codec fp16, int8 or 2bit with it"),
         (text(averaging='codec = "2bit"'), r"codec is '2bit': expected error_feedback = true with it"),
