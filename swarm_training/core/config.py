@@ -93,8 +93,8 @@ class EvaluationPolicy:
 @dataclass(frozen=True)
 class TrainingConfig:
     """The settings of one peer of a run. ``codec``, ``aggregation``, ``counting``, ``max_norm``,
-    ``average_decay``, ``chunk_elements``, ``checkpoint_every``, ``rollback`` and ``evaluation`` must be the same for all
-    peers of a run.
+    ``average_decay``, ``chunk_elements``, ``checkpoint_every``, ``rollback`` and ``evaluation`` must be the same
+    for all peers of a run.
 
     A step needs a quorum of the peers that took the last step together. A peer that leaves, or whose process ends, does
     not count. If a peer is merely silent, no other peer knows whether it has ended or the network is divided. With a
