@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
 .PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-browser screenshots bench gpu-report docs \
-    lint format proto clean
+    lint pytest format proto clean
 
 demo: $(VENV)/.installed
 	$(SMALL_CHAT_MODEL)
@@ -30,15 +30,17 @@ endef
 # Runs of simulated swarms go as sets are ordered.
 test test-all test-long test-newest test-oldest: export PYTHONHASHSEED := 0
 
-test: $(VENV)/.installed lint
-	$(BIN)/python -m pytest $(IN_PARALLEL)
+# mypy has the processors while tests wait, and takes no time of its own.
+LINT_AND_PYTEST = $(MAKE) --no-print-directory --jobs=2 lint pytest
 
-# More than cores: its tests wait for other processes half of the time.
-test-all: PROCESSES := 3
-test-all: $(VENV)/.installed lint
+test: $(VENV)/.installed
+	$(LINT_AND_PYTEST)
+
+# More processes than cores: its tests wait for other processes half of the time.
+test-all: $(VENV)/.installed
 	$(call installed,/usr/sbin/iptables,iptables)
 	$(SMALL_CHAT_MODEL)
-	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not long and not browser"
+	$(LINT_AND_PYTEST) PROCESSES=4 SELECTION='-m "not long and not browser"'
 	$(MAKE) test-triton
 	$(MAKE) test-browser
 
@@ -89,10 +91,13 @@ gpu-report: $(VENV)/.installed
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+pytest: $(VENV)/.installed
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(SELECTION)
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
