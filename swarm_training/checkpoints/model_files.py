@@ -11,6 +11,7 @@ import torch
 
 from swarm_models.checkpoints.safetensors_file import StoredTensor, read_header
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.failures import any_error_as, first_line
 from swarm_protocol.untrusted.json_file import read_object, shown
 
 if TYPE_CHECKING:
@@ -128,9 +129,9 @@ def _loaded(directory: Path, how: Any) -> dict[str, torch.Tensor]:
     dtype = _DTYPES.get(str(how.get("dtype"))) if isinstance(how, dict) else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)) or dtype is None:
         raise CheckpointError(f"{path} has architectures={shown(names)}: expected a model of transformers")
-    try:
-        with hf_loader():
-            return dict(kind.from_pretrained(directory, dtype=dtype).state_dict())
-    except Exception as error:  # each family rejects files with its own exceptions
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{directory} cannot be loaded by transformers: {reason}") from None
+
+    def refusal(error: Exception) -> CheckpointError:
+        return CheckpointError(f"{directory} cannot be loaded by transformers: {first_line(error)}")
+
+    with any_error_as(refusal), hf_loader():
+        return dict(kind.from_pretrained(directory, dtype=dtype).state_dict())
