@@ -45,6 +45,7 @@ class LeaderContext:
         deadline_s: the deadline for stragglers of the averaging.
         judge: the judge of whether the run must go back.
         evaluations: the signed records with losses on held-out data that the run has not agreed on yet.
+        is_over: whether the other peers have ended the run, so that no group may be formed any more.
     """
 
     expected: Collection[str]
@@ -55,6 +56,7 @@ class LeaderContext:
     deadline_s: float
     judge: RollbackJudge = field(default_factory=RollbackJudge)
     evaluations: Sequence[pb.SignedProgress] = ()
+    is_over: bool = False
 
 
 class MeetingState(Enum):
@@ -155,7 +157,7 @@ class Leader:
         needs a quorum of all peers that are known to be at this step, so that no small group takes a step."""
         present = self._joined.keys()
         joined = self._joined.values()
-        if self._began_s is None or not any(peer.record.is_reachable for peer in joined):
+        if self._began_s is None or context.is_over or not any(peer.record.is_reachable for peer in joined):
             return False
         is_something = any(peer.join.samples or peer.join.accepted.group for peer in joined)
         if not is_something and self._proposal(context) is None:

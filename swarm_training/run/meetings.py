@@ -291,6 +291,7 @@ class Meetings:
             deadline_s=max(straggler_s, 2 * self._usual_s),
             judge=self._rollbacks.judge(view.own.moment),
             evaluations=self._evaluator.to_agree_on(view.own.moment),
+            is_over=self._standing.others_have_ended,
         )
 
     def _referral(self, join: pb.Join) -> pb.Dismissal | None:
@@ -310,7 +311,8 @@ class Meetings:
         if result is None:
             return None
         then = result.group.next_moment
-        has_led = any(peer.moment == then and peer.result_digest == result.digest for peer in view.others)
+        later = *view.others, *self._standing.table.ended()
+        has_led = any(peer.moment == then and peer.result_digest == result.digest for peer in later)
         if not has_led and not any(peer.decided == result.digest for peer in view.at(result.group.moment)):
             return None
         return replace(result, seconds=self._usual_s) if isinstance(result, Averaged) else result

@@ -242,7 +242,7 @@ class TrainingPeer:
     async def _give_last_state(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.max_meeting_s):
-                while any(peer.moment < self.own.moment for peer in self.view().others):
+                while any(peer.moment < self.own.moment for peer in (*self.view().others, *self.view().silent)):
                     await asyncio.sleep(_RETRY_S)
 
     # ------------------------------------------------------------ called by the training loop
@@ -541,8 +541,9 @@ class TrainingPeer:
 
     @property
     def reason_of_end(self) -> str:
-        """Return why the run has ended; empty while it goes on."""
-        if not self.own.has_ended and self._standing.others_have_ended:
+        """Return why the run has ended; empty while it goes on, or while this peer can still get the last state."""
+        standing = self._standing
+        if not self.own.has_ended and standing.others_have_ended and not standing.is_lost:
             return "the other peers have ended it, and have left before they gave the last state to this peer"
         return self.evaluator.reason_to_end
 

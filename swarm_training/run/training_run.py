@@ -103,6 +103,8 @@ class TrainingRun:
         _check_compressor(compressor, encoder, config)
         if evaluation is not None:
             config = replace(config, evaluation=evaluation.policy)
+        elif config.evaluation.every:
+            raise ValueError("config has an evaluation: expected evaluation=Evaluation(…), which has its numbers")
         common, parameters = config.common, list(parameters)
         if local is not None:
             _check_local(local, parameters, config, compressor, target_batch_size)

@@ -247,3 +247,15 @@ def test_nobody_meets_for_gradients_that_nobody_has() -> None:
     leader = Leader("toy", Moment(0, 3), "meeting")
     join_with_loss(leader, "abcd", 2.0)
     assert leader.tick(JUDGING, 1000.0) == []
+
+
+def test_a_group_agrees_on_evaluations_and_hands_those_of_an_accepted_result_on() -> None:
+    new, old = pb.SignedProgress(progress=b"new"), pb.SignedProgress(progress=b"old")
+    leader = Leader("toy", Moment(0, 3), "meeting")
+    join(leader, *"abcd")
+    assert leader.tick(replace(ALL, is_over=True), 11.0) == []
+    assert list(leader.tick(replace(ALL, evaluations=(new,)), 11.0)[0][1].group.evaluations) == [new]
+    later = Leader("toy", Moment(0, 3), "later")
+    join(later, *"abc")
+    join(later, "d", accepted=pb.Accepted(ballot=1, group="meeting", digest=b"result", layout=[1.0], evaluations=[old]))
+    assert list(later.tick(replace(ALL, evaluations=(new,)), 11.0)[0][1].group.evaluations) == [old]
