@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
 from swarm_protocol.process.invocation import add_common_flags, run_command
-from swarm_training.commands.flags import add_joining_flags, joining, parse_batch_size, parse_part
+from swarm_training.commands.flags import add_joining_flags, add_report_flag, joining, parse_batch_size, parse_part
 from swarm_training.commands.staged import (
     STAGE,
     TRAINER,
@@ -29,6 +30,9 @@ from swarm_training.commands.staged import (
 )
 from swarm_training.contract.backend import Backend, Look, ReadLedger, SendOrder
 from swarm_training.core_backend import BACKEND
+from swarm_training.reports.observing import RunObserver
+from swarm_training.reports.reporter import parse_report
+from swarm_training.reports.stepping import open_reports
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
 
@@ -66,6 +70,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     join.add_argument("--batch-size", metavar="N|auto", help="samples to compute at once; else as in the run file")
     join.add_argument("--part", metavar="K/N", help="part of the data to read, if peers divide them")
     join.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, xpu or mps")
+    add_report_flag(join)
 
     export = command("export", partial(_export, stages), "write a run in stages as a checkpoint for transformers")
     add_joining_flags(export)
@@ -76,6 +81,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
         add_joining_flags(watch)
         watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
         watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="time between two updates")
+        add_report_flag(watch)
     if backend.read_ledger is not None:
         summed = command("ledger", partial(_ledger, backend.read_ledger), "show how much each user has contributed")
         add_joining_flags(summed)
@@ -167,6 +173,7 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
         batch = dataclasses.replace(file.batch, size=size, max_size=max(size, file.batch.max_size))
         file = dataclasses.replace(file, batch=batch)
     part = None if args.part is None else parse_part(args.part)
+    targets = [parse_report(text) for text in args.report]
     who = joining(args, file, Role.TRAINER)
 
     def run() -> None:
@@ -174,7 +181,11 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
 
         signals.unwind_on_signals()
         say = partial(print, flush=True)
-        take_part(prepare(file, who, part, args.device, say), who, backend.open_run, threading.Event(), say)
+        with closing(open_reports(targets, file.run.name)) as reports:
+            setup = prepare(file, who, part, args.device, say)
+            if targets:
+                setup = dataclasses.replace(setup, reports=reports)
+            take_part(setup, who, backend.open_run, threading.Event(), say)
 
     return run
 
@@ -202,6 +213,7 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
         raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
     from swarm_protocol.access.tokens import Role
 
+    targets = [parse_report(text) for text in args.report]
     # Peers of a stage report their progress to trainers alone; peers of other runs publish it on the DHT.
     who = joining(args, file, Role.TRAINER if file.stages.count else Role.CLIENT)
     looking = partial(_required(stages).look, file, who) if file.stages.count else partial(_look_of(backend), who)
@@ -210,8 +222,14 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
         from swarm_training.commands.watching import watch
 
         signals.unwind_on_signals()
-        with looking() as view:
-            watch(view, args.interval, json_lines=args.json)
+        observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
+        with closing(open_reports(targets, file.run.name)) as reports, looking() as look:
+            watch(
+                lambda: observer.complete(look(), time.time()),
+                args.interval,
+                json_lines=args.json,
+                also=[lambda view: reports.see(view, time.monotonic())],
+            )
 
     return run
 

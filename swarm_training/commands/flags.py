@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from swarm_protocol.dht.addresses import check_peer
 from swarm_training.contract.backend import Joining
 from swarm_training.data.order import DataShard
+from swarm_training.reports.reporter import EXPECTED
 from swarm_training.runfile.settings import RunFile
 
 if TYPE_CHECKING:
@@ -29,6 +30,16 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--membership", type=Path, metavar="FILE", help="membership from the organiser of a private run")
     add("--identity", type=Path, metavar="FILE", help="this peer's key, created if it is missing; by default a new key")
+
+
+def add_report_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--report",
+        action="append",
+        default=[],
+        metavar="KIND:WHERE",
+        help=f"where the numbers of each step go, {EXPECTED}; may be given several times",
+    )
 
 
 def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:

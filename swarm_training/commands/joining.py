@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +31,7 @@ from swarm_training.commands.building import (
     build_outer_optimizer,
     build_tokenizer,
 )
+from swarm_training.commands.looking import shown_bans, view_of
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
 from swarm_training.core.config import EvaluationPolicy
@@ -41,6 +43,8 @@ from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import averaged_tensors
+from swarm_training.reports.observing import RunObserver
+from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.settings import RunFile
 
 if TYPE_CHECKING:
@@ -58,6 +62,7 @@ class TrainingSetup:
         local: the steps between them; None: there are none.
         tokenizer: the model's tokenizer, whose files are in checkpoints; None: they are not.
         evaluation: the evaluation on held-out data; None: there is none.
+        reports: where the numbers of each step go; None: nowhere.
     """
 
     file: RunFile
@@ -67,6 +72,7 @@ class TrainingSetup:
     local: LocalSteps | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     evaluation: Evaluation | None = None
+    reports: StepReports | None = None
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -163,6 +169,23 @@ class Writing:
         return self._directory.path(best.step)
 
 
+class RunFollower:
+    """The follower of the run that is trained here, who reports each of its steps."""
+
+    def __init__(self, trained: TrainingSetup, run: RunLike) -> None:
+        file = trained.file
+        self._settings, self._reports = file.run, trained.reports
+        self._run = run
+        self._observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
+
+    def after_step(self) -> None:
+        """Report the step that the run has taken."""
+        if self._reports is not None:
+            settings, run = self._settings, self._run
+            view = view_of(settings.name, settings.target_batch_size, tuple(run.records), shown_bans(run.bans))
+            self._reports.report(self._observer.complete(replace(view, loss=run.last_loss), time.time()))
+
+
 @contextmanager
 def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], run: RunLike) -> Iterator[None]:
     """Give each step of the optimizer the learning rate of the run's global step, while the context is active."""
@@ -186,6 +209,7 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
     steps. Local steps have the rate of the global step to which they lead, so that all peers have the same. When the
     run goes back to a checkpoint, the data go on: no batch is seen again.
     """
+    following = RunFollower(trained, run)
     settings = trained.file.optimizer
     end, optimizer = settings.total_steps, trained.optimizer if trained.local is None else trained.local.inner
     with Prefetcher(trained.batches) as loader, scheduled(optimizer, settings.rate, run):
@@ -201,6 +225,7 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
                 writing.went_back(kept_up_to)
             elif run.num_steps > step:
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
+                following.after_step()
                 with run.shared_parameters():
                     writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict())
             if trained.evaluation is not None:

@@ -15,6 +15,7 @@ from swarm_training.core.signing import read_signed
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import Ban, ModeratorOrder
+from swarm_training.progress.policy import mean_loss
 
 if TYPE_CHECKING:
     from swarm_training.pb import training_pb2 as pb
@@ -50,13 +51,6 @@ def shown_users(totals: Mapping[str, UserTotal]) -> tuple[UserView, ...]:
     samples = sum(total.samples for total in totals.values())
     first = list(totals.items())[:_SHOWN_USERS]
     return tuple(UserView(user, total.samples, total.samples / samples) for user, total in first)
-
-
-def mean_loss(peers: Iterable[Progress]) -> float | None:
-    """Return the mean of the losses that peers report, weighted by samples; None if no peer reports one."""
-    reported = [peer for peer in peers if peer.loss_samples]
-    weight = sum(peer.loss_samples for peer in reported)
-    return sum(peer.loss * peer.loss_samples for peer in reported) / weight if weight else None
 
 
 def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans: tuple[BanView, ...] = ()) -> RunView:

@@ -40,6 +40,8 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
     """Return the command to hold a stage, or to train through all stages. Raises ValueError if the flags do not fit."""
     if args.role is None:
         raise ValueError(f"{args.run_file} is of a run in stages: expected {_ROLES}")
+    if args.report:
+        raise ValueError("--report is not for a peer of a run in stages: `swarm train watch` reports all stages")
     for name, value in (("--batch-size", args.batch_size), ("--part", args.part)):
         if value is not None:
             raise ValueError(f"{name} is not for a run in stages: its run file says what is in a batch")

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from typing import Any
 
@@ -22,14 +22,24 @@ from swarm_training.contract.run_like import BanView, PeerView, RunView, StagePe
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _SHOWN_PEERS = 8  # last characters of a peer id
 _NAME_CHARS = 24
+_SHOWN_EVENTS = 5
 
 
-def watch(look: Callable[[], RunView], interval_s: float, *, json_lines: bool = False) -> None:
-    """Show the run: in place if stdout is a terminal, else (and as JSON) one picture after the other."""
+def watch(
+    look: Callable[[], RunView],
+    interval_s: float,
+    *,
+    json_lines: bool = False,
+    also: Sequence[Callable[[RunView], object]] = (),
+) -> None:
+    """Show the run: in place if stdout is a terminal, else (and as JSON) one picture after the other. Each of ``also``
+    is called with each view too."""
     with contextlib.suppress(KeyboardInterrupt), _painter(json_lines) as paint:
         while True:
             next_s = time.monotonic() + interval_s
-            paint(look())
+            view = look()
+            for take in (*also, paint):
+                take(view)
             time.sleep(max(0.0, next_s - time.monotonic()))
 
 
@@ -43,15 +53,17 @@ def picture(view: RunView, now: float) -> list[RenderableType]:
     """Return the parts of one picture. ``now``: Unix time in seconds, to show how long bans still last."""
     loss = "" if view.loss is None else f"   loss {view.loss:.4f}" if isfinite(view.loss) else "   loss not finite"
     back = f"   rollbacks {view.rollbacks}" if view.rollbacks else ""
-    speed, what = sum(peer.samples_per_s for peer in view.peers), "samples"
-    if view.stages:  # the slowest stage sets the speed of the run
-        speed, what = min(stage.micro_batches_per_s for stage in view.stages), "micro-batches"
+    speed, what = view.samples_per_s, "micro-batches" if view.stages else "samples"
     soon = "nobody computes" if view.next_step_s is None else f"next step in {_duration(view.next_step_s)}"
     share = view.samples / view.target_batch_size
+    rate = "" if view.learning_rate is None else f"   learning rate {view.learning_rate:.3g}"
+    computing = "" if view.computing is None else f"   about {view.computing:.0%} of the time spent computing"
+    kept = "" if view.checkpoint is None else f"   newest checkpoint: step {view.checkpoint}"
     parts: list[RenderableType] = [
         Text(f"run {printable(view.run)}   step {view.step}{back}{loss}", "bold"),
         Text(f"{view.samples} of {view.target_batch_size} {what} ({share:.0%}), {speed:.3g} {what}/s: {soon}"),
-        Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all", "dim"),
+        Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all{rate}", "dim"),
+        *([Text(f"{computing}{kept}".strip(), "dim")] if computing or kept else []),
         *([_stages_table(view), _stage_peers_table(view.stages)] if view.stages else [_peers_table(view.peers)]),
     ]
     if view.held_out is not None:
@@ -60,6 +72,7 @@ def picture(view: RunView, now: float) -> list[RenderableType]:
         parts.append(_users_table(view.users))
     if view.bans:
         parts.append(_bans_table(view.bans, now))
+    parts += [Text(f"{_duration(now - event.at)} ago: {event.text}", "dim") for event in view.events[-_SHOWN_EVENTS:]]
     return parts
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from swarm_training.evaluation.policy import EvaluationHistory
+
+if TYPE_CHECKING:
+    from swarm_training.core.record import Progress
+    from swarm_training.ledger.orders import ModeratorOrder
 
 
 class RunLike(Protocol):
@@ -40,6 +44,18 @@ class RunLike(Protocol):
     @property
     def initial_peers(self) -> Sequence[str]:
         """Return the multiaddrs by which other peers join."""
+
+    @property
+    def last_loss(self) -> float | None:
+        """Return the mean loss over the batch of the last global step, before the step; None: it is not known."""
+
+    @property
+    def records(self) -> Sequence[Progress]:
+        """Return the newest record of each peer that has been heard from recently."""
+
+    @property
+    def bans(self) -> Mapping[str, ModeratorOrder]:
+        """Return the moderators' bans that are in force now, by peer id."""
 
     def step(self, samples: int, loss: float | None = None) -> object:
         """Take the gradients in ``.grad``, the mean over ``samples`` samples, and leave none there. ``loss``: the mean
@@ -136,6 +152,14 @@ class StageView:
 
 
 @dataclass(frozen=True)
+class EventView:
+    """The view of an event, such as a peer that has joined. ``at``: Unix time in seconds."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
 class RunView:
     """The view of a run at one moment.
 
@@ -152,6 +176,11 @@ class RunView:
         held_out: the newest loss on held-out data; None: none is known.
         best_held_out: the lowest one, whose checkpoint stays.
         has_ended: True if ``step`` is the last one, since the loss on held-out data has stopped falling.
+        learning_rate: the rate of the last step; None: it is not known.
+        checkpoint: the newest step of which peers keep a checkpoint; None: there is none yet.
+        computing: the estimated share of time in which peers compute, from 0 to 1, see ``RunObserver``; None: it is
+            not known yet.
+        events: the last events, the oldest first.
     """
 
     run: str
@@ -170,3 +199,14 @@ class RunView:
     held_out: HeldOutView | None = None
     best_held_out: HeldOutView | None = None
     has_ended: bool = False
+    learning_rate: float | None = None
+    checkpoint: int | None = None
+    computing: float | None = None
+    events: tuple[EventView, ...] = ()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Return the speed of all peers together. In stages it is that of the slowest stage, in micro-batches."""
+        if self.stages:
+            return min(stage.micro_batches_per_s for stage in self.stages)
+        return sum(peer.samples_per_s for peer in self.peers)

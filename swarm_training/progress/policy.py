@@ -57,6 +57,13 @@ def samples_at(view: LocalView, moment: Moment) -> int:
     return sum(peer.samples for peer in view.at(moment))
 
 
+def mean_loss(peers: Iterable[Progress]) -> float | None:
+    """Return the mean of the losses that peers report, weighted by samples; None if no peer reports one."""
+    reported = [peer for peer in peers if peer.loss_samples]
+    weight = sum(peer.loss_samples for peer in reported)
+    return sum(peer.loss * peer.loss_samples for peer in reported) / weight if weight else None
+
+
 def is_batch_complete(view: LocalView) -> bool:
     """Return whether the batch is complete in this view, or in that of a peer that already wants to meet."""
     peers = view.at(view.own.moment)

@@ -27,7 +27,7 @@ from swarm_training.ledger.archive import KeptLedger
 from swarm_training.ledger.book import Book
 from swarm_training.ledger.crediting import Crediting, LedgerCredentials
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
-from swarm_training.ledger.orders import Orders
+from swarm_training.ledger.orders import ModeratorOrder, Orders
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
@@ -254,6 +254,10 @@ class TrainingPeer:
     def banned(self) -> frozenset[str]:
         """Return the ids of peers that a moderator has banned, or that are excluded for computing wrongly."""
         return self._standing.banned()
+
+    def bans(self) -> dict[str, ModeratorOrder]:
+        """Return the moderators' bans that are in force now, by peer id."""
+        return self._moderation.bans()
 
     def exclude(self, peer_id: str) -> None:
         """Exclude a peer that this peer has found to compute wrongly: accept nothing from it, and publish this."""

@@ -17,6 +17,7 @@ from swarm_training.evaluation.evaluator import PendingEvaluation
 from swarm_training.evaluation.policy import evaluators_of
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.optim.local_steps import InnerSteps, LocalSteps
+from swarm_training.progress import policy
 from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState
@@ -36,12 +37,15 @@ class GradientAccumulator:
         last_group: ids of the peers that were averaged for the last step, in the order of the sum.
         last_batch_size: the number of samples in that average.
         evaluation: the evaluation on held-out data, if there is one.
+        last_loss: the mean loss over the samples of that average for which members have reported one, before the step;
+            None: nobody has reported a loss.
     """
 
     def __init__(self, peer: TrainingPeer, state: TrainedState) -> None:
         self.samples = 0
         self.last_group: tuple[str, ...] = ()
         self.last_batch_size = 0
+        self.last_loss: float | None = None
         self._peer = peer
         self._state = state
         self._sum = torch.zeros(state.length)  # gradients times samples
@@ -124,6 +128,7 @@ class GradientAccumulator:
         self._state.apply(decided.gradient)
         self.last_group = decided.group.peer_ids
         self.last_batch_size = sum(member.weight for member in decided.group.members)
+        self.last_loss = policy.mean_loss(member.record for member in decided.group.members)
         total, samples = losses
         digest = self._state.digest()
         self._peer.keep(digest)

@@ -23,9 +23,11 @@ from swarm_training.compression.codecs import TWO_BIT
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
+from swarm_training.core.record import Progress
 from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.ledger.ledger import UserTotal
+from swarm_training.ledger.orders import ModeratorOrder
 from swarm_training.net.membership import RunMembership
 from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.progress import policy
@@ -183,6 +185,22 @@ class TrainingRun:
         return self._share.last_batch_size
 
     @property
+    def last_loss(self) -> float | None:
+        """Return the mean loss over the samples of the last average for which peers have reported one, before the
+        step; None: no peer has. All peers of an average have the same."""
+        return self._share.last_loss
+
+    @property
+    def records(self) -> tuple[Progress, ...]:
+        """Return the newest record of each peer that has been heard from recently, with this peer's own first."""
+        return network_loop.run(self._view()).all
+
+    @property
+    def bans(self) -> dict[str, ModeratorOrder]:
+        """Return the moderators' bans that are in force now, by peer id."""
+        return network_loop.run(self._bans())
+
+    @property
     def seconds_to_step(self) -> float | None:
         """Return the estimated seconds until the next global step; None while no peer has measured its speed."""
         return policy.seconds_to_step(network_loop.run(self._view()))
@@ -190,7 +208,7 @@ class TrainingRun:
     @property
     def num_peers(self) -> int:
         """Return the number of peers that have been heard from recently, including this one."""
-        return len(network_loop.run(self._view()).all)
+        return len(self.records)
 
     @property
     def evaluations(self) -> EvaluationHistory:
@@ -320,6 +338,9 @@ class TrainingRun:
 
     async def _reason_of_end(self) -> str:
         return self._presence.peer.reason_of_end
+
+    async def _bans(self) -> dict[str, ModeratorOrder]:
+        return self._presence.peer.bans()
 
     async def _totals(self) -> dict[str, UserTotal]:
         return self._presence.peer.ledger.totals()

@@ -109,6 +109,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["commands", "trainer"],
         ["runfile"],
         ["data"],
+        ["reports"],
         ["contract"],
         ["robust_run"],
         ["run"],

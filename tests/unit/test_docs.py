@@ -22,7 +22,7 @@ PACKAGES = (
     *("swarm_protocol", "swarm_models", "swarm_server", "swarm_client", "swarm_gateway", "swarm_cli"),
     *("swarm_training", "swarm_training/stages", "swarm_training/experts"),
 )
-OTHERS_FLAGS = {"--help", "--strict"}  # of argparse itself, and of tools that are not ours
+OTHERS_FLAGS = {"--help", "--strict", "--logdir"}  # of argparse itself, and of tools that are not ours
 
 
 def names(paths: list[Path]) -> list[str]:

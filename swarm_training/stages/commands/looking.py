@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 
 from swarm_protocol.process import network_loop
-from swarm_training.commands.looking import mean_loss
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.run_like import PeerView, RunView, StagePeerView, StageView
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
+from swarm_training.progress.policy import mean_loss
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import require_stages, training_config
 from swarm_training.stages.peer.presence import WatchPresence

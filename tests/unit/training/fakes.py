@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from swarm_training.core.record import Progress
 from swarm_training.evaluation.policy import EvaluationHistory
+from swarm_training.ledger.orders import ModeratorOrder
 
 
 class LocalRun:
@@ -46,11 +48,16 @@ class LocalRun:
         self.shares: list[int] = []
         self.rates: list[float] = []
         self.is_closed = False
+        self.last_loss: float | None = None
+        self.records: list[Progress] = []
+        self.bans: dict[str, ModeratorOrder] = {}
+        self._losses = 0.0
 
     def step(self, samples: int, loss: float | None = None) -> None:
         assert not self.is_closed
         self.shares.append(samples)
         self._samples += samples
+        self._losses += samples * (loss or 0.0)
         for total, parameter in zip(self._sums, self._parameters, strict=True):
             total += samples * parameter.grad
             parameter.grad = None
@@ -63,7 +70,8 @@ class LocalRun:
             self.rates.append(self._optimizer.param_groups[0]["lr"])
             self._optimizer.zero_grad()
             self._sums = [torch.zeros_like(parameter) for parameter in self._parameters]
-            self._samples = 0
+            self.last_loss = self._losses / self._samples
+            self._samples = self._losses = 0
             self.num_steps += 1
             if self._goes_back is not None and self.num_steps == self._goes_back[0]:
                 self.num_rollbacks, self.num_steps, self._goes_back = 1, self._goes_back[1], None

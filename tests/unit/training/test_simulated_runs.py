@@ -45,12 +45,13 @@ def test_a_step_is_the_weighted_mean_in_the_order_of_the_members() -> None:
     async def scenario() -> None:
         peers = await enter_all(World(), 3, target=38)
         before = peers[0].parameter.detach().clone()
-        await peers[0].step(gradients[0], weights[0])
-        await peers[1].step(gradients[1], weights[1])
+        await peers[0].step(gradients[0], weights[0], loss=1.0)
+        await peers[1].step(gradients[1], weights[1], loss=2.0)
         await asyncio.sleep(2.0)
-        last = [peers[2].spawn(peers[2].step(gradients[2], weights[2]))]
+        last = [peers[2].spawn(peers[2].step(gradients[2], weights[2], loss=0.5))]
         await asyncio.sleep(0.5)
-        last += [peer.spawn(peer.step(torch.ones(37), 2)) for peer in peers[:2]]
+        losses = 3.0, None
+        last += [peer.spawn(peer.step(torch.ones(37), 2, loss)) for peer, loss in zip(peers[:2], losses, strict=True)]
         await all_done(last)
         sums = [gradient * weight for gradient, weight in zip(gradients, weights, strict=True)]
         sums[0] += torch.ones(37) * 2
@@ -67,6 +68,7 @@ def test_a_step_is_the_weighted_mean_in_the_order_of_the_members() -> None:
         for peer in peers:
             assert torch.equal(peer.history[1], expected.detach())
             assert peer.share.last_batch_size == sum(counts)
+            assert peer.share.last_loss == (7 * 1.0 + 2 * 3.0 + 1 * 2.0 + 30 * 0.5) / 40
 
     simulate(scenario)
 

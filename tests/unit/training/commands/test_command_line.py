@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +33,13 @@ from swarm_training.ledger.archive import Archive
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.ledger.orders import Ban, GoBack, Orders
 from swarm_training.pb.training_ledger_pb2 import SignedByPeer
+from swarm_training.reports.scalars import scalars_of
 from swarm_training.runfile.reading import read_run_file
 from tests.unit.training.ledger.members import ADA
 from tests.unit.training.ledger.members import ORGANISER as MEMBERS
 from tests.unit.training.ledger.test_ledger import a_round, round_of
 from tests.unit.training.ledger.test_ledger import entry as contribution
+from tests.unit.training.reports.test_reporters import Kept
 
 PEER = "/ip4/127.0.0.1/tcp/1234/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ORGANISER = OrganiserKey.generate()
@@ -161,6 +163,14 @@ def test_mistakes_end_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["join", with_organiser], "the run takes only members: ask its organiser, and give --membership FILE"),
         (["watch", path], "--initial-peers is missing"),
         (
+            ["join", path, "--report", "tensorboard"],
+            "--report is 'tensorboard': expected tensorboard:DIR or wandb:PROJECT",
+        ),
+        (
+            ["watch", path, "--initial-peers", PEER, "--report", "csv:x"],
+            "--report is 'csv:x': expected tensorboard:DIR",
+        ),
+        (
             ["watch", path, "--initial-peers", PEER, "--interval", "nan"],
             "--interval is nan: expected a number",
         ),
@@ -239,16 +249,25 @@ def test_a_rollback_is_ordered_for_the_run_as_it_is_now(tmp_path: Path, capsys: 
     assert len(network.orders) == 1
 
 
-def test_a_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_watched_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(watching, "watch", lambda *arguments, **options: calls.append((*arguments, options)))
-    network = Network()
+    network, place, texts = Network(), Kept(), []
+
+    def watch(
+        look: Callable[[], RunView], *options: object, also: list[Callable[[RunView], None]], **named: bool
+    ) -> None:
+        calls.append((look(), *options, named))
+        also[0](look())
+
+    monkeypatch.setattr(watching, "watch", watch)
+    monkeypatch.setattr(command_line, "parse_report", lambda text: texts.append(text) or (lambda _run: place))
     argv = ["watch", str(run_file(tmp_path)), "--initial-peers", PEER, "--json", "--interval", "5"]
-    command_line.main(argv, network.backend())
+    command_line.main([*argv, "--report", "wandb:us"], network.backend())
     ((view, *options),) = calls
-    assert (
-        options == [5.0, {"json_lines": True}] and view() is network.seen and network.looks[0].initial_peers == (PEER,)
-    )
+    assert options == [5.0, {"json_lines": True}] and network.looks[0].initial_peers == (PEER,)
+    assert view == replace(network.seen, learning_rate=view.learning_rate, checkpoint=300)
+    assert texts == ["wandb:us"] and place.is_closed
+    assert place.added == [(312, scalars_of(view))]
 
 
 def test_a_ledger_is_summed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from swarm_training.commands.batch_size import BatchSizeLimits
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
 from swarm_training.contract.backend import Joining
 from swarm_training.core.moment import Moment
+from swarm_training.core.record import Progress
 from swarm_training.core_backend import open_run
 from swarm_training.data.opening import DataReader
 from swarm_training.data.order import EVERYTHING
@@ -31,6 +32,7 @@ from swarm_training.data.settings import DataSettings
 from swarm_training.optim.lamb import LAMB
 from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 from swarm_training.optim.rules import Moments, UpdateRule, adamw_update, lamb_update
+from swarm_training.reports.stepping import StepReports
 from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import (
     OPTIMIZERS,
@@ -42,6 +44,7 @@ from swarm_training.runfile.settings import (
     RunSettings,
 )
 from tests.unit.training.fakes import LocalRun
+from tests.unit.training.reports.test_reporters import Kept
 
 BLOCK, BATCH, TARGET, STEPS = 32, 4, 8, 6
 IDENTITY = Identity.generate()
@@ -438,3 +441,20 @@ def test_checkpoints_of_other_runs_and_of_undone_steps_are_told_apart(file: RunF
     other = replace(file, model=replace(file.model, preset="small"))
     with pytest.raises(ValueError, match="is of another model or optimizer: expected another directory"):
         joined(other, [])
+
+
+def test_every_step_is_reported_with_the_loss_of_its_batch(file: RunFile) -> None:
+    place = Kept()
+    setup = replace(prepared(file, []), reports=StepReports([place]))
+    runs: list[LocalRun] = []
+
+    def open_run(_who: Joining, *arguments: Any) -> LocalRun:
+        runs.append(LocalRun(*arguments, TARGET))
+        runs[0].records = [Progress("run", IDENTITY.peer_id, step=1, samples_per_s=2.5, bytes_sent=7)]
+        return runs[0]
+
+    joining.take_part(setup, who(), open_run, threading.Event(), str)
+    assert len(place.added) == STEPS and runs[0].last_loss == place.added[-1][1]["loss/training"]
+    for step, (_, scalars) in enumerate(place.added):
+        assert scalars["learning_rate"] == file.optimizer.rate(0)  # that of step 1, which the record says
+        assert scalars["samples_per_s/total"] == 2.5 and scalars["bytes/sent"] == 7, step

@@ -1,0 +1,1 @@
+"""The numbers of a run over time, and the places where they are reported, such as TensorBoard."""
