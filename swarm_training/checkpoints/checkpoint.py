@@ -25,10 +25,14 @@ from swarm_training.checkpoints.flat_state import FlatState, flatten, unflatten
 from swarm_training.checkpoints.model_files import ServableModel, place_of, read_model, write_model
 from swarm_training.checkpoints.whole_directory import whole_directory
 from swarm_training.core.moment import Moment
+from swarm_training.losses.curve import LossCurve
+from swarm_training.losses.drawing import draw
 
 MODEL, OPTIMIZER, FACTS = "model.safetensors", "optimizer.safetensors", "checkpoint.json"
 TRAINING, AVERAGED = "training", "averaged"  # folders of a servable checkpoint
 STATE = "state.safetensors"
+LOSSES, PICTURE = "losses.jsonl", "loss.svg"  # of both layouts
+_MAX_LOSSES_BYTES = 4 << 20
 _PLAIN_VERSION, _SERVABLE_VERSION = 1, 2
 _MAX_FACTS_BYTES = 64 << 20  # with the structure of an optimizer's state: some 100 bytes for each parameter
 _KINDS: Mapping[type, str] = {str: "a string", dict: "an object", list: "a list"}
@@ -48,6 +52,7 @@ class Checkpoint:
         rollbacks: how often the run had gone back before.
         compressor: the tensors that the run's compressor keeps; only a servable checkpoint has them.
         trained: the names of the trained parameters in the run's order; only a servable checkpoint has them.
+        losses: the losses so far; None: they are not known.
     """
 
     run: str
@@ -60,6 +65,7 @@ class Checkpoint:
     rollbacks: int = 0
     compressor: Mapping[str, torch.Tensor] = field(default_factory=dict)
     trained: tuple[str, ...] = ()
+    losses: LossCurve | None = None
 
     @property
     def moment(self) -> Moment:
@@ -93,6 +99,9 @@ def write(checkpoint: Checkpoint, directory: Path, servable: ServableModel | Non
             _write_plain(checkpoint, partial)
         else:
             _write_servable(checkpoint, servable, partial)
+        if checkpoint.losses is not None and checkpoint.losses.series:
+            (partial / LOSSES).write_text(checkpoint.losses.json_lines())
+            (partial / PICTURE).write_text(draw(checkpoint.losses, checkpoint.run), encoding="utf-8")
 
 
 def _write_plain(checkpoint: Checkpoint, directory: Path) -> None:
@@ -192,6 +201,7 @@ def _read_plain(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
         facts["data"],
         facts["config"],
         facts["rollbacks"],
+        losses=read_losses(directory),
     )
 
 
@@ -214,7 +224,17 @@ def _read_servable(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
         facts["rollbacks"],
         state["compressor"],
         tuple(map(str, facts["trained"])),
+        read_losses(directory),
     )
+
+
+def read_losses(directory: Path) -> LossCurve | None:
+    """Return the losses in a checkpoint; None if there are none, or if they are damaged: training needs none."""
+    path = directory / LOSSES
+    try:
+        return LossCurve.parse(path.read_text()) if path.stat().st_size <= _MAX_LOSSES_BYTES else None
+    except (OSError, ValueError):
+        return None
 
 
 def _read_state(directory: Path, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:

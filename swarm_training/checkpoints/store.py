@@ -20,6 +20,7 @@ from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.checkpoints.whole_directory import PREFIX, refusals
 from swarm_training.core.moment import Moment
+from swarm_training.losses.curve import LossCurve
 
 _LONG_AGO_S = 3600.0  # longer than any checkpoint takes to write
 _logger = logging.getLogger(__name__)
@@ -144,6 +145,11 @@ class CheckpointDirectory:
         steps = self.steps()
         data: dict[str, Any] = self._facts(step if step in steps else steps[-1]).get("data", {}) if steps else {}
         return data
+
+    def losses(self) -> LossCurve:
+        """Return the losses in the newest checkpoint that has any; an empty curve if none has."""
+        curves = (checkpoint.read_losses(self.path(step)) for step in reversed(self.steps()))
+        return next((curve for curve in curves if curve is not None), LossCurve())
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return what ``read_facts`` does; an empty dict if the checkpoint is damaged."""

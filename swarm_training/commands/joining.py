@@ -41,6 +41,7 @@ from swarm_training.data.opening import DataReader
 from swarm_training.data.order import DataShard
 from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
+from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import averaged_tensors
 from swarm_training.reports.observing import RunObserver
@@ -94,13 +95,16 @@ class Writing:
         self._say = say
         self._policy = EvaluationPolicy() if trained.evaluation is None else trained.evaluation.policy
         self._known = EvaluationHistory()
+        self._losses = LossCurve()
 
     def begin(self, run: RunLike, is_founder: bool = True) -> None:
         """Remove the checkpoints from which the run does not go on: discard those that a rollback has undone, and
-        rename those of steps that the run has not reached."""
+        rename those of steps that the run has not reached. The losses go on from there."""
         self._known = run.evaluations
         if self._directory is None:
             return
+        self._losses = self._directory.losses()
+        self._losses.discard_after(run.num_steps)
         if is_founder:  # it has gone on from the newest one, and the others are older
             self._directory.discard_after(run.num_steps)
             return
@@ -113,12 +117,15 @@ class Writing:
         self._directory.discard_undone(run.num_rollbacks, run.went_back_to, None if best is None else best.moment)
 
     def went_back(self, step: int) -> None:
-        """Discard the checkpoints of later steps, which the rollback has undone."""
+        """Discard the checkpoints and losses of later steps, which the rollback has undone."""
+        self._losses.discard_after(step)
         if self._directory is not None:
             self._directory.discard_after(step)
 
-    def after_step(self, step: int, rollbacks: int, data: dict[str, object]) -> None:
-        """Write a checkpoint if one is due, or the step is evaluated. ``data``: the state of the batches."""
+    def after_step(self, step: int, rollbacks: int, data: dict[str, object], loss: float | None = None) -> None:
+        """Write a checkpoint if one is due, or the step is evaluated. ``data``: the state of the batches. ``loss``: the
+        loss of the step."""
+        self._losses.add(step, {TRAINING: loss})
         file, every = self._trained.file, self._policy.every
         is_due = step % file.run.checkpoint_every == 0
         if self._directory is None or not (is_due or (every and step % every == 0)):
@@ -133,6 +140,7 @@ class Writing:
             config=asdict(file),
             rollbacks=rollbacks,
             trained=tuple(name for name, each in model.named_parameters() if each.requires_grad),
+            losses=self._losses,
         )
         averaged = averaged_tensors(self._trained.optimizer, model)
         servable = ServableModel(model, self._trained.tokenizer, averaged) if is_servable(model) else None
@@ -150,6 +158,7 @@ class Writing:
             return
         for each in known.losses:
             if each not in self._known.losses:
+                self._losses.add(each.step, {HELD_OUT: each.loss})
                 lowest = ", the lowest so far" if each == known.best else ""
                 self._say(f"step {each.step}: loss on held-out data {each.loss:.4f}{lowest}")
         self._known = known
@@ -227,7 +236,7 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
                 following.after_step()
                 with run.shared_parameters():
-                    writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict())
+                    writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict(), run.last_loss)
             if trained.evaluation is not None:
                 writing.after_evaluations(run.evaluations)
     if trained.evaluation is not None and not stopping.is_set():

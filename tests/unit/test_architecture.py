@@ -119,7 +119,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["checkpoints"],
         ["evaluation"],
         ["averaging", "broadcast"],
-        ["progress", "compression", "optim", "robust", "models", "ledger"],
+        ["progress", "compression", "optim", "robust", "models", "ledger", "losses"],
         ["core", "numerics"],
         ["pb"],
     ],

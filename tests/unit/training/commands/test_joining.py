@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,6 +138,7 @@ def test_when_the_run_goes_back_later_checkpoints_are_removed_and_the_data_go_on
     assert "the run has gone back to step 3" in said
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     assert checkpoints.steps() == [2, 4, 6]
+    assert [step for step, _ in checkpoints.losses().series["training"]] == [1, 2, 3, 4, 5, 6]
     assert checkpoints.read(2).data["taken"] == BATCH * 4
     assert checkpoints.read(4).data["taken"] == BATCH * 12  # 5 steps, then one more: two shares each
     assert run.rates == [file.optimizer.rate(step) for step in (0, 1, 2, 3, 4, 3, 4, 5)]
@@ -152,6 +154,10 @@ def test_checkpoints_are_written_when_they_are_due(file: RunFile, tmp_path: Path
     assert said[0] == f"{BATCH} samples at once on cpu"
     assert said[1] == f"others join by: --initial-peers {run.initial_peers[0]}"
     assert said[-1] == f"left the run after step {STEPS}"
+    lines = [json.loads(line) for line in (checkpoints.path(STEPS) / "losses.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)) and lines[-1]["training"] == run.last_loss
+    assert found.losses is not None and found.losses.json_lines() == checkpoints.losses().json_lines()
+    assert (checkpoints.path(STEPS) / "loss.svg").read_text().startswith("<svg")
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(file: RunFile, tmp_path: Path) -> None:
@@ -300,6 +306,7 @@ def test_a_run_that_is_founded_again_goes_on_from_its_last_checkpoint(file: RunF
     name = next(iter(dict(prepared_again.model.named_parameters())))
     assert torch.equal(checkpoints.read(4).parameters[name], states[0])
     assert checkpoints.steps() == [4, STEPS] and checkpoints.read(STEPS).rollbacks == 1
+    assert [step for step, _ in checkpoints.losses().series["training"]] == list(range(1, STEPS + 1))
 
 
 class DriftingRun(LocalRun):
