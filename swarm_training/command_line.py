@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from swarm_training.commands.staged import (
     require_unstaged,
 )
 from swarm_training.contract.backend import Backend, Look, ReadLedger, SendOrder
+from swarm_training.contract.run_like import RunView
 from swarm_training.core_backend import BACKEND
 from swarm_training.reports.observing import RunObserver
 from swarm_training.reports.reporter import parse_report
@@ -37,6 +38,7 @@ from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
 
 _PROG = "swarm train"
+WEB_ADDRESS = "127.0.0.1:8090"
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0
 _MAX_HOURS = 24 * 3660.0
 _MAX_STEP = 1 << 53
@@ -81,6 +83,13 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
         add_joining_flags(watch)
         watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
         watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="time between two updates")
+        watch.add_argument(
+            "--web",
+            nargs="?",
+            const=WEB_ADDRESS,
+            metavar="HOST:PORT",
+            help=f"show it as a page for browsers instead, at {WEB_ADDRESS} if no address is given",
+        )
         add_report_flag(watch)
     if backend.read_ledger is not None:
         summed = command("ledger", partial(_ledger, backend.read_ledger), "show how much each user has contributed")
@@ -219,16 +228,25 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
     looking = partial(_required(stages).look, file, who) if file.stages.count else partial(_look_of(backend), who)
 
     def run() -> None:
-        from swarm_training.commands.watching import watch
+        from swarm_training.commands.watching import as_json, watch
+        from swarm_training.web.server import WatchServer
 
         signals.unwind_on_signals()
         observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
-        with closing(open_reports(targets, file.run.name)) as reports, looking() as look:
+        with ExitStack() as stack:
+            reports = stack.enter_context(closing(open_reports(targets, file.run.name)))
+            also: list[Callable[[RunView], object]] = [lambda view: reports.see(view, time.monotonic())]
+            if args.web is not None:
+                server = stack.enter_context(closing(WatchServer(args.web)))
+                also.append(lambda view: server.show(view, as_json(view)))
+                print(f"the run is shown at {server.url}", flush=True)
+            look = stack.enter_context(looking())
             watch(
                 lambda: observer.complete(look(), time.time()),
                 args.interval,
                 json_lines=args.json,
-                also=[lambda view: reports.see(view, time.monotonic())],
+                in_terminal=args.web is None,
+                also=also,
             )
 
     return run

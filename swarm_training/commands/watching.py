@@ -30,11 +30,12 @@ def watch(
     interval_s: float,
     *,
     json_lines: bool = False,
+    in_terminal: bool = True,
     also: Sequence[Callable[[RunView], object]] = (),
 ) -> None:
-    """Show the run: in place if stdout is a terminal, else (and as JSON) one picture after the other. Each of ``also``
-    is called with each view too."""
-    with contextlib.suppress(KeyboardInterrupt), _painter(json_lines) as paint:
+    """Show the run: in place if stdout is a terminal, else (and as JSON) one picture after the other. Without
+    ``in_terminal``, print no pictures. Each of ``also`` is called with each view too."""
+    with contextlib.suppress(KeyboardInterrupt), _painter(json_lines, in_terminal) as paint:
         while True:
             next_s = time.monotonic() + interval_s
             view = look()
@@ -46,7 +47,7 @@ def watch(
 def as_json(view: RunView) -> dict[str, Any]:
     """Return a view as values for JSON, where a loss that is not finite is null: JSON has no infinity."""
     loss = view.loss if view.loss is not None and isfinite(view.loss) else None
-    return {**dataclasses.asdict(view), "loss": loss}
+    return {**dataclasses.asdict(view), "loss": loss, "samples_per_s": view.samples_per_s}
 
 
 def picture(view: RunView, now: float) -> list[RenderableType]:
@@ -156,10 +157,12 @@ def _bytes(count: float) -> str:
 
 
 @contextlib.contextmanager
-def _painter(json_lines: bool) -> Iterator[Callable[[RunView], None]]:
+def _painter(json_lines: bool, in_terminal: bool) -> Iterator[Callable[[RunView], None]]:
     console = Console()
     if json_lines:
         yield lambda view: print(json.dumps(as_json(view)), flush=True)
+    elif not in_terminal:
+        yield lambda view: None
     elif not sys.stdout.isatty() or console.is_dumb_terminal:
         yield lambda view: console.print(Group(*picture(view, time.time())), "")
     else:

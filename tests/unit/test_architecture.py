@@ -108,7 +108,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         [DOOR],
         ["commands", "trainer"],
         ["runfile"],
-        ["data"],
+        ["data", "web"],
         ["reports"],
         ["contract"],
         ["robust_run"],

@@ -264,7 +264,7 @@ def test_a_run_is_watched_and_reported(tmp_path: Path, monkeypatch: pytest.Monke
     argv = ["watch", str(run_file(tmp_path)), "--initial-peers", PEER, "--json", "--interval", "5"]
     command_line.main([*argv, "--report", "wandb:us"], network.backend())
     ((view, *options),) = calls
-    assert options == [5.0, {"json_lines": True}] and network.looks[0].initial_peers == (PEER,)
+    assert options == [5.0, {"json_lines": True, "in_terminal": True}] and network.looks[0].initial_peers == (PEER,)
     assert view == replace(network.seen, learning_rate=view.learning_rate, checkpoint=300)
     assert texts == ["wandb:us"] and place.is_closed
     assert place.added == [(312, scalars_of(view))]
