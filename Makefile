@@ -7,8 +7,8 @@ IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
-.PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-browser screenshots bench gpu-report docs \
-    lint pytest format proto clean
+.PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-lightning test-browser screenshots bench gpu-report \
+    docs lint pytest format proto clean
 
 demo: $(VENV)/.installed
 	$(SMALL_CHAT_MODEL)
@@ -42,6 +42,7 @@ test-all: $(VENV)/.installed
 	$(SMALL_CHAT_MODEL)
 	$(LINT_AND_PYTEST) PROCESSES=4 SELECTION='-m "not long and not browser"'
 	$(MAKE) test-triton
+	$(MAKE) test-lightning
 	$(MAKE) test-browser
 
 test-long: $(VENV)/.installed
@@ -74,6 +75,12 @@ test-triton: $(VENV)/.installed
 	    $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton triton==3.9.0
 	PYTHONPATH=$(VENV)/triton $(BIN)/python -m pytest -rs tests/unit/server/gpu/test_triton_attention.py \
 	    tests/unit/models/gpu/test_int8_weight.py
+
+# Beside the environment too: Lightning is an extra that nothing else needs.
+test-lightning: $(VENV)/.installed
+	test -d $(VENV)/lightning || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/lightning \
+	    lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
+	PYTHONPATH=$(VENV)/lightning $(BIN)/python -m pytest -rs tests/unit/training/trainer/test_lightning_callback.py
 
 test-browser: $(VENV)/.installed
 	$(call installed,/usr/bin/chromium,chromium)

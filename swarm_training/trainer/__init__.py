@@ -1,1 +1,1 @@
-"""Hugging Face's Trainer drives a training run: each of its steps is a share of the run's batch."""
+"""The Trainers of Hugging Face and Lightning drive a training run: each of their steps is a share of its batch."""

@@ -1,4 +1,4 @@
-"""The optimizer and schedule that Trainer uses: a step of the optimizer passes the gradients to the run."""
+"""The optimizer and schedule that a Trainer uses: a step of the optimizer passes the gradients to the run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ class RunOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
         self._give = step
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns no loss
-        """Pass the gradients to the run."""
-        assert closure is None
-        self._give()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Pass the gradients to the run. ``closure``: computes them first; its result is returned."""
+        result = None if closure is None else closure()
+        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
+            self._give()
+        return result
 
 
 class RunSchedule(LRScheduler):
