@@ -15,7 +15,7 @@ from typing import Any
 
 from swarm_protocol.net.hosts import host_port, split_address
 from swarm_training.contract.run_like import RunView
-from swarm_training.losses.curve import TRAINING, LossCurve
+from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
 from swarm_training.losses.drawing import draw
 
 _DEFAULT_PORT = 8090
@@ -60,7 +60,10 @@ class WatchServer:
 
     def show(self, view: RunView, facts: Mapping[str, Any]) -> None:
         """Show a view from now on. ``facts``: the same as values for JSON."""
+        self._curve.discard_after(view.step)
         self._curve.add(view.step, {TRAINING: view.loss})
+        if view.held_out is not None:
+            self._curve.add(view.held_out.step, {HELD_OUT: view.held_out.loss})
         bodies = {**self._bodies, "/view.json": ("application/json", json.dumps(facts).encode())}
         if self._curve.series:
             bodies["/loss.svg"] = (_SVG, draw(self._curve, view.run).encode())

@@ -47,9 +47,12 @@ def test_the_page_shows_the_newest_view(server: WatchServer) -> None:
     assert json.loads(body) == json.loads(json.dumps(as_json(view))) and json.loads(body)["samples_per_s"] == 12.5
     response, picture = ask(server, "/loss.svg?of=2.43")
     assert response.headers["Content-Type"] == "image/svg+xml"
-    assert ElementTree.fromstring(picture)[1].text == "training 2.25 at step 43"
+    assert ElementTree.fromstring(picture)[1].text == "training 2.25 at step 43, held out 2.75 at step 40"
     server.show(replace(VIEW, step=41, rollbacks=3, loss=2.75), {})
-    assert ElementTree.fromstring(ask(server, "/loss.svg")[1])[1].text == "training 2.75 at step 41"
+    assert (
+        ElementTree.fromstring(ask(server, "/loss.svg")[1])[1].text
+        == "training 2.75 at step 41, held out 2.75 at step 40"
+    )
 
 
 def test_what_is_not_there_is_not_found_and_head_has_no_body(server: WatchServer) -> None:
