@@ -53,7 +53,8 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
     if tensor.dtype not in _WIRE_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
-    tensor = tensor.detach().cpu()
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
     data = _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else _raw_bytes(tensor)
     parts = parts_of(data)
     wire = pb.Tensor(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from swarm_protocol.errors import RequestRejected
+from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import all_finite
 
 
@@ -42,6 +44,17 @@ class Recorded:
             self.output, self.inputs, grad.to(self.output.dtype), allow_unused=True, materialize_grads=True
         )
         return (hidden_grad, *(tensor_grad.to("cpu", torch.float32) for tensor_grad in grads))
+
+
+def all_finite_together(inputs: Sequence[BlockInput]) -> bool:
+    """Return whether one sum shows that all hidden states are finite, with equally many positions in each.
+
+    If it does not, some may still be finite. One sum is much faster than many: during each, Python's other threads may
+    take the interpreter.
+    """
+    if any(each.additions is not None for each in inputs):
+        return False
+    return not inputs or all_finite(torch.cat([each.hidden for each in inputs]))
 
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:

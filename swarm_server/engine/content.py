@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from swarm_protocol.wire.block_input import run_numbers
+from swarm_protocol.wire.block_input import BlockInput, run_numbers
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.batch import positions_and_mask
 from swarm_server.engine.session_state import KvState, SessionStep
@@ -26,7 +26,7 @@ _WITH_DIGEST = 128  # for the digest of a run
 
 def followed(state: KvState, step: SessionStep) -> KvState:
     """Return ``state`` with the content of ``step`` appended; the mask of earlier positions must be unchanged."""
-    state = replace(state, unhashed=(*state.unhashed, step), can_match=False)
+    state = state.with_changes(unhashed=(*state.unhashed, step), can_match=False)
     is_full = step.start % PAGE_TOKENS + step.inputs.hidden.shape[1] >= PAGE_TOKENS
     return hashed(state) if is_full else state
 
@@ -35,7 +35,7 @@ def hashed(state: KvState) -> KvState:
     """Return ``state`` with the content of all its steps in the hashes."""
     if not state.unhashed or state.hashes is None:
         return state
-    contents = itertools.chain.from_iterable(map(_contents, state.unhashed))
+    contents = itertools.chain.from_iterable(map(_contents, _joined(state.unhashed)))
     for _, alike in itertools.groupby(contents, lambda content: content.shape[2]):
         content = torch.cat(list(alike), 1)
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
@@ -46,6 +46,36 @@ def hashed(state: KvState) -> KvState:
         )
         assert state.hashes is not None
     return replace(state, unhashed=())
+
+
+def _joined(steps: Sequence[SessionStep]) -> Iterator[SessionStep]:
+    """Yield the same content in fewer steps: those of plain text that follow one another become one."""
+    together: list[SessionStep] = []
+    for step in steps:
+        if together and not (_is_plain(step) and _is_plain(together[-1]) and _follows(step, together[-1])):
+            yield _as_one(together)
+            together = []
+        together.append(step)
+    if together:
+        yield _as_one(together)
+
+
+def _is_plain(step: SessionStep) -> bool:
+    """Return whether the hidden states and their positions in a row are all of the step's content."""
+    inputs = step.inputs
+    parts = inputs.attention_mask, inputs.position_ids, inputs.additions, inputs.joined
+    return all(part is None for part in parts)
+
+
+def _follows(step: SessionStep, before: SessionStep) -> bool:
+    hidden, earlier = step.inputs.hidden, before.inputs.hidden
+    return step.start == before.start + earlier.shape[1] and hidden.dtype == earlier.dtype
+
+
+def _as_one(steps: Sequence[SessionStep]) -> SessionStep:
+    if len(steps) == 1:
+        return steps[0]
+    return SessionStep(steps[0].start, BlockInput(torch.cat([step.inputs.hidden for step in steps], 1)))
 
 
 def _contents(step: SessionStep) -> Iterator[torch.Tensor]:

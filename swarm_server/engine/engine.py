@@ -19,7 +19,7 @@ from swarm_protocol.wire.block_input import ACROSS_WINDOWS
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
 from swarm_server.adapters.targets import require_fit
-from swarm_server.blocks.recording import require_finite
+from swarm_server.blocks.recording import all_finite_together, require_finite
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.core.counters import Counters
 from swarm_server.engine.batch import (
@@ -204,8 +204,11 @@ class Engine:
         start_s = time.perf_counter()
         with torch.inference_mode():
             try:
+                is_finite = all_finite_together([step.inputs for _, step in batch])
                 for number, (session, step) in enumerate(batch):
                     try:
+                        if not is_finite:  # perhaps because of another step
+                            require_finite(step.inputs.stacked, "hidden states")
                         prepared[number] = self._prepare(session, step)
                     except (RequestRejected, PeerBusy) as error:
                         results[number] = error.with_traceback(None)  # its frames would keep the batch in memory
@@ -250,7 +253,6 @@ class Engine:
             self.counters.batch_rows.add(num_rows)
 
     def _prepare(self, session: Session, step: SessionStep) -> Prepared:
-        require_finite(step.inputs.stacked, "hidden states")
         state = session.state
         if not state.rows:
             raise RequestRejected("the session is closed")
@@ -279,7 +281,7 @@ class Engine:
                 reserved=session.reserved,
                 settled=state.settled,
             )
-            state = replace(state, rows=growth.rows)
+            state = state.with_changes(rows=growth.rows)
         return Prepared(session, step, state, num_matched, growth)
 
     def _with_states(self, state: KvState, session: Session) -> KvState:
@@ -452,7 +454,8 @@ class Engine:
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run blocks of one device, through which all sessions of the batch go; return each session's output."""
         view = self._stack.view(blocks)
-        device, hidden = view.device, [rows.to(view.device) for rows in hidden]
+        device = view.device
+        hidden = [rows if rows.device == device else rows.to(device) for rows in hidden]
         num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
         length = max(work.state.length for work in batch)
         places, slots, ways = block_runs(blocks, batch), batch[0].slots(blocks), self.ways

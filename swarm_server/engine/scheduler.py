@@ -250,9 +250,10 @@ class Scheduler:
 
         The estimate uses the time that recent work of the same kind took. Background work does not count.
         """
-        one_training = self._costs[WorkKind.TRAINING] / max(1, self._training.used)
-        costs = self._costs | {WorkKind.TRAINING: one_training, WorkKind.BACKGROUND: 0}
-        return sum(costs[kind] * self._pace_s[kind] for kind in WorkKind)
+        costs, pace_s = self._costs, self._pace_s
+        one_training = costs[WorkKind.TRAINING] / max(1, self._training.used)
+        steps_s = sum(costs[kind] * pace_s[kind] for kind in (WorkKind.DECODE, WorkKind.PREFILL))
+        return steps_s + one_training * pace_s[WorkKind.TRAINING]
 
     @property
     def num_waiting(self) -> int:

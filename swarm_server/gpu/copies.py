@@ -15,7 +15,8 @@ def moved(
     together: dict[tuple[object, ...], list[int]] = {}
     for number, (tensor, device, dtype) in enumerate(zip(tensors, devices, dtypes, strict=True)):
         if tensor.device == device:
-            results[number] = tensor.to(dtype)
+            if tensor.dtype != dtype:  # a call that changes nothing still lets other threads take the interpreter
+                results[number] = tensor.to(dtype)
         else:
             kind = tensor.device, device, tensor.dtype, dtype, tensor.shape[1:]
             together.setdefault(kind, []).append(number)

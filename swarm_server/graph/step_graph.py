@@ -22,7 +22,7 @@ from swarm_server.graph.recording import NotCapturable
 from swarm_server.kv.rows_attention import channel_numbers, hidden_before, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
-_MOST_PROGRAMS = 64  # programs that are kept; each takes some 100 KB
+_MOST_PROGRAMS = 256  # programs that are kept; each takes some 100 KB, and a crowd's batches have any number of rows
 _MOST_POSITIONS = 256  # new positions: as many as in the largest batch of decoding steps
 _ROWS = (2, 3, 5)  # rows of the captures: two predict the capture for any number, the third checks this
 _BEYOND = (1000, 5000, 1003)  # positions of the captures, beyond the longest window
@@ -76,7 +76,8 @@ class StepGraphs:
         if linear is None:
             return None
         assembled = self._program(blocks, linear, num_rows * num_new)
-        torch.cat([rows.reshape(-1, 1, rows.shape[2]) for rows in hidden], out=assembled.hidden)
+        flat = hidden if num_new == 1 else [rows.reshape(-1, 1, rows.shape[2]) for rows in hidden]
+        torch.cat(list(flat), out=assembled.hidden)
         assembled.positions.copy_(positions.reshape(-1, 1))
         attending, keep = _places(places, linear.windows, seen, num_new)
         done = assembled.program.run(attending)

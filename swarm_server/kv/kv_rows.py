@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -314,8 +313,7 @@ def grow(
         PeerBusy: there is no room; nothing has changed.
     """
     growth = Growth(rows)
-    with ExitStack() as undo:
-        undo.callback(growth.undo)
+    try:
         if rows is not before:
             for page, row, filled in _given_back(before, rows, lease):
                 growth.fill(page, row, filled)
@@ -323,7 +321,9 @@ def grow(
             _grow_group(growth, group, number, counts[number] if counts else count, lease, reserved, settled)
             for number, group in enumerate(layout.groups)
         ]
-        undo.pop_all()
+    except BaseException:
+        growth.undo()
+        raise
     growth.finish(KvRow(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
     return growth
 
@@ -371,7 +371,8 @@ def _grow_in_place(
         if own is None or is_fork or own.page.capacity < own.end + count:
             homeless[is_fork].append(i)
         else:
-            grown[i] = (*parts[:-1], replace(own, end=growth.claim(own.page, own.row, count).end))
+            end = growth.claim(own.page, own.row, count).end
+            grown[i] = (*parts[:-1], PageSlice(own.page, own.row, own.start, end))
     return grown, homeless
 
 

@@ -135,7 +135,8 @@ class HostedSession:
 
     async def _finish(self, request: pb.Step, payload: torch.Tensor) -> bool:
         async with self._turn:
-            await self._routed.wait()
+            if not self._routed.is_set():
+                await self._routed.wait()
             if self.closed or request.number <= self.number:
                 return True
             try:
@@ -150,7 +151,8 @@ class HostedSession:
                 return False
             finally:
                 self._last_time = now_s()
-            await self._routed.wait()
+            if not self._routed.is_set():
+                await self._routed.wait()
             if output is not None:
                 await self._send_on(request, output)
             if self._copier is not None:
@@ -285,7 +287,8 @@ class HostedSession:
         if not num_wanted:
             await self._reply([pb.SessionReply(output=pb.Output(number=request.number))])
             return
-        header, parts = encode(output[:, -num_wanted:], self._codec)
+        wanted = output if num_wanted == output.shape[1] else output[:, -num_wanted:]
+        header, parts = encode(wanted, self._codec)
         scheduler = self._services.scheduler
         active, queue_s = scheduler.num_active, scheduler.queue_s
         answer = pb.Output(number=request.number, hidden=header, active_sessions=active, queue_s=queue_s)
