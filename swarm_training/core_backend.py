@@ -42,6 +42,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         aggregation=averaging.aggregation,
         max_norm=who.max_norm,
         average_decay=who.average_decay,
+        restart_wait_s=who.restart_wait_s,
         ledger=who.ledger,
     )
     if who.local is not None:

@@ -64,6 +64,7 @@ def joining_as(
         "checkpoint_every": file.run.checkpoint_every,
         "rollback": file.rollback,
         "max_norm": file.clip.max_norm,
+        "restart_wait_s": file.run.restart_wait_s,
         "average_decay": file.optimizer.average_decay,
     }
     if not file.tokens.organiser:

@@ -97,15 +97,16 @@ class Writing:
         self._known = EvaluationHistory()
         self._losses = LossCurve()
 
-    def begin(self, run: RunLike, is_founder: bool = True) -> None:
+    def begin(self, run: RunLike, is_own: bool = True, is_founder: bool = True) -> None:
         """Remove the checkpoints from which the run does not go on: discard those that a rollback has undone, and
-        rename those of steps that the run has not reached. The losses go on from there."""
+        rename those of steps that the run has not reached. The losses go on from there. ``is_own``: whether the run has
+        begun with the newest one here; if not, ``is_founder``: whether it has begun here, with that of another peer."""
         self._known = run.evaluations
         if self._directory is None:
             return
         self._losses = self._directory.losses()
         self._losses.discard_after(run.num_steps)
-        if is_founder:  # it has gone on from the newest one, and the others are older
+        if is_own:  # the others are older
             self._directory.discard_after(run.num_steps)
             return
         if unused := self._directory.set_aside_after(run.num_steps):
@@ -113,8 +114,9 @@ class Writing:
                 f"the run is at step {run.num_steps}, and goes on without the newer checkpoints here: the newest is "
                 f"{unused[-1]} now; to go on from that, stop all peers, rename it back, and found the run here"
             )
-        best = self._known.best
-        self._directory.discard_undone(run.num_rollbacks, run.went_back_to, None if best is None else best.moment)
+        if not is_founder:  # a founder keeps its own, as the newest one may be on the disk of one other peer alone
+            best = self._known.best
+            self._directory.discard_undone(run.num_rollbacks, run.went_back_to, None if best is None else best.moment)
 
     def went_back(self, step: int) -> None:
         """Discard the checkpoints and losses of later steps, which the rollback has undone."""
@@ -310,16 +312,23 @@ def prepare(file: RunFile, who: Joining, part: DataShard | None, device: str, sa
     return TrainingSetup(file, model, outer, batches, local, tokenizer, evaluation)
 
 
-def resume(trained: TrainingSetup, say: Say) -> Moment | None:
+def resume(trained: TrainingSetup, say: Say, is_founder: bool = True) -> Moment | None:
     """Load model, optimizer and data of the newest intact checkpoint here, and return its moment; None: there is none.
+    The founder goes on from there; who joins offers it to a run that starts again, and needs none.
 
     Raises:
-        CheckpointError: all checkpoints are damaged.
+        CheckpointError: all checkpoints of a founder are damaged.
         ValueError: the checkpoint is of another model or optimizer.
     """
     settings = trained.file.run
     store = CheckpointDirectory(Path(settings.checkpoints), settings.keep)
-    content = store.newest(say)
+    try:
+        content = store.newest(say)
+    except CheckpointError as error:
+        if is_founder:
+            raise
+        say(f"warning: {error}")
+        content = None
     if content is None:
         return None
     try:
@@ -328,6 +337,9 @@ def resume(trained: TrainingSetup, say: Say) -> Moment | None:
     except (RuntimeError, ValueError, KeyError, TypeError):
         where = store.path(content.step)
         raise ValueError(f"{where} is of another model or optimizer: expected another directory for them") from None
+    if not is_founder:
+        say(f"has the checkpoint of step {content.step}, from which the run goes on if it starts again just now")
+        return content.moment
     go_on_with_data(trained, content.data, say)
     if trained.evaluation is not None:
         try:
@@ -346,14 +358,20 @@ def go_on_with_data(trained: TrainingSetup, data: Mapping[str, object], say: Say
         say("the data start over: the position in the checkpoint is of another part of the data")
 
 
+def goes_on_from_own(who: Joining, run: RunLike) -> bool:
+    """Return whether the run, as it has begun or was joined, goes on from what this peer has on its disk."""
+    if who.resumed_at is None:
+        return not who.initial_peers
+    return run.num_steps == run.went_back_to == who.resumed_at.step
+
+
 def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping: threading.Event, say: Say) -> None:
     """Join the run, or start it at its last checkpoint here. Train, and leave the run however training ends."""
     settings = trained.file.run
     if settings.checkpoints:
         CheckpointDirectory(Path(settings.checkpoints), settings.keep).require_of(settings.name)
         who = replace(who, ledger=str(Path(settings.checkpoints) / f"{settings.name}.ledger"))
-        if not who.initial_peers:
-            who = replace(who, resumed_at=resume(trained, say))
+        who = replace(who, resumed_at=resume(trained, say, is_founder=not who.initial_peers))
     hub = trained.file.run.hub
     copies = HubCopies(hub, upload_to_hub) if hub else None
     parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
@@ -362,11 +380,12 @@ def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping:
     try:
         say(f"others join by: --initial-peers {' '.join(run.initial_peers)}")
         writing = Writing(trained, copies, say)
-        if who.initial_peers and settings.checkpoints:
+        is_own = goes_on_from_own(who, run)
+        if settings.checkpoints and (who.initial_peers or not is_own):
             store = CheckpointDirectory(Path(settings.checkpoints), settings.keep)
             if data := store.data_at(run.num_steps):
                 go_on_with_data(trained, data, say)
-        writing.begin(run, is_founder=not who.initial_peers)
+        writing.begin(run, is_own, is_founder=not who.initial_peers)
         train(trained, run, writing, stopping, say)
     finally:
         run.close()

@@ -33,7 +33,8 @@ class Joining:
         organiser: the key whose members alone take part; None: anybody may.
         token: this peer's grant; empty without an organiser.
         checkpoint_every: the steps between checkpoints, to go back to when ``rollback`` asks for it; 0: never.
-        resumed_at: the moment of the founder's model and optimizer; None: they are new.
+        resumed_at: the moment of the checkpoint that model and optimizer have been loaded from; None: they are new.
+        restart_wait_s: the time in which a founder with a checkpoint takes a newer one from others; 0: it takes none.
         max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
         average_decay: the decay of the moving average of the weights; 0: there is no such average.
         ledger: the file that keeps who has contributed how much; None: there is none.
@@ -54,6 +55,7 @@ class Joining:
     average_decay: float = 0.0
     ledger: str | None = None
     resumed_at: Moment | None = None
+    restart_wait_s: float = 0.0
     local: LocalSteps | None = None
     evaluation: Evaluation | None = None
 

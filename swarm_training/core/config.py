@@ -135,6 +135,7 @@ class TrainingConfig:
     delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
+    restart_wait_s: float = 0.0  # that a founder with a checkpoint waits for peers that offer a newer one
     gossip_s: float = 0.25  # between two exchanges of progress
     heartbeat_s: float = 1.0
     silence_s: float = 4.0  # after which a silent peer is no longer waited for
@@ -173,6 +174,11 @@ class TrainingConfig:
         for name in ("join_timeout_s", "gossip_s", "heartbeat_s", "silence_s", "straggler_s", "max_meeting_s"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected seconds, more than 0")
+        if not 0 <= self.restart_wait_s < self.join_timeout_s:
+            raise ValueError(
+                f"restart_wait_s is {self.restart_wait_s}: expected seconds, from 0 to less than the join_timeout_s of "
+                f"{self.join_timeout_s}, for which others wait"
+            )
         if not self.presume_gone_s > self.silence_s:
             raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
         self._check_averaging()

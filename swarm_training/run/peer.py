@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf, isfinite
@@ -37,13 +37,23 @@ from swarm_training.progress.policy import LocalView
 from swarm_training.progress.table import ProgressTable
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.kept import KeptCheckpoints
+from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
 from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.rollback.stored import StoredCheckpoints, copies_directory, stage_directory
 from swarm_training.run.meetings import NO_LOSS, Decisions, Environment, GradientCompression, Meetings
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import PeerState, now, smoothed
 from swarm_training.run.state import TrainedState, digest_of
-from swarm_training.run.transfer import Arrival, Downloaded, Offer, StateServer, compare, download, download_checkpoint
+from swarm_training.run.transfer import (
+    Arrival,
+    Downloaded,
+    Offer,
+    OwnOffer,
+    StateServer,
+    compare,
+    download,
+    download_checkpoint,
+)
 
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
@@ -96,7 +106,8 @@ class TrainingPeer:
         self.stored = StoredCheckpoints(config.lasting_directory, digest_of)
         self.rollbacks = Rollbacks(config, self._moderation, self._checkpoint_of, in_thread, rng, kept)
         self.offer = Offer()
-        stores = (self.rollbacks.kept, self.replicas, self.offer, self.stored)
+        self._own_offer = OwnOffer(state)
+        stores = (self.rollbacks.kept, self.replicas, self.offer, self.stored, self._own_offer)
         self._state_server = StateServer(state, stores, in_thread)
         self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
         known = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size)))
@@ -164,6 +175,42 @@ class TrainingPeer:
         roster = (self.own.peer_id,)
         arrival = Arrival(moment, roster, b"", went_back_to=moment.step, evaluations=self.evaluator.history)
         await self._arrive(arrival, state_digest)
+
+    async def offer_state(self, moment: Moment, state_digest: bytes) -> None:
+        """Offer the present state, which is that of a checkpoint, until this peer has loaded another one."""
+        self._own_offer.digest = state_digest
+        self.show_offers([OfferedCheckpoint(0, offer_of(moment, state_digest))])
+
+    async def await_offers(self, addresses: Sequence[str]) -> None:
+        """Wait for ``restart_wait_s``. ``addresses``: those by which others join."""
+        if self._config.restart_wait_s:
+            _logger.warning(
+                "waits %.0f s for peers that have a newer checkpoint than this one; they join by: --initial-peers %s",
+                self._config.restart_wait_s,
+                " ".join(addresses),
+            )
+            await asyncio.sleep(self._config.restart_wait_s)
+
+    async def newer_state(self, own: Moment, refused: Collection[bytes]) -> tuple[Moment, bytes] | None:
+        """Return the newest state that peers offer, with its moment; None if none is newer than the one of moment
+        ``own``. States with a digest in ``refused``, and those that nobody gives, are left out."""
+        without = set(refused)
+        while True:
+            offers = {
+                peer: each.kept
+                for peer in self.table.heard(now(), {JOINING})
+                for each in peer.offers[:1]
+                if each.kept.state_digest not in without
+            }
+            best = newest_shown(offer_of(own, b""), list(offers.values()), self.ledger.organiser is None)
+            if moment_of(best) == own:
+                return None
+            for source in [peer for peer, kept in offers.items() if kept == best and peer.is_reachable]:
+                try:
+                    return moment_of(best), await self._checkpoint_of(source, best.state_digest)
+                except (SwarmError, TimeoutError, ValueError) as error:
+                    _logger.warning("%s does not give the checkpoint that it offers: %s", source.peer_id, error)
+            without.add(best.state_digest)
 
     async def find_others(self) -> None:
         """Find other peers of this run.
@@ -373,6 +420,7 @@ class TrainingPeer:
 
     def withdraw_offers(self) -> None:
         """Publish no checkpoints in ``stored`` any more, and give none."""
+        self._own_offer.digest = b""
         if self.own.offers:
             self.show_offers(())
             self.stored.forget()

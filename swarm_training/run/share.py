@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Any
@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from swarm_training.core.config import TrainingConfig
+from swarm_training.core.moment import Moment
 from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.evaluator import PendingEvaluation
-from swarm_training.evaluation.policy import evaluators_of
+from swarm_training.evaluation.policy import EvaluationHistory, evaluators_of
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.optim.local_steps import InnerSteps, LocalSteps
 from swarm_training.progress import policy
 from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.state import TrainedState
+from swarm_training.run.state import TrainedState, digest_of, require_finite
 
 Asking = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
@@ -83,6 +84,26 @@ class GradientAccumulator:
                 losses = self._losses, self._loss_samples
                 self._clear()
                 yield from self._apply(decided, losses)
+
+    def start_again(self, resumed_at: Moment, addresses: Sequence[str], evaluations: EvaluationHistory) -> Asking:
+        """Found the run again at the newest checkpoint that is known: the present state, which is that of
+        ``resumed_at``, or one that peers offer meanwhile. ``addresses``: those by which they join. ``evaluations``: see
+        ``TrainingPeer.found``."""
+        yield self._peer.await_offers(addresses)
+        refused: set[bytes] = set()
+        while (newer := (yield self._peer.newer_state(resumed_at, refused))) is not None:
+            moment, data = newer
+            try:
+                require_finite(data)
+                self._state.load(moment, data)
+            except ValueError as error:
+                _logger.warning("the checkpoint of step %d that a peer offers is not used: %s", moment.step, error)
+                refused.add(digest_of(data))
+                continue
+            _logger.warning("the run goes on from the checkpoint of step %d, which another peer has", moment.step)
+            resumed_at = moment
+            break
+        yield self._peer.found(self._state.digest(), resumed_at, evaluations=evaluations)
 
     def load(self) -> Asking:
         """Take over the state that most other peers have, and drop gradients that belong to an older state."""

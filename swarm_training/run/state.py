@@ -401,6 +401,12 @@ def digest_of(data: bytes) -> bytes:
     return _digest(tensors, metadata)
 
 
+def require_finite(data: bytes) -> None:
+    """Raise ValueError unless ``data`` is a state whose numbers are all finite."""
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in _parsed(data)[0].values()):
+        raise ValueError("it has numbers that are not finite")
+
+
 def _parsed(data: bytes) -> tuple[dict[str, Tensor], str]:
     try:
         tensors, metadata = safetensors_bytes.from_bytes(data)

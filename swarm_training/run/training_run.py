@@ -85,11 +85,12 @@ class TrainingRun:
             compressor: the object that decides which vectors are averaged in place of the gradient.
             encoder: the memory of what encoding loses, see ``Encoder``.
             access, token: the access control and this peer's token, for a private run.
-            resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which the founder has loaded its
-                parameters and optimizer, if it has.
+            resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which this peer has loaded its
+                parameters and optimizer, if it has. The founder goes on from there, or from a newer one that others
+                offer within ``restart_wait_s`` of the config. Who joins offers it, and then loads the state of the run.
             local: the steps that this peer takes between two global steps, see ``LocalSteps``; None: there are none.
-            resume: a directory of ``save``. The founder goes on from its newest intact checkpoint, or begins at step 0
-                if there is none; a joining peer loads the state of the others.
+            resume: a directory of ``save``, whose newest intact checkpoint is loaded; the rest is as with
+                ``resumed_at``. If there is none, the founder begins at step 0.
             evaluation: the evaluation on held-out data, see ``Evaluation``; None: there is none. All peers of a run
                 need the same numbers in it.
 
@@ -119,7 +120,7 @@ class TrainingRun:
         self._state = TrainedState(parameters, optimizer, compressor, common, max_norm, drifts, decay)
         if evaluation is not None:
             evaluation.bind(self._state.parameters)
-        if resume is not None and not initial_peers:
+        if resume is not None:
             resumed_at = load_newest(self._state, Path(resume), digest_of)
         self._presence = network_loop.run(
             PeerProcess.enter(
@@ -138,11 +139,10 @@ class TrainingRun:
         with ExitStack() as on_error:
             on_error.callback(self.close)
             if initial_peers:
-                self._join(config.join_timeout_s)
+                self._join(config.join_timeout_s, resumed_at)
             else:
                 earlier = EvaluationHistory.of(() if evaluation is None else evaluation.earlier)
-                digest = self._state.digest()
-                network_loop.run(self._presence.peer.found(digest, resumed_at, evaluations=earlier))
+                self._found(resumed_at, earlier)
             on_error.pop_all()
 
     @property
@@ -315,12 +315,26 @@ class TrainingRun:
     ) -> None:
         self.close()
 
-    def _join(self, timeout_s: float) -> None:
+    def _found(self, resumed_at: Moment | None, earlier: EvaluationHistory) -> None:
+        if resumed_at is None:
+            network_loop.run(self._presence.peer.found(self._state.digest(), evaluations=earlier))
+        else:
+            self._drive(self._share.start_again(resumed_at, self.initial_peers, earlier))
+
+    def _join(self, timeout_s: float, resumed_at: Moment | None) -> None:
+        """Load the state of the run. If the run starts again, offer the own state, which is that of ``resumed_at``."""
+        peer = self._presence.peer
+        if resumed_at is not None:
+            network_loop.run(peer.offer_state(resumed_at, self._state.digest()))
         deadline_s = time.monotonic() + timeout_s
         while not self._presence.peer.own.state_digest:
             self._drive(self._share.load())
             if time.monotonic() > deadline_s and not self._presence.peer.own.state_digest:
                 raise PeerUnavailable("no peer of the run has given its state")
+        network_loop.run(self._withdraw_offers())
+
+    async def _withdraw_offers(self) -> None:
+        self._presence.peer.withdraw_offers()
 
     def _drive(self, asking: Asking) -> None:
         """Run each coroutine that ``asking`` yields on the network loop, and send its result back to ``asking``."""
@@ -380,8 +394,6 @@ def _check_start(
         raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
     if isinstance(initial_peers, str):
         raise ValueError("initial_peers is a text: expected a list of multiaddrs")
-    if resumed_at is not None and initial_peers:
-        raise ValueError("resumed_at is for the founder of a run: a joining peer loads the state of the others")
     if resumed_at is not None and resume is not None:
         raise ValueError("resume and resumed_at: expected one of them")
     if config.client_mode and not initial_peers:

@@ -84,6 +84,17 @@ class Offer:
         return data if own == digest else None
 
 
+class OwnOffer:
+    """The state that a peer which has not joined yet offers from its memory."""
+
+    def __init__(self, state: TrainedState) -> None:
+        self._state = state
+        self.digest = b""  # of the offer; empty: there is none
+
+    def read(self, digest: bytes) -> bytes | None:
+        return self._state.to_bytes()[1] if digest == self.digest else None
+
+
 class StateServer:
     def __init__(self, state: TrainedState, kept: Sequence[Store], in_thread: InThread) -> None:
         """Serve ``state``, and by digest the contents of ``kept``, mainly checkpoints of this and other runs.

@@ -16,6 +16,7 @@ target_batch_size = 1024      # samples of all peers together, after which they 
 # checkpoint_every = 100      # steps
 # checkpoints = "checkpoints" # a directory; "": this machine writes none
 # keep = 3                    # number of newest checkpoints that stay
+# restart_wait_s = 30.0       # wait of the peer that starts the run again for others with a newer checkpoint; 0: none
 # hub = ""                    # a repository owner/name on the hub that gets a copy of each
 
 [model]

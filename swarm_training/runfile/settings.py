@@ -18,6 +18,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 PRESETS = {"tiny": (64, 2, 4), "small": (256, 6, 8), "medium": (768, 12, 12)}  # hidden size, layers, heads
 _LARGEST = 1e30
 _MAX_COUNT = 1 << 40
+_LONGEST_WAIT_S = 55.0  # less than the ``join_timeout_s`` of peers that join meanwhile
 
 
 def require_count(name: str, value: int) -> None:
@@ -39,6 +40,8 @@ class RunSettings:
         checkpoint_every: the steps between checkpoints; peers keep the last ones, to go back to when the run diverges.
         checkpoints: the directory for checkpoints; empty: this machine writes none.
         keep: the number of newest checkpoints that stay in the directory.
+        restart_wait_s: the time, in seconds, for which the founder of a run that starts again waits for peers that have
+            a newer checkpoint than it has; 0: it begins at once.
         hub: a repository on the hub that gets a copy of each checkpoint; empty: none.
     """
 
@@ -47,6 +50,7 @@ class RunSettings:
     checkpoint_every: int = 100
     checkpoints: str = "checkpoints"
     keep: int = 3
+    restart_wait_s: float = 30.0
     hub: str = ""
 
     def __post_init__(self) -> None:
@@ -55,6 +59,8 @@ class RunSettings:
         require_count("target_batch_size", self.target_batch_size)
         require_count("checkpoint_every", self.checkpoint_every)
         require_count("keep", self.keep)
+        if not 0 <= self.restart_wait_s <= _LONGEST_WAIT_S:
+            raise ValueError(f"restart_wait_s is {self.restart_wait_s}: expected seconds, 0 to {_LONGEST_WAIT_S:.0f}")
         if self.hub and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub, re.ASCII):
             raise ValueError(f"hub is {self.hub!r}: expected a repository as owner/name")
 

@@ -272,11 +272,12 @@ def test_a_run_is_opened_with_the_clipping_of_its_file(monkeypatch: pytest.Monke
     monkeypatch.setattr(swarm_training, "TrainingRun", lambda *_arguments, **options: opened.update(options))
     model = torch.nn.Linear(2, 2)
     open_run(
-        Joining("run", TARGET, (), IDENTITY, max_norm=0.5, average_decay=0.75),
+        Joining("run", TARGET, (), IDENTITY, max_norm=0.5, average_decay=0.75, restart_wait_s=5.0),
         list(model.parameters()),
         torch.optim.SGD(model.parameters()),
     )
-    assert (opened["config"].max_norm, opened["config"].average_decay) == (0.5, 0.75)
+    config = opened["config"]
+    assert (config.max_norm, config.average_decay, config.restart_wait_s) == (0.5, 0.75, 5.0)
 
 
 def test_peers_with_other_rules_are_no_equals() -> None:
@@ -411,7 +412,8 @@ def test_who_joins_goes_on_with_its_data_and_without_newer_checkpoints(
     taken = checkpoints.read(4).data["taken"]
     monkeypatch.setattr(joining, "train", lambda *_arguments: None)
 
-    def open_run(_who: Joining, *arguments: Any) -> LocalRun:
+    def open_run(who: Joining, *arguments: Any) -> LocalRun:
+        assert who.resumed_at == Moment(0, 6)  # which it offers, and the others have begun already
         run = LocalRun(*arguments, TARGET)
         run.num_steps, run.num_rollbacks, run.went_back_to = 4, 1, 4
         return run
@@ -422,6 +424,28 @@ def test_who_joins_goes_on_with_its_data_and_without_newer_checkpoints(
     assert setup.batches.state_dict()["taken"] == taken > 0
     assert checkpoints.steps() == [2, 4] and (tmp_path / "checkpoints" / "unused-1-step-000000006").is_dir()
     assert sum("the run is at step 4, and goes on without the newer checkpoints here" in line for line in said) == 1
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_newest_checkpoint_may_be_that_of_another_peer(
+    joins: bool, file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who joins had the newest one, which the run goes on from; or the founder had an older one. Both keep theirs."""
+    joined(file, [], stop_after=4)
+    checkpoints, newest = CheckpointDirectory(tmp_path / "checkpoints"), 4 if joins else 6
+    monkeypatch.setattr(joining, "train", lambda *_arguments: None)
+
+    def open_run(who: Joining, *arguments: Any) -> LocalRun:
+        assert who.resumed_at == Moment(0, 4)
+        run = LocalRun(*arguments, TARGET)
+        run.num_steps, run.num_rollbacks, run.went_back_to = newest, 3, newest
+        return run
+
+    peers = ("/ip4/127.0.0.1/tcp/1/p2p/QmOther",) if joins else ()
+    joining.take_part(
+        prepared(file, said := []), replace(who(), initial_peers=peers), open_run, threading.Event(), said.append
+    )
+    assert checkpoints.steps() == [2, 4]
 
 
 def test_who_joins_is_not_hindered_by_a_checkpoint_that_cannot_be_read(file: RunFile, tmp_path: Path) -> None:

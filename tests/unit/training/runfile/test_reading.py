@@ -48,6 +48,10 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
         (text(run='name = "x"\ntarget_batch_size = 4.5'), r"has target_batch_size = 4\.5: expected a whole number"),
         (text(run='name = "x"\ntarget_batch_size = true'), r"has target_batch_size = True: expected a whole number"),
         (text(run='name = "x"\ntarget_batch_size = 0'), r"\[run\] target_batch_size is 0: expected at least 1"),
+        (
+            text(run='name = "x"\ntarget_batch_size = 1\nrestart_wait_s = 90'),
+            r"\[run\] restart_wait_s is 90\.0: expected seconds, 0 to 55",
+        ),
         (text(run='name = "a b"\ntarget_batch_size = 1'), r"\[run\] name is 'a b': expected 1 to 64 letters"),
         (text(model="preset = 3"), r"\[model\] has preset = 3: expected a string"),
         (text(model=""), r"\[model\] name_or_path and preset: expected one of the two"),

@@ -1,0 +1,111 @@
+"""Where a run goes on after all of its peers have ended: at the newest checkpoint that they show."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import Kept
+from swarm_training.evaluation.policy import EvaluationHistory
+from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, simulate
+
+WAITING = replace(CONFIG, restart_wait_s=10.0)
+
+
+def offers(*moments: tuple[int, int], digest: bytes = b"") -> list[Kept]:
+    return [offer_of(Moment(*moment), digest or repr(moment).encode()) for moment in moments]
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "needs_half", "expected"),
+    [
+        ((0, 100), [], True, (0, 100)),
+        ((0, 100), [(0, 200)], True, (0, 200)),
+        ((0, 100), [(0, 50), (0, 100)], False, (0, 100)),
+        ((0, 100), [(0, 100), (0, 200)], False, (0, 200)),
+        ((0, 100), [(0, 100), (0, 200)], True, (0, 100)),  # one of three
+        ((0, 100), [(0, 150), (0, 9999)], True, (0, 150)),  # two of three have come to 150, and one of them further
+        ((0, 100), [(0, 100), (0, 200), (0, 300)], True, (0, 200)),
+        ((2, 110), [(1, 200)], False, (2, 110)),  # the run has gone back since then
+        ((1, 200), [(2, 110)], False, (2, 110)),
+    ],
+)
+def test_the_newest_that_enough_peers_show_is_taken(
+    own: tuple[int, int], others: list[tuple[int, int]], needs_half: bool, expected: tuple[int, int]
+) -> None:
+    (first,) = offers(own)
+    assert moment_of(newest_shown(first, offers(*others), needs_half)) == Moment(*expected)
+    assert newest_shown(first, list(reversed(offers(*others))), needs_half) == newest_shown(
+        first, offers(*others), needs_half
+    )
+
+
+def test_of_different_states_of_one_moment_that_of_most_is_taken() -> None:
+    (own,) = offers((0, 1))
+    others = offers((0, 5), digest=b"a") * 2 + offers((0, 5), digest=b"b")
+    assert newest_shown(own, others, needs_half=True).state_digest == b"a"
+    same = offer_of(Moment(0, 1), b"other")
+    assert newest_shown(own, [same, same], needs_half=True) is own
+
+
+async def restarted(steps: list[int], lies: tuple[int, ...] = ()) -> tuple[list[SimulatedPeer], dict[int, Any]]:
+    """Peers that come back with checkpoints of these steps; the first of them founds the run. ``lies``: who offers what
+    it does not have."""
+    truth = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
+    saved: dict[int, bytes] = {}
+    for step in range(max(steps) + 1):
+        saved[step] = truth.state.to_bytes()[1]
+        truth.state.apply(torch.full((truth.state.length,), float(step + 1)))
+    world, peers = World(), []
+    for number, step in enumerate(steps):
+        peers.append(SimulatedPeer.make(world, number, target=10, config=WAITING))
+        peers[-1].state.load(Moment(0, step), saved[step])
+
+    async def come_back(peer: SimulatedPeer, step: int) -> None:
+        await asyncio.sleep(peer.number)
+        await peer.peer.find_others()
+        peer.peer.start()
+        digest = b"0" * 32 if peer.number in lies else peer.state.digest()
+        await peer.peer.offer_state(Moment(0, step), digest)
+        while not peer.peer.own.state_digest:
+            await peer.drive(peer.share.load())
+        peer.peer.withdraw_offers()
+
+    peers[0].peer.start()
+    tasks = [peers[0].spawn(peers[0].drive(peers[0].share.start_again(Moment(0, steps[0]), [], EvaluationHistory())))]
+    tasks += [peer.spawn(come_back(peer, step)) for peer, step in zip(peers[1:], steps[1:], strict=True)]
+    await all_done(tasks)
+    return peers, saved
+
+
+@pytest.mark.parametrize(
+    ("steps", "lies", "expected"),
+    [
+        ([2, 4], (), 4),
+        ([2, 2, 4, 4], (), 4),
+        ([3, 2], (), 3),
+        ([2, 2, 4], (), 2),  # strangers could say that
+        ([2, 3, 4], (2,), 3),  # half of those whose checkpoints are right
+    ],
+)
+def test_a_run_goes_on_from_the_newest_checkpoint_whoever_has_it(
+    steps: list[int], lies: tuple[int, ...], expected: int
+) -> None:
+    async def scenario() -> None:
+        peers, saved = await restarted(steps, lies)
+        reference = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
+        reference.state.load(Moment(1, expected), saved[expected])
+        for peer in peers:
+            assert peer.state.moment == Moment(1, expected) and not peer.peer.own.offers
+            assert peer.state.digest() == reference.state.digest()
+        await all_done([peer.spawn(peer.train(0.5, 5, until_step=expected + 2)) for peer in peers])
+        await asyncio.sleep(1.0)
+        assert len({peer.state.digest() for peer in peers}) == 1
+
+    simulate(scenario)
