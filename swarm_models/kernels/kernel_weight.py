@@ -50,6 +50,14 @@ class KernelWeight(Int8Weight):
             start += len(q)
         return weight
 
+    def part(self, rows: slice) -> Self:
+        """Return a weight with these rows alone, copied. The first must begin a strip."""
+        part = self.empty((rows.stop - rows.start, self.shape[1]))
+        start = packed_bytes(rows.start, self.shape[1])
+        part._packed.copy_(self._packed[start : start + len(part._packed)])
+        part._scale.copy_(self._scale[rows])
+        return part
+
     def _place(self, shape: torch.Size, scale: torch.Tensor) -> None:
         library = kernel()
         assert library is not None, "is_available() has not been asked"

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "exported.h"
+#include "group.h"
 #include "platform.h"
 
 namespace {
@@ -27,6 +28,7 @@ struct Operand {
 };
 
 // PRODUCT: a, [rows][in], times the packed weight b (int8: with scales c, [out]; int4: no c) -> out; sizes: rows, in, out.
+// If its number is not 0, it is one more than the number of a weight of a group, of which b and c are the leader's part.
 // ATTEND: query a, keys b and values c of the new position -> out, [rows][heads][value width]; strides between rows and
 // heads; sizes: rows, heads, key heads, width.
 // LAYER_NORM: a times b plus c; b or c may be missing. Others: out = f(a) or f(a, b), element by element; sizes of out, but
@@ -35,7 +37,7 @@ struct Instruction {
     int64_t kind, sizes[4];
     Operand out, a, b, c;
     double scalar;  // scaling of ATTEND, epsilon of LAYER_NORM
-    int64_t number, other;  // ATTEND: the block's index; the width of its values
+    int64_t number, other;  // ATTEND: the block's index; the width of its values. PRODUCT: see above; nothing
 };
 
 using Compute = void (*)(const Instruction &);
@@ -87,15 +89,42 @@ struct Places {
     const int64_t *firsts, *key_channels, *value_channels;
 };
 
+// Computes the products from ``op`` on that have the same inputs, all of weights of the group. Returns how many, or 0.
+long products_in_group(const Instruction *op, const Instruction *end, Group &group, int isa, int threads) {
+    int32_t numbers[MOST_WEIGHTS];
+    const uint8_t *packed[MOST_WEIGHTS];
+    const float *scales[MOST_WEIGHTS];
+    float *ys[MOST_WEIGHTS];
+    long outs[MOST_WEIGHTS];
+    int count = 0;
+    for (const Instruction *next = op; next < end && count < MOST_WEIGHTS; next++, count++) {
+        if (next->kind != PRODUCT || !next->number || next->a.address != op->a.address || next->sizes[0] != op->sizes[0] ||
+            next->sizes[1] != op->sizes[1] || !next->c.address != !op->c.address)
+            break;
+        numbers[count] = (int32_t)(next->number - 1);
+        packed[count] = (const uint8_t *)next->b.address;
+        scales[count] = next->c.address;
+        ys[count] = next->out.address;
+        outs[count] = next->sizes[2];
+    }
+    const SharedProduct product{op->a.address, op->sizes[0], op->sizes[1], count, numbers, packed, scales, ys, outs};
+    return multiply_in_group(group, product, isa, threads) ? 0 : count;
+}
+
 }  // namespace
 
-// places: one per block. Returns -1 if all instructions have run, else the number of the one that failed.
+// places: one per block. group: of the weights that are split; null if there are none. Returns -1 if all instructions have
+// run, else the number of the one that failed.
 EXPORT long swarm_run_program(const Instruction *program, long count, const Places *places, int isa, int attention_isa,
-                              int threads) {
+                              int threads, Group *group) {
     static const Compute compute = best();
     for (long i = 0; i < count; i++) {
         const Instruction &op = program[i];
-        if (op.kind == PRODUCT) {
+        if (op.kind == PRODUCT && op.number) {
+            const long computed = group ? products_in_group(program + i, program + count, *group, isa, threads) : 0;
+            if (!computed) return i;
+            i += computed - 1;
+        } else if (op.kind == PRODUCT) {
             const uint8_t *packed = (const uint8_t *)op.b.address;
             const float *scale = op.c.address;
             const long outs = op.sizes[2];

@@ -79,10 +79,11 @@ class Instruction:
 class Program:
     """A list of instructions that can run repeatedly on the memory that they name."""
 
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
+    def __init__(self, instructions: Sequence[Instruction], group: int = 0) -> None:
+        """Keep the instructions; ``group``: the address of the group whose weights they multiply with, or 0."""
         function = _function()
         assert function is not None, "is_available() has not been asked"
-        self._function = function
+        self._function, self._group = function, group
         self._words = np.array([instruction.words() for instruction in instructions], dtype=np.int64)
         self._address, self._count = self._words.ctypes.data, len(instructions)
 
@@ -100,7 +101,13 @@ class Program:
         compiled, attention = kernel(), attention_kernel()
         assert compiled is not None and attention is not None
         done: int = self._function(
-            self._address, self._count, places.ctypes.data, compiled.isa, attention.isa, torch.get_num_threads()
+            self._address,
+            self._count,
+            places.ctypes.data,
+            compiled.isa,
+            attention.isa,
+            torch.get_num_threads(),
+            self._group,
         )
         return done == -1
 
@@ -114,5 +121,5 @@ def _function() -> ctypes._NamedFuncPointer | None:
         function = compiled.library.swarm_run_program
     except AttributeError:  # the library is older than this file
         return None
-    function.restype, function.argtypes = c_long, [c_void_p, c_long, c_void_p, c_int, c_int, c_int]
+    function.restype, function.argtypes = c_long, [c_void_p, c_long, c_void_p, c_int, c_int, c_int, c_void_p]
     return function

@@ -96,7 +96,8 @@ class Engine:
 
     @property
     def int8_weights(self) -> list[Int8Weight]:
-        return [module.int8 for module in self._stack.modules() if isinstance(module, Int8Linear)]
+        layers = (module for module in self._stack.modules() if isinstance(module, Int8Linear))
+        return [layer.int8 for layer in layers if isinstance(layer.int8, Int8Weight)]  # others are split over a group
 
     @property
     def mixes_rows(self) -> bool:

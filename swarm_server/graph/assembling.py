@@ -13,6 +13,7 @@ from swarm_models.kernels.program import MAX_DIMENSIONS, NOTHING, Instruction, O
 from swarm_models.kernels.quantized_linear import QuantizedWeight
 from swarm_server.graph.lowering import Lowered, StridedAddress
 from swarm_server.graph.recording import Memory, NotCapturable
+from swarm_server.group.split_weight import SplitWeight
 
 _ALIGNMENT = 16  # floats: a cache line
 _WHOLE = {Opcode.PRODUCT, Opcode.ATTEND}  # kinds whose sizes have their own meaning
@@ -73,7 +74,8 @@ class Linear:
     def assembled(self, num_rows: int, room: Callable[[int], torch.Tensor]) -> Assembled:
         """Return the program for ``num_rows`` rows. ``room(n)``: a 1-D tensor of n or more floats to compute in."""
         at = self._at(num_rows)
-        code = [_between(less, more, at) for less, more in zip(self._less.code, self._more.code, strict=True)]
+        between = [_between(less, more, at) for less, more in zip(self._less.code, self._more.code, strict=True)]
+        code = _split_products_together(between)
         sizes = {
             number: at(memory.num_elements, self._more.memories[number].num_elements)
             for number, memory in self._less.memories.items()
@@ -128,7 +130,8 @@ class Assembled:
         start = arena.data_ptr()
         addresses = {number: start + 4 * offset for number, offset in offsets.items()}
         addresses[self._positions_number] = self.positions.data_ptr()
-        self.program = Program([self._instruction(lowered, addresses) for lowered in code])
+        group = next((lowered.weight.links.handle for lowered in code if isinstance(lowered.weight, SplitWeight)), 0)
+        self.program = Program([self._instruction(lowered, addresses) for lowered in code], group)
         self._arena = arena
 
     def _instruction(self, lowered: Lowered, addresses: Mapping[int, int]) -> Instruction:
@@ -141,7 +144,8 @@ class Assembled:
             operands[2:] = _weight_operands(lowered.weight)
         out, a, b, c = operands
         sizes = (*sizes, *[0] * (MAX_DIMENSIONS - len(sizes)))
-        return Instruction(lowered.kind, sizes, (out, a, b, c), lowered.scalar, lowered.number, lowered.other)
+        number = lowered.weight.number + 1 if isinstance(lowered.weight, SplitWeight) else lowered.number
+        return Instruction(lowered.kind, sizes, (out, a, b, c), lowered.scalar, number, lowered.other)
 
     def _operand(self, place: StridedAddress | None, addresses: Mapping[int, int]) -> Operand:
         if place is None:
@@ -157,8 +161,42 @@ class Assembled:
         return Operand(address + item_bytes * place.offset, strides)
 
 
+def _split_products_together(code: list[Lowered]) -> list[Lowered]:
+    """Return the code with each product of a split weight right behind an earlier one that has the same inputs.
+
+    The members of a group then exchange inputs and outputs once for both. Only products that no instruction in between
+    prevents are moved.
+    """
+    ordered: list[Lowered] = []
+    for lowered in code:
+        place = _earliest_place(lowered, ordered)
+        ordered.insert(place, lowered)
+    return ordered
+
+
+def _earliest_place(product: Lowered, before: Sequence[Lowered]) -> int:
+    if not isinstance(product.weight, SplitWeight):
+        return len(before)
+    out, x = product.places[:2]
+    assert out is not None and x is not None
+    for place in range(len(before), 0, -1):
+        earlier = before[place - 1]
+        if isinstance(earlier.weight, SplitWeight) and _is_same(earlier.places[1], x):
+            return place
+        numbers = [where.memory.number for where in earlier.places if where is not None]
+        if out.memory.number in numbers or x.memory.number == numbers[0]:
+            break
+    return len(before)
+
+
+def _is_same(a: StridedAddress | None, b: StridedAddress) -> bool:
+    return a is not None and (a.memory.number, a.offset) == (b.memory.number, b.offset)
+
+
 def _weight_operands(weight: QuantizedWeight | None) -> list[Operand]:
     """Return the operands for the packed weight and for its scales; int4 has no separate scales."""
+    if isinstance(weight, SplitWeight):
+        return _weight_operands(weight.own)
     if isinstance(weight, KernelWeight):
         return [Operand(weight.address.packed), Operand(weight.address.scale)]
     assert isinstance(weight, KernelInt4Weight)

@@ -19,6 +19,7 @@ from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Assembled, Linear
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
+from swarm_server.group.split_weight import SplitWeight
 from swarm_server.kv.rows_attention import channel_numbers, hidden_before, paged_rows
 from swarm_server.kv.rows_cache import BlockRuns
 
@@ -88,7 +89,9 @@ class StepGraphs:
         if not Program.is_available():
             return "the kernel is not compiled here"
         weights = [module.quantized for module in self._stack.modules() if isinstance(module, QuantizedLinear)]
-        if not weights or not all(isinstance(weight, KernelWeight | KernelInt4Weight) for weight in weights):
+        if not weights or not all(
+            isinstance(weight, KernelWeight | KernelInt4Weight | SplitWeight) for weight in weights
+        ):
             return "products are not the kernel's"
         if not self._stack.family.takes_positions:
             return "the family has positions of its own"

@@ -99,7 +99,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["graph"],
         ["adapters"],
         ["kv"],
-        ["blocks"],
+        ["blocks", "group"],
         ["reach"],
         ["net", "core"],
         ["weights", "placement", "machine"],

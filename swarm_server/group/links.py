@@ -1,0 +1,252 @@
+"""Connections between the leader and the followers of a group, which the compiled kernel reads and writes itself."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import socket
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from ctypes import c_double, c_int, c_long, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.library import kernel
+from swarm_models.quantization import Packed
+from swarm_protocol.errors import PeerUnavailable
+
+LIMIT_S = 30.0  # the longest time in which a member neither sends nor takes a byte that is due
+MOST_WEIGHTS = 8  # of one request, as in group.h
+
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "swarm_ring_bytes": (c_long, []),
+    "swarm_request_bytes": (c_long, []),
+    "swarm_open_link": (c_void_p, [c_int, c_void_p, c_int, c_double]),
+    "swarm_close_link": (None, [c_void_p]),
+    "swarm_limit_link": (None, [c_void_p, c_double]),
+    "swarm_link_send": (c_int, [c_void_p, c_void_p, c_long]),
+    "swarm_link_receive": (c_int, [c_void_p, c_void_p, c_long]),
+    "swarm_open_group": (c_void_p, [c_void_p, c_int]),
+    "swarm_close_group": (None, [c_void_p]),
+    "swarm_first_output": (c_long, [c_long, c_int, c_int]),
+    "swarm_group_matmul": (
+        c_int,
+        [c_void_p, c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p, c_long, c_int, c_int],
+    ),
+    "swarm_follow": (c_int, [c_void_p, c_void_p, c_long, c_void_p, c_int]),
+}
+_FAILURES = {
+    -1: "a member of the group has ended",
+    -2: f"a member of the group has not answered for {LIMIT_S:g} seconds",
+    -3: "a member of the group has no memory for a product",
+    -4: "a member of the group sent something that is not understood",
+}
+
+
+class GroupEnded(PeerUnavailable):
+    """A member of the group is missing, so none of the group's products can be computed any more."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled functions; None if there are none here, as on Windows or without a compiler."""
+    compiled = kernel()
+    if compiled is None:
+        return None
+    try:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(compiled.library, name)
+            function.restype, function.argtypes = result, arguments
+    except AttributeError:  # the library is older than this file, or for Windows
+        return None
+    return compiled.library if compiled.library.swarm_request_bytes() == ctypes.sizeof(_Words) else None
+
+
+def _require_library() -> ctypes.CDLL:
+    loaded = library()
+    if loaded is None:
+        raise ValueError("a group needs the compiled kernel, which is not there: reinstall where there is a compiler")
+    return loaded
+
+
+def _require(outcome: int) -> None:
+    if outcome:
+        raise GroupEnded(_FAILURES.get(outcome, f"a member of the group reports failure {outcome}"))
+
+
+class _Words(ctypes.Structure):
+    """``Request`` of group.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("wanted", "sequence", "threads", "rows", "width", "count")),
+        ("numbers", ctypes.c_int32 * MOST_WEIGHTS),
+    ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of the leader that is no product: ``wanted`` is its kind, and ``rows`` and ``number`` its arguments."""
+
+    wanted: int
+    rows: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What both ends of a link are made of: they can be given to another process that is started by this one."""
+
+    leader: socket.socket
+    follower: socket.socket
+    memory: Any  # a file, two rings long, without a name
+
+    @staticmethod
+    def on_this_machine() -> Ends:
+        """Return the ends of a link through shared memory."""
+        directory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        memory = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  (kept open by both ends)
+        memory.truncate(2 * _require_library().swarm_ring_bytes())
+        return Ends(*socket.socketpair(), memory)
+
+
+class Link:
+    """One end of a connection between two processes."""
+
+    def __init__(
+        self, connection: socket.socket, memory_file: int | None, member: int, limit_s: float = LIMIT_S
+    ) -> None:
+        """Open an end. ``memory_file``: the shared memory; None: bytes go through the socket. ``member``: 0 or 1."""
+        self._library = _require_library()
+        self._connection = connection
+        self._memory, address = None, None
+        if memory_file is not None:
+            self._memory = mmap.mmap(memory_file, 2 * self._library.swarm_ring_bytes())
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.handle: int = self._library.swarm_open_link(connection.fileno(), address, member, limit_s)
+
+    def close(self) -> None:
+        """Close the connection, which both ends notice, also in the middle of a request."""
+        with suppress(OSError):  # the other end is gone
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.swarm_close_link(self.handle)
+
+    def limit(self, limit_s: float | None = LIMIT_S) -> None:
+        """Set how long the other end may take; None: as long as it lives."""
+        self._library.swarm_limit_link(self.handle, 1e9 if limit_s is None else limit_s)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a contiguous tensor; raise GroupEnded if the other end is gone."""
+        _require(self._library.swarm_link_send(self.handle, tensor.data_ptr(), tensor.nbytes))
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill a contiguous tensor; raise GroupEnded if the other end is gone."""
+        _require(self._library.swarm_link_receive(self.handle, tensor.data_ptr(), tensor.nbytes))
+
+    def ask(self, request: Request) -> None:
+        """Send a request that is no product."""
+        words = _Words(wanted=request.wanted, rows=request.rows, count=1)
+        words.numbers[0] = request.number
+        _require(self._library.swarm_link_send(self.handle, ctypes.addressof(words), ctypes.sizeof(words)))
+
+    def follow(self, weights: OwnWeights) -> Request:
+        """Answer requests for products until there is another request, and return that.
+
+        The number of threads is the leader's.
+        """
+        words, compiled = _Words(), kernel()
+        assert compiled is not None
+        _require(
+            self._library.swarm_follow(
+                self.handle, weights.address, len(weights), ctypes.addressof(words), compiled.isa
+            )
+        )
+        return Request(words.wanted, words.rows, words.numbers[0])
+
+
+class _OwnWeight(ctypes.Structure):
+    """``OwnWeight`` of group.cpp."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("out", "channels", "packed", "scale")]
+
+
+class OwnWeights:
+    """A follower's rows of all weights, by number."""
+
+    def __init__(self, weights: Sequence[Packed]) -> None:
+        self.weights = tuple(weights)
+        self._table = (_OwnWeight * max(1, len(weights)))(*map(_own_weight, weights))
+        self.address = ctypes.addressof(self._table)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def _own_weight(weight: Packed) -> _OwnWeight:
+    packed, scale = addresses(weight)
+    return _OwnWeight(*weight.shape, packed, scale or 0)
+
+
+def addresses(weight: Packed) -> tuple[int, int | None]:
+    """Return the addresses of the packed weight and of its scales; int4 has no separate scales."""
+    if isinstance(weight, KernelWeight):
+        return weight.address.packed, weight.address.scale
+    return weight.address, None
+
+
+def rows_of(num_rows: int, member: int, members: int) -> slice:
+    """Return the rows of a weight that this member of the group holds; earlier members may have one strip more."""
+    first_output = _require_library().swarm_first_output
+    return slice(first_output(num_rows, member, members), first_output(num_rows, member + 1, members))
+
+
+class LeaderLinks:
+    """The leader's links to its followers.
+
+    Attributes:
+        handle: the group for the compiled kernel.
+        failure: why the group has ended; None while it works.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = tuple(links)
+        self.failure: GroupEnded | None = None
+        self._library = _require_library()
+        handles = (c_void_p * len(links))(*[link.handle for link in links])
+        self.handle: int = self._library.swarm_open_group(handles, len(links))
+
+    @property
+    def members(self) -> int:
+        """Return the number of members, the leader included."""
+        return len(self.links) + 1
+
+    def close(self) -> None:
+        """Close all links."""
+        for link in self.links:
+            link.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.swarm_close_group(self.handle)
+
+    def matmul(self, number: int, x: torch.Tensor, own: Packed, y: torch.Tensor) -> None:
+        """Multiply x: [rows, in] fp32 by the weight of this number, of which ``own`` are the leader's rows -> y."""
+        compiled = kernel()
+        assert compiled is not None
+        packed, scale = addresses(own)
+        arguments = self.handle, number, x.data_ptr(), *x.shape, packed, scale, y.data_ptr(), y.shape[1]
+        try:
+            _require(self._library.swarm_group_matmul(*arguments, compiled.isa, torch.get_num_threads()))
+        except GroupEnded as error:
+            self.failure = error
+            raise

@@ -1,0 +1,141 @@
+"""The processes of a group on one machine: the leader, which is the server, and the followers that it starts."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from swarm_models.quantization import Packed
+from swarm_protocol.span import Span
+from swarm_server.group.links import Ends, GroupEnded, LeaderLinks, Link, OwnWeights, Request
+from swarm_server.group.split_weight import LOAD, FollowerSplitter, LeaderSplitter, answer
+
+_logger = logging.getLogger(__name__)
+_DIGEST_BYTES = 32
+_ENDING_S = 5.0  # for a follower to end by itself, before it is killed
+
+# Loads the blocks of a span, and calls the function with each module whose linear layers have just been packed.
+LoadSpan = Callable[[Span, Callable[[torch.nn.Module], None]], Any]
+MakeLoader = Callable[[], LoadSpan]  # called in the follower's process; must be picklable
+
+
+class LocalGroup:
+    """The leader's side of a group whose followers are child processes on the same machine.
+
+    Attributes:
+        links: the links to the followers.
+    """
+
+    def __init__(self, make_loader: MakeLoader, members: int) -> None:
+        """Start the followers; ``members`` counts the leader, too."""
+        self.processes: list[BaseProcess] = []
+        links = []
+        for member in range(1, members):
+            ends = Ends.on_this_machine()
+            self.processes.append(_started(make_loader, ends, member, members))
+            links.append(Link(ends.leader, ends.memory.fileno(), 0))
+            ends.follower.close()
+            ends.memory.close()
+        self.links = LeaderLinks(links)
+
+    @property
+    def failure(self) -> GroupEnded | None:
+        """Return why the group has ended; None while it works."""
+        for process in self.processes:
+            if not process.is_alive():
+                return GroupEnded(f"process {process.pid}, a member of the group, has ended")
+        return self.links.failure
+
+    def close(self) -> None:
+        """End the followers."""
+        self.links.close()
+        for process in self.processes:
+            process.join(_ENDING_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
+    """Load the leader's rows of a span while the followers load theirs, and return what ``load`` returns.
+
+    Raises:
+        GroupEnded: a follower has ended, or holds other weights.
+    """
+    for link in links.links:
+        link.ask(Request(LOAD, span.start, span.end))
+    splitter = LeaderSplitter(links)
+    loaded = load(span, splitter.split_)
+    for link in links.links:
+        link.limit(None)  # it may read another disk
+        theirs = torch.empty(_DIGEST_BYTES, dtype=torch.uint8)
+        link.receive(theirs)
+        link.limit()
+        if bytes(theirs.tolist()) != splitter.digest():
+            raise GroupEnded("a member of the group has loaded other weights than the leader")
+    return loaded
+
+
+def _started(make_loader: MakeLoader, ends: Ends, member: int, members: int) -> BaseProcess:
+    context = multiprocessing.get_context("spawn")
+    arguments = make_loader, ends.follower, _Inherited(ends.memory.fileno()), member, members
+    process = context.Process(target=_follow, args=arguments, name=f"group-{member}", daemon=True)
+    process.start()
+    return process
+
+
+class _Inherited:
+    """A file descriptor that a child process gets while it is started."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        from multiprocessing.reduction import DupFd  # there is none on Windows
+
+        return _detached, (DupFd(self._descriptor),)
+
+
+def _detached(duplicate: Any) -> int:
+    descriptor: int = duplicate.detach()
+    return descriptor
+
+
+def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int, member: int, members: int) -> None:
+    """Hold rows of the leader's spans and multiply with them until the leader ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which terminals send to all processes: the leader
+        signal.signal(number, signal.SIG_IGN)  # drains, and then closes the links
+    link = Link(connection, memory_file, 1)
+    os.close(memory_file)
+    follow(make_loader(), link, member, members)
+
+
+def follow(load: LoadSpan, link: Link, member: int, members: int) -> None:
+    """Answer the leader's requests until it closes the link."""
+    own = OwnWeights(())
+    try:
+        with torch.inference_mode():
+            while True:
+                request = link.follow(own)
+                if request.wanted == LOAD:
+                    own = OwnWeights(())  # frees the weights of the last span
+                    own = OwnWeights(_loaded(load, Span(request.rows, request.number), link, member, members))
+                else:
+                    answer(request, own, link)
+    except GroupEnded as error:
+        _logger.debug("the group has ended: %s", error)
+
+
+def _loaded(load: LoadSpan, span: Span, link: Link, member: int, members: int) -> list[Packed]:
+    splitter = FollowerSplitter(member, members)
+    load(span, splitter.split_)
+    link.send(torch.tensor(list(splitter.digest()), dtype=torch.uint8))
+    return splitter.weights

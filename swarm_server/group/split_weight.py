@@ -1,0 +1,159 @@
+"""A weight whose rows the members of a group hold together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NoReturn
+
+import torch
+
+from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
+from swarm_models.quantization import Packed
+from swarm_server.group.links import GroupEnded, LeaderLinks, Link, OwnWeights, Request, rows_of
+
+GRADIENT, DEQUANTIZE, LOAD = 1, 2, 3  # kinds of requests; 0 is a product
+
+
+class SplitWeight(QuantizedWeight):
+    """A weight [out, in] of which this process, the leader of a group, holds the first rows, and followers the others.
+
+    Products are bit for bit those of the whole weight, because each of their numbers is computed whole by one member.
+
+    Attributes:
+        number: the number of the weight in all members.
+        own: the leader's rows.
+    """
+
+    def __init__(self, number: int, whole: Packed, links: LeaderLinks) -> None:
+        self.shape = whole.shape
+        self.number, self.links = number, links
+        self.own = whole.part(rows_of(self.shape[0], 0, links.members))
+        self.size_bytes = self.own.size_bytes
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(len(x), self.shape[0], dtype=torch.float32)
+        if len(x):
+            self.links.matmul(self.number, x.contiguous(), self.own, y)
+        return y
+
+    def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of ``matmul``, the sum of what each member's rows give: [rows, in] fp32.
+
+        It is rounded otherwise than that of the whole weight: each member writes its gradients in units of its own.
+        """
+        for link, rows in self._followers():
+            link.ask(Request(GRADIENT, len(grad), self.number))
+            link.send(grad[:, rows].contiguous())
+        total = self.own.matmul_grad(grad[:, : self.own.shape[0]].contiguous())
+        part = torch.empty_like(total)
+        for link, _ in self._followers():
+            link.receive(part)
+            total += part
+        return total
+
+    def dequantize(self) -> torch.Tensor:
+        weight = torch.empty(self.shape, dtype=torch.float32)
+        weight[: self.own.shape[0]] = self.own.dequantize()
+        for link, rows in self._followers():
+            link.ask(Request(DEQUANTIZE, 0, self.number))
+            link.receive(weight[rows])
+        return weight
+
+    def _followers(self) -> Iterator[tuple[Link, slice]]:
+        for member, link in enumerate(self.links.links, start=1):
+            yield link, rows_of(self.shape[0], member, self.links.members)
+
+
+def answer(request: Request, own: OwnWeights, link: Link) -> None:
+    """Answer a leader's request about one weight that is no product."""
+    weight = own.weights[request.number]
+    if request.wanted == DEQUANTIZE:
+        link.send(weight.dequantize())
+        return
+    if request.wanted != GRADIENT:
+        _not_understood(request)
+    grad = torch.empty(request.rows, weight.shape[0], dtype=torch.float32)
+    link.receive(grad)
+    link.send(weight.matmul_grad(grad))
+
+
+def _not_understood(request: Request) -> NoReturn:
+    raise GroupEnded(f"the leader asked for something of kind {request.wanted}, which is not understood")
+
+
+class Splitter:
+    """Takes apart the weights of linear layers, in the order that numbers them in all members."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self._num_weights = 0
+        self._hash = hashlib.sha256()
+
+    def digest(self) -> bytes:
+        """Return a digest of all weights so far, equal in all members that have loaded the same weights."""
+        return self._hash.digest()
+
+    def split_(self, module: torch.nn.Module) -> None:
+        """Replace the weight of each linear layer, unless it has too few rows for all members."""
+        for layer in module.modules():
+            if not isinstance(layer, QuantizedLinear) or not isinstance(layer.quantized, Packed):
+                continue
+            last = rows_of(layer.out_features, self._members - 1, self._members)
+            if last.start < last.stop:
+                self._hash.update(_described(layer.quantized))
+                layer.quantized = self._replaced(self._num_weights, layer.quantized)
+                self._num_weights += 1
+
+    def _replaced(self, number: int, weight: Packed) -> QuantizedWeight:
+        raise NotImplementedError
+
+
+def _described(weight: Packed) -> bytes:
+    """Return the weight's format and shape, and a sum of its bytes."""
+    sums = [int(part.view(torch.uint8)[: part.nbytes // 8 * 8].view(torch.int64).sum()) for part in weight.parts]
+    return repr((weight.FORMAT, tuple(weight.shape), sums)).encode()
+
+
+class LeaderSplitter(Splitter):
+    """Puts split weights into the layers, in the leader of a group."""
+
+    def __init__(self, links: LeaderLinks) -> None:
+        super().__init__(links.members)
+        self._links = links
+
+    def _replaced(self, number: int, weight: Packed) -> QuantizedWeight:
+        return SplitWeight(number, weight, self._links)
+
+
+class FollowerSplitter(Splitter):
+    """Keeps a follower's rows of the weights.
+
+    Attributes:
+        weights: the rows, by the weight's number.
+    """
+
+    def __init__(self, member: int, members: int) -> None:
+        super().__init__(members)
+        self._member = member
+        self.weights: list[Packed] = []
+
+    def _replaced(self, number: int, weight: Packed) -> QuantizedWeight:
+        self.weights.append(weight.part(rows_of(weight.shape[0], self._member, self._members)))
+        return _Taken(weight.shape)
+
+
+class _Taken(QuantizedWeight):
+    """The place of a weight that a follower keeps elsewhere: blocks of followers never run."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape, self.size_bytes = shape, 0
+
+    def matmul(self, x: torch.Tensor) -> NoReturn:
+        raise NotImplementedError
+
+    def matmul_grad(self, grad: torch.Tensor) -> NoReturn:
+        raise NotImplementedError
+
+    def dequantize(self) -> NoReturn:
+        raise NotImplementedError

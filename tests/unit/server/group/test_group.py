@@ -1,0 +1,192 @@
+"""A group computes what one server computes, bit for bit; a member that is missing ends it with a sentence."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.kernels.int4_linear import KernelInt4Weight, quantize_groups
+from swarm_models.kernels.int8_linear import quantize_rows
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.quantization import Packed, quantize_
+from swarm_protocol.span import Span
+from swarm_protocol.wire.block_input import BlockInput
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import SessionStep
+from swarm_server.group import links
+from swarm_server.group.links import Ends, GroupEnded, LeaderLinks, Link
+from swarm_server.group.members import follow, load_together
+from swarm_server.group.split_weight import SplitWeight
+from swarm_server.kv.kv_cache import CacheBudget
+from tests.adapted import LocalModel
+from tests.marks import SLOW
+from tests.zoo import save_checkpoint
+
+pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
+
+CPU = torch.device("cpu")
+SPAN = Span(0, 2)
+SIZES = {
+    "llama": dict(hidden_size=128, num_key_value_heads=4, intermediate_size=320),
+    "mixtral": dict(hidden_size=128, num_key_value_heads=4, intermediate_size=192),
+    "qwen3_next": dict(hidden_size=128, moe_intermediate_size=128, shared_expert_intermediate_size=192),
+}
+
+
+def loader(directory: Path, quant: str) -> Callable:
+    def load(span: Span, then: Callable[[torch.nn.Module], None] = lambda _module: None) -> BlockStack:
+        def transform(block: torch.nn.Module, _index: int) -> None:
+            quantize_(block, quant, CPU, torch.float32)
+            then(block)
+
+        return load_blocks(ModelCheckpoint.open(directory), span, transform=transform)
+
+    return load
+
+
+@contextmanager
+def followers(load: Callable, members: int, kind: str = "memory", limit_s: float = 30.0) -> Iterator[LeaderLinks]:
+    """Followers in threads, beside the leader's links to them."""
+    leader_ends, threads = [], []
+    for member in range(1, members):
+        ends = Ends.on_this_machine()
+        memory = ends.memory.fileno() if kind == "memory" else None
+        if kind == "tcp":
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                mine = socket.create_connection(server.getsockname())
+                ends = Ends(mine, server.accept()[0], ends.memory)
+        leader_ends.append(Link(ends.leader, memory, 0, limit_s))
+        theirs = Link(ends.follower, memory, 1)
+        threads.append(threading.Thread(target=_follow, args=(load, theirs, member, members)))
+        threads[-1].start()
+    group = LeaderLinks(leader_ends)
+    try:
+        yield group
+    finally:
+        group.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def _follow(load: Callable, link: Link, member: int, members: int) -> None:
+    follow(load, link, member, members)
+    link.close()  # as when its process ends
+
+
+def outputs(engine: Engine) -> list[torch.Tensor]:
+    """Outputs of two prompts, of decode steps of both sessions together, and of several positions at once."""
+    generator, budget = torch.Generator().manual_seed(1), CacheBudget(1 << 40, 1)
+    sessions = [engine.open(SPAN, 1, budget.lease(""), shares=False) for _ in range(2)]
+    found = []
+    for lengths in ((5,), (5, 3), (1, 1), (1, 1), (4,)):
+        batch = []
+        for session, length in zip(sessions, lengths, strict=False):
+            hidden = torch.randn(1, length, engine.hidden_size, generator=generator)
+            batch.append((session, SessionStep(session.length, BlockInput(hidden))))
+        for output in engine.run(batch):
+            assert isinstance(output, torch.Tensor), output
+            found.append(output)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "members", "kind", "quant"),
+    [
+        ("llama", 3, "memory", "int8"),
+        ("llama", 2, "tcp", "int4"),
+        ("mixtral", 2, "memory", "int4"),
+        pytest.param("mixtral", 2, "tcp", "int8", marks=SLOW),
+        pytest.param("qwen3_next", 2, "memory", "int8", marks=SLOW),
+        pytest.param("qwen3_next", 3, "memory", "int4", marks=SLOW),
+    ],
+)
+def test_outputs_are_those_of_one_server(family: str, members: int, kind: str, quant: str, tmp_path: Path) -> None:
+    save_checkpoint(family, tmp_path, **SIZES[family])
+    load = loader(tmp_path, quant)
+    alone = Engine(load(SPAN))
+    with torch.inference_mode(), followers(load, members, kind) as group:
+        together = Engine(load_together(group, SPAN, load))
+        split = [module.quantized for module in together._stack.modules() if hasattr(module, "quantized")]
+        assert sum(isinstance(weight, SplitWeight) for weight in split) >= 4
+        assert (together.ways.graphs is None) == (alone.ways.graphs is None)
+        for ours, theirs in zip(outputs(together), outputs(alone), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=SLOW)])
+def test_passes_with_an_adapter_and_their_gradients_are_those_of_one_server(quant: str, tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, **SIZES["llama"])
+    load = loader(tmp_path, quant)
+    adapter = LocalModel.load(tmp_path, r=4, target_modules=["q_proj", "down_proj"]).adapter(SPAN)
+    hidden, grad = torch.randn(2, 3, 128), torch.randn(2, 3, 128)
+
+    def passed(engine: Engine) -> tuple[torch.Tensor, ...]:
+        placed = engine.place(b"key", adapter)
+        output = engine.stateless.forward(SPAN, BlockInput(hidden.clone()), placed)
+        return output, *engine.stateless.backward(SPAN, BlockInput(hidden.clone()), grad, placed, trains_adapter=True)
+
+    alone = Engine(load(SPAN))
+    with followers(load, 2) as group:
+        together = Engine(load_together(group, SPAN, load))
+        (output, *gradients), (expected_output, *expected) = passed(together), passed(alone)
+        assert torch.equal(output, expected_output)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert (ours - theirs).abs().max() <= 2e-3 * theirs.abs().max()  # gradients have 14 bits
+        weight, whole = (
+            next(module.quantized for module in engine._stack.modules() if hasattr(module, "quantized"))
+            for engine in (together, alone)
+        )
+        assert isinstance(weight, SplitWeight) and torch.equal(weight.dequantize(), whole.dequantize())
+
+
+def weights(quant: str) -> Packed:
+    weight = torch.randn(200, 96, generator=torch.Generator().manual_seed(0))
+    if quant == "int8":
+        return KernelWeight(*quantize_rows(weight))
+    return KernelInt4Weight(*quantize_groups(weight))
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize("members", [2, 3, 4])
+def test_rows_are_split_into_whole_strips(quant: str, members: int) -> None:
+    whole, x = weights(quant), torch.randn(3, 96)
+    rows = [links.rows_of(200, member, members) for member in range(members)]
+    assert [0, *(each.stop for each in rows)] == [*(each.start for each in rows), 200]
+    assert all(each.start % 64 == 0 and each.stop > each.start for each in rows)
+    parts = [whole.part(each).matmul(x) for each in rows]
+    assert torch.equal(torch.cat(parts, 1), whole.matmul(x))
+    assert links.rows_of(64, 1, 2) == slice(64, 64)  # too few rows for two members
+
+
+def test_a_member_that_ends_or_is_silent(tmp_path: Path) -> None:
+    ends = Ends.on_this_machine()
+    group = LeaderLinks([Link(ends.leader, ends.memory.fileno(), 0, limit_s=0.05)])
+    weight, x = SplitWeight(0, weights("int8"), group), torch.randn(1, 96)
+    with pytest.raises(GroupEnded, match="has not answered for"):
+        weight.matmul(x)
+    assert group.failure is not None
+    with pytest.raises(GroupEnded):  # for good
+        weight.matmul(x)
+    group.close()
+    ends = Ends.on_this_machine()
+    group = LeaderLinks([Link(ends.leader, ends.memory.fileno(), 0)])
+    ends.follower.close()
+    with pytest.raises(GroupEnded, match="a member of the group has ended"):
+        SplitWeight(0, weights("int8"), group).matmul(x)
+    group.close()
+
+
+def test_members_with_other_weights_are_refused(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save_checkpoint("llama", tmp_path / str(seed), seed=seed, **SIZES["llama"])
+    with followers(loader(tmp_path / "1", "int8"), 2) as group, pytest.raises(GroupEnded, match="other weights"):
+        load_together(group, SPAN, loader(tmp_path / "0", "int8"))
