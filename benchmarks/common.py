@@ -78,11 +78,15 @@ def _log(server: LocalServer) -> str:
 
 @contextmanager
 def fleet(path: Path, num_servers: int, quant: str, *arguments: str) -> Iterator[Fleet]:
-    """Servers that share the blocks evenly; unless a GPU computes, they take turns over the cores there are."""
+    """Servers that share the blocks evenly; unless a GPU computes, they take turns over the cores there are.
+
+    A group's members choose their cores themselves.
+    """
     swarm = f"benchmark-{os.getpid()}-{next(_numbers)}"
     cores = sorted(os.sched_getaffinity(0))
     on_cpu = "--device" not in arguments or arguments[arguments.index("--device") + 1] == "cpu"
-    pins = [cores[number % len(cores)] for number in range(num_servers)] if on_cpu else None
+    is_pinned = on_cpu and "--group-size" not in arguments
+    pins = [cores[number % len(cores)] for number in range(num_servers)] if is_pinned else None
     spans = even_spans(SHAPES[path.name]["num_hidden_layers"], num_servers)
     options = ["--model", str(path), "--quant", quant, "--log-level", "warning", *arguments]
     with local_servers(swarm, spans, options, pins) as running:

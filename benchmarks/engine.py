@@ -74,6 +74,14 @@ GOALS = {
     "decode-1-int8": Goal("decode, 1 session, int8", "tokens/s", 5.2),
     "decode-1-int4": Goal("decode, 1 session, int4", "tokens/s", 7.0),
     "decode-1-fp32": Goal("decode, 1 session, fp32", "tokens/s", 0.97),
+    **{
+        f"group-decode-{sessions}-{quant}": Goal(
+            f"decode, {sessions} session{'s'[: sessions > 1]}, {quant}, a group of two beside a chain of two",
+            "tokens/s",
+            target,
+        )
+        for sessions, quant, target in ((1, "int8", 1.6), (1, "int4", 1.3), (8, "int8", 1.0))
+    },
     "decode-8-int8": Goal("decode, 8 sessions, int8", "tokens/s", 15.0),
     "decode-16-int8": Goal("decode, 16 sessions, int8", "tokens/s", 20.0),
     "batch": Goal(f"decode, one batch of {BATCH}, int8, beside the same in one lane", "tokens/s", 1.4),
@@ -298,6 +306,26 @@ def crowd_rows(args: argparse.Namespace) -> Iterator[Row]:
         yield Row(f"{name} rows", f"{num_rows} sessions: rows of a batch", "rows", seen.rows_per_batch)
 
 
+def group_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """A server of two processes, which compute each block together, beside two servers with half of the blocks each.
+
+    The servers of the chain are pinned to a core each; the members of the group have a thread each.
+    """
+    path = make_model(args.model, args.models)
+    options = "--cache-tokens", str(CACHE_TOKENS), "--device", "cpu"
+    for name in (name for name in args.only if name.startswith("group-")):
+        _, _, sessions, quant = name.split("-")
+        with ExitStack() as stack:
+            decoding = []
+            for num_servers, grouped in ((2, []), (1, ["--group-size", "2"])):
+                servers = stack.enter_context(fleet(path, num_servers, quant, *options, *grouped))
+                model = stack.enter_context(servers.client("int8"))
+                decoding.append(partial(decode, model, int(sessions), PROMPT, args.new_tokens))
+                decoding[-1]()  # warm-up
+            chain, group = decoding
+            yield from compared(name, 2 * args.rounds + 1, chain, ("", group))
+
+
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return statistics.linear_regression(x, y).slope
 
@@ -305,7 +333,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     path = make_model(args.model, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", args.device
-    own_models = {"hop": hop_rows, "threads": thread_rows, "crowd": crowd_rows}
+    own_models = {"hop": hop_rows, "threads": thread_rows, "crowd": crowd_rows, "group": group_rows}
     names = [name for name in args.only if name.split("-")[0] not in own_models]
     quants = {name: {"fp32": "none", "int4": "int4"}.get(name[-4:], "int8") for name in names}
     for quant, rows in (("int8", int8_rows), ("int4", int4_rows), ("none", fp32_rows)):

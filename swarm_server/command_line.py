@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ from swarm_server.core.config import ServerConfig, parse_size
 if TYPE_CHECKING:
     from swarm_server.node.server import Server
 
+_logger = logging.getLogger(__name__)
 Command = Callable[[], None]
 Train = Callable[[argparse.Namespace], Command]  # returns the command for `--train`; raises ValueError
 _TRAIN_FLAGS = [
@@ -99,6 +101,12 @@ _HOSTING = ConfigFlags(
         metavar="DEVICE,…",
         default="",
         read=lambda text: tuple(text.split(",")) if text else (),
+    ),
+    Flag(
+        "group_size",
+        "how many processes of this machine compute each block together, each with some of its rows; on CPU, in int8 "
+        "or int4",
+        metavar="N",
     ),
     Flag(
         "host",
@@ -293,10 +301,19 @@ def run(config: ServerConfig) -> None:
 
     with collected_later():
         import_transformers()
+        from swarm_server.group.links import GroupEnded
         from swarm_server.node.server import Server
 
-    # Not asyncio.run(), which would wait after a signal for threads that still load.
-    new_event_loop().run_until_complete(serve(Server(config)))
+    loop = new_event_loop()
+    while True:
+        try:
+            # Not asyncio.run(), which would wait after a signal for threads that still load.
+            loop.run_until_complete(serve(Server(config)))
+            return
+        except GroupEnded as error:
+            config = replace(config, group_size=config.group_size - 1)
+            left = "alone" if config.group_size == 1 else f"with a group of {config.group_size}"
+            _logger.error("%s; this server has left the swarm, and starts again %s", error, left)
 
 
 def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> Command:

@@ -29,7 +29,9 @@ _AT_LEAST_ONE = (
     "incoming_bytes",
     "chunk_tokens",
     "max_sessions",
+    "group_size",
 )
+MOST_MEMBERS = 16  # of a group
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class ServerConfig:
     dtype: str = "auto"  # of computation; auto: bfloat16 on cuda and xpu, else float32
     device: str = "auto"  # auto: a GPU (cuda, xpu or mps) if torch finds one that runs ``quant``
     devices: tuple[str, ...] = ()  # several devices that share the blocks, such as cuda:0 and cuda:1; empty: ``device``
+    group_size: int = 1  # processes that compute each block together, this one included
     weight_cache_bytes: int = 16 << 30  # of packed weights on disk, for all servers of this user; 0: no cache
     host: str | None = None  # None: the address that leads to the swarm; loopback if the whole swarm is on this machine
     port: int = 0  # gRPC; 0: any free port
@@ -88,6 +91,7 @@ class ServerConfig:
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, xpu or mps")
         self._check_devices()
+        self._check_group()
         self._check_weights()
         self._check_addresses()
         self._check_sizes()
@@ -171,6 +175,16 @@ class ServerConfig:
                 )
         check_weights(self.weights)
         check_source(self.weights, self.model)
+
+    def _check_group(self) -> None:
+        if self.group_size == 1:
+            return
+        if self.group_size > MOST_MEMBERS:
+            raise ValueError(f"group_size is {self.group_size}: expected at most {MOST_MEMBERS}")
+        if self.quant not in ("int8", "int4"):
+            raise ValueError(f"a group computes with int8 or int4, not with quant {self.quant}")
+        if self.devices or self.device.partition(":")[0] not in ("auto", "cpu"):
+            raise ValueError("the members of a group compute on the CPU: expected no other device")
 
     def _check_devices(self) -> None:
         if not self.devices:

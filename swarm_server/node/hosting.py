@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,12 +15,13 @@ from tqdm import tqdm
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import max_positions, sees
+from swarm_models.checkpoints.files import HubModel, LocalFiles
 from swarm_models.gpu.devices import best_device, default_dtype, named_device
 from swarm_models.quantization import Report, devices_of, quantize_, require_device
 from swarm_protocol.process.logs import shows_progress
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
-from swarm_server.blocks.blocks import load_blocks
+from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.dense_linear import use_onednn_
 from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.products import described
@@ -31,6 +33,8 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.engine.ways import can_join
+from swarm_server.group.links import GroupEnded
+from swarm_server.group.members import LoadSpan, LocalGroup, MakeLoader, load_together
 from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
@@ -46,6 +50,7 @@ from swarm_server.training.training_memory import TrainingMemory
 _logger = logging.getLogger(__name__)
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _SHARE_CORES_S = 5.0
+_WATCH_GROUP_S = 0.5
 
 
 def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], torch.dtype]:
@@ -54,7 +59,8 @@ def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], t
     Raises:
         ValueError: a device cannot be used, or does not support the quantisation.
     """
-    name = _best_device(config.quant) if config.device == "auto" else config.device
+    auto = "cpu" if config.group_size > 1 else _best_device(config.quant)
+    name = auto if config.device == "auto" else config.device
     devices = tuple(map(named_device, config.devices or (name,)))
     dtype = default_dtype(devices[0]) if config.dtype == "auto" else getattr(torch, config.dtype)
     for device in devices:
@@ -70,6 +76,71 @@ def _best_device(quant: str) -> str:
         return best
     _logger.warning("%s is left out, because %s does not run there: --quant none does", best, quant)
     return "cpu"
+
+
+def load_parts(
+    config: ServerConfig,
+    checkpoint: ModelCheckpoint,
+    dtype: torch.dtype,
+    parts: Sequence[tuple[Span, torch.device]],
+    then: Callable[[torch.nn.Module], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[BlockStack], Report]:
+    """Load and quantise the blocks of each device.
+
+    ``then`` is called with each module once its linear layers are quantised, ``progress`` with the index of each block.
+    """
+    report, quant, cache = Report(config.quant), config.quant, WeightCache(config.weight_cache_bytes)
+    layers = {device: PackedLayers(cache, quant, device, dtype, checkpoint.family) for _, device in parts}
+
+    def prepare(device: torch.device, block: torch.nn.Module, index: int) -> None:
+        nonlocal report
+        report += quantize_(block, quant, device, dtype, eight_bits=layers[device].eight_bits(index))
+        if device.type == "cpu":
+            use_onednn_(block)
+        if then is not None:
+            then(block)
+
+    stacks = [
+        load_blocks(
+            checkpoint,
+            part,
+            dtype=dtype,
+            device=device,
+            transform=partial(prepare, device),
+            progress=progress,
+            layers=layers[device],
+        )
+        for part, device in parts
+    ]
+    for kept in layers.values():
+        report += kept.report
+    return stacks, report
+
+
+def follower_loader(config: ServerConfig, checkpoint: ModelCheckpoint) -> MakeLoader:
+    """Return the function with which the followers of a group load the same blocks as this server.
+
+    Raises:
+        ValueError: other processes cannot read the model's files.
+    """
+    if not isinstance(checkpoint.files, LocalFiles | HubModel):
+        raise ValueError(
+            "the members of a group read the model's files themselves: expected a directory or a model of the hub, "
+            "not one that comes from the swarm"
+        )
+    return partial(_follower_loader, config, checkpoint.files)
+
+
+def _follower_loader(config: ServerConfig, files: LocalFiles | HubModel) -> LoadSpan:
+    devices, dtype = devices_and_dtype(config)
+    checkpoint, cores = ModelCheckpoint(files), CoreShare().__enter__()  # it counts as a server until its process ends
+
+    def load(span: Span, then: Callable[[torch.nn.Module], None]) -> None:
+        torch.set_num_threads(cores.threads())
+        load_parts(config, checkpoint, dtype, [(span, devices[0])], then)
+
+    return load
 
 
 class SpanRuntime:
@@ -129,7 +200,11 @@ class SpanLoader:
         self._devices = tuple(devices)
         self._dtype = dtype
         products = described(config.quant, devices[0], dtype)
+        self._group: LocalGroup | None = None  # started with the first span
+        self._group_lock = threading.Lock()
         setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
+        if config.group_size > 1:
+            setting.append(f"a group of {config.group_size}")
         self._speed_cache = SpeedCache(setting, cores)
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 
@@ -153,6 +228,17 @@ class SpanLoader:
         """Cancel the waiting for all prefetched spans."""
         for loading in self._prefetching.values():
             loading.cancel()
+
+    def close(self) -> None:
+        """End the followers of the group, if there is one."""
+        if self._group is not None:
+            self._group.close()
+
+    async def group_end(self) -> GroupEnded:
+        """Wait until a member of the group is missing, and return the error that says so."""
+        while self._group is None or (failure := self._group.failure) is None:
+            await asyncio.sleep(_WATCH_GROUP_S)
+        return failure
 
     async def start(self, stack: Stack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
         """Host a loaded span. For ``sharing``, see ``prefix_sharing``."""
@@ -196,10 +282,16 @@ class SpanLoader:
         gc.collect()  # frees the blocks that were hosted before
         block_index, blocks = self._checkpoint.block_index, frozenset(span)
         self._checkpoint.stored(lambda name: block_index(name) in blocks)  # downloads all missing weights at once
-        report = Report(self._config.quant)
-        cache = WeightCache(self._config.weight_cache_bytes)
-        quant, family = self._config.quant, self._checkpoint.family
-        layers = {device: PackedLayers(cache, quant, device, self._dtype, family) for device in self._devices}
+        if self._config.group_size == 1:
+            return self._load_parts(span)
+        with self._group_lock:
+            if self._group is None:
+                self._group = LocalGroup(follower_loader(self._config, self._checkpoint), self._config.group_size)
+            stack: Stack = load_together(self._group.links, span, self._load_parts)
+        return stack
+
+    def _load_parts(self, span: Span, then: Callable[[torch.nn.Module], None] | None = None) -> Stack:
+        """Load a span; ``then`` is called with each module whose linear layers have been packed."""
         bar = tqdm(
             total=len(span),
             desc="loading blocks",
@@ -209,28 +301,9 @@ class SpanLoader:
             disable=not shows_progress(),
         )
         with bar:
-
-            def prepare(device: torch.device, block: torch.nn.Module, index: int) -> None:
-                nonlocal report
-                eight_bits = layers[device].eight_bits(index)
-                report += quantize_(block, quant, device, self._dtype, eight_bits=eight_bits)
-                if device.type == "cpu":
-                    use_onednn_(block)
-
-            parts = [
-                load_blocks(
-                    self._checkpoint,
-                    part,
-                    dtype=self._dtype,
-                    device=device,
-                    transform=partial(prepare, device),
-                    progress=lambda _index: bar.update(),
-                    layers=layers[device],
-                )
-                for part, device in self._split(span)
-            ]
-        for kept in layers.values():
-            report += kept.report
+            parts, report = load_parts(
+                self._config, self._checkpoint, self._dtype, self._split(span), then, lambda _index: bar.update()
+            )
         _logger.info("blocks %s loaded; %s", span, report)
         if len(parts) == 1:
             return parts[0]

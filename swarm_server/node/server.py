@@ -8,6 +8,7 @@ import logging
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from swarm_server.blocks.products import described, multiplied_by
 from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
+from swarm_server.group.links import GroupEnded
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.heap import HeapTrimmer
 from swarm_server.metrics.live_line import LiveLine, has_live_line, keep_live_line
@@ -102,6 +104,8 @@ class Server:
                 metrics.show_state(presence.record, lambda: presence.sessions)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
             cleanup.callback(losing_daemon.cancel)
+            losing_group = asyncio.ensure_future(starting.loader.group_end())
+            cleanup.callback(losing_group.cancel)
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
             await presence.publish()
             reaching = asyncio.ensure_future(_reach(joined, monitor).keep(presence.publish))
@@ -136,15 +140,20 @@ class Server:
                 line = LiveLine(sys.stderr)
                 showing = asyncio.ensure_future(keep_live_line(line, presence.record, lambda: presence.sessions))
                 cleanup.push_async_callback(end_tasks, [showing])
-            await self._serve(presence, mover, judge, losing_daemon)
+            await self._serve(presence, mover, judge, [losing_daemon, losing_group])
             await mover.drain()
-        if losing_daemon.done() and not losing_daemon.cancelled():
-            raise losing_daemon.result()
+        for losing in (losing_daemon, losing_group):
+            if losing.done() and not losing.cancelled():
+                raise losing.result()
 
     async def _serve(
-        self, presence: RecordPublisher, mover: SpanMover, judge: AnswerJudge, losing_daemon: asyncio.Task[SwarmError]
+        self,
+        presence: RecordPublisher,
+        mover: SpanMover,
+        judge: AnswerJudge,
+        losing: Sequence[asyncio.Future[SwarmError] | asyncio.Future[GroupEnded]],
     ) -> None:
-        """Run the periodic tasks until ``stop``, or until the libp2p daemon cannot be started any more."""
+        """Run the periodic tasks until ``stop``, or until the server cannot go on, as the futures ``losing`` say."""
         offering = asyncio.ensure_future(presence.keep_offer())
         stopping = asyncio.ensure_future(self._stop.wait())
         tasks = [
@@ -160,7 +169,7 @@ class Server:
             asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S))),
         ]
         try:
-            await asyncio.wait([stopping, losing_daemon], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopping, *losing], return_when=asyncio.FIRST_COMPLETED)
         finally:
             await end_tasks(tasks)
 
@@ -204,6 +213,7 @@ async def _start(
     cores = cleanup.enter_context(CoreShare())
     torch.set_num_threads(cores.threads())  # for threads that have not computed yet
     loader = SpanLoader(config, checkpoint, cores, devices, dtype, counters)
+    cleanup.callback(loader.close)
     if given is not None:  # the span is already known: load while joining
         loader.prefetch(given)
         cleanup.callback(loader.cancel)
@@ -287,6 +297,8 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))
+    if config.group_size > 1:
+        fields["group"] = str(config.group_size)
     fields |= {"peer": str(peer), "grpc": record.addresses[0]}
     products = config.quant, joined.starting.devices[0], joined.starting.dtype
     fields["products"] = multiplied_by(*products)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_server.core.config import parse_size
+from swarm_server.core.config import ServerConfig, parse_size
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,16 @@ def test_what_is_no_size(text: str) -> None:
     assert str(caught.value) == (
         f"size {text!r} is not understood: expected a number with a unit, such as 2GiB or 500MB"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(quant="nf4"), "a group computes with int8 or int4, not with quant nf4"),
+        (dict(device="cuda"), "the members of a group compute on the CPU"),
+        (dict(group_size=17), "group_size is 17: expected at most 16"),
+    ],
+)
+def test_groups_that_cannot_be(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServerConfig(**{"group_size": 2, **options})
