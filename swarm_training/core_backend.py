@@ -45,8 +45,8 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         restart_wait_s=who.restart_wait_s,
         ledger=who.ledger,
     )
-    if who.local is not None:
-        config = dataclasses.replace(config, straggler_s=_SLOW_ROUND_S)
+    if straggler_s := averaging.straggler_s or (_SLOW_ROUND_S if who.local is not None else 0.0):
+        config = dataclasses.replace(config, straggler_s=straggler_s)
     if who.checkpoint_every:
         config = dataclasses.replace(
             config,

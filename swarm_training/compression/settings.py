@@ -8,6 +8,7 @@ from swarm_training.core.config import AGGREGATIONS
 
 CODECS = ("fp32", "fp16", "int8", "2bit")  # fp64 is for micro-batches that are counted exactly
 _MAX_RANK = 1 << 16
+_LONGEST_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,15 @@ class AveragingSettings:
         aggregation: the way to combine gradients; a minority of cheaters moves ``centered_clip`` only a little.
         error_feedback: whether the codec's loss is added to the next gradient.
         power_sgd_rank: the rank of the two factors that replace a matrix; 0 sends matrices as they are.
+        straggler_s: the time, in seconds, for which peers wait for a slow one before they average without it; 0: 5
+            seconds, or 600 with local steps. A round that usually takes longer has twice that time.
     """
 
     codec: str = "fp32"
     error_feedback: bool = False
     power_sgd_rank: int = 0
     aggregation: str = "mean"
+    straggler_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
@@ -37,6 +41,10 @@ class AveragingSettings:
         if self.aggregation != "mean" and self.power_sgd_rank:
             raise ValueError(
                 f"power_sgd_rank is {self.power_sgd_rank}: expected 0 with aggregation {self.aggregation!r}"
+            )
+        if not 0 <= self.straggler_s <= _LONGEST_S:
+            raise ValueError(
+                f"straggler_s is {self.straggler_s}: expected seconds, 0 (the default) to {_LONGEST_S:.0f}"
             )
         if not 0 <= self.power_sgd_rank <= _MAX_RANK:
             raise ValueError(f"power_sgd_rank is {self.power_sgd_rank}: expected 0 (off) to {_MAX_RANK}")

@@ -49,6 +49,7 @@ lr = 1e-3
 # codec = "fp32"              # {codecs}: how gradients travel
 # error_feedback = false      # true: what the codec loses is added to the next gradient
 # power_sgd_rank = 0          # above 0: matrices travel as two factors of this rank
+# straggler_s = 0.0           # seconds for which peers wait for a slow one; 0: 5, or 600 with local steps
 # aggregation = "mean"        # {aggregations}: the second is moved little by a minority of cheaters
 
 [clip]

@@ -83,6 +83,7 @@ def training_config(file: RunFile, **where: Any) -> TrainingConfig:
         codec=codec,
         max_norm=file.clip.max_norm,
         presume_gone_s=PRESUME_GONE_S,
+        straggler_s=file.averaging.straggler_s or TrainingConfig.straggler_s,
         checkpoint_every=file.run.checkpoint_every,
         checkpoints_kept=max(needed, file.run.keep) if lasting else needed,
         checkpoint_directory=None if lasting else scratch_directory(),

@@ -23,6 +23,7 @@ from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
 from swarm_training.commands.batch_size import BatchSizeLimits
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
+from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Joining
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
@@ -31,6 +32,7 @@ from swarm_training.data.opening import DataReader
 from swarm_training.data.order import EVERYTHING
 from swarm_training.data.settings import DataSettings
 from swarm_training.optim.lamb import LAMB
+from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 from swarm_training.optim.rules import Moments, UpdateRule, adamw_update, lamb_update
 from swarm_training.reports.stepping import StepReports
@@ -278,6 +280,13 @@ def test_a_run_is_opened_with_the_clipping_of_its_file(monkeypatch: pytest.Monke
     )
     config = opened["config"]
     assert (config.max_norm, config.average_decay, config.restart_wait_s) == (0.5, 0.75, 5.0)
+    for own, has_local_steps, expected in ((0.0, False, 5.0), (0.0, True, 600.0), (7.0, False, 7.0), (7.0, True, 7.0)):
+        optimizer = torch.optim.SGD(model.parameters())
+        local = LocalSteps(optimizer) if has_local_steps else None
+        averaging = AveragingSettings(straggler_s=own)
+        who = Joining("run", TARGET, (), IDENTITY, averaging=averaging, local=local)
+        open_run(who, list(model.parameters()), optimizer)
+        assert opened["config"].straggler_s == expected
 
 
 def test_peers_with_other_rules_are_no_equals() -> None:

@@ -80,6 +80,7 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
         (text(averaging="error_feedback = true"), r"error_feedback is true: expected codec fp16, int8 or 2bit with it"),
         (text(averaging='codec = "2bit"'), r"codec is '2bit': expected error_feedback = true with it"),
         (text(averaging="power_sgd_rank = -1"), r"power_sgd_rank is -1: expected 0 \(off\)"),
+        (text(averaging="straggler_s = -1"), r"\[averaging\] straggler_s is -1\.0: expected seconds, 0"),
         (text(clip="max_norm = -1"), r"\[clip\] max_norm is -1.0: expected a number of at least 0"),
         (text(clip="max_norm = inf"), r"\[clip\] max_norm is inf: expected a number of at least 0"),
         (text(rollback="margin = 0"), r"\[rollback\] margin is 0.0: expected a number above 0"),
