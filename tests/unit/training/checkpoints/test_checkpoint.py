@@ -188,8 +188,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
     flipped = lambda data: data[:-1] + bytes([data[-1] ^ 1])  # noqa: E731
     for name, change, reason in (
-        (checkpoint.MODEL, flipped, "model.safetensors is damaged: its tensors are not those"),
-        (checkpoint.OPTIMIZER, flipped, "optimizer.safetensors is damaged: its tensors are not those"),
+        (checkpoint.MODEL, flipped, "model.safetensors is damaged: the digest of its tensors is not"),
+        (checkpoint.OPTIMIZER, flipped, "optimizer.safetensors is damaged: the digest of its tensors is not"),
         (checkpoint.MODEL, lambda data: data[:-1], "model.safetensors is truncated"),
         (checkpoint.FACTS, lambda data: data[:-9], "is no valid JSON"),
         (checkpoint.FACTS, fact("version", 2), "is of version 2: expected 1"),
