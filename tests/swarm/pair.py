@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_client import ClientConfig, DistributedModel
+from swarm_client.drafts import opening
 from swarm_client.swarm.caller import ClientIdentity
 from swarm_protocol.dht.dht import Dht
 from tests.swarm.harness import InProcessServers
@@ -65,15 +67,17 @@ def started(directory: Path, *spans: str, config: dict[str, Any] | None = None, 
 def connected(servers: InProcessServers, kind: Any = DistributedModel, **options: Any) -> Iterator[PreTrainedModel]:
     """A client of its own, but for the DHT node: to start one takes a second of a processor.
 
-    It has no draft, because tests count steps, however slow a machine under load makes their passes.
+    It guesses only if it is asked for a draft, because tests count steps, however slow a machine under load makes their
+    passes.
     """
-    dht, options = servers.dht, {"draft": "none", **options}
+    dht = servers.dht
 
     async def join(_caller: ClientIdentity, _config: ClientConfig) -> SharedDht:
         return SharedDht(dht)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ClientIdentity, "join", join)
+        patch.setattr(opening, "_LEAST_PASS_S", math.inf)
         remote = kind.from_pretrained(str(servers.model), swarm=servers.swarm, **options)
     with remote:
         yield ends_only_at_its_length(remote)

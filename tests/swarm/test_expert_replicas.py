@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from swarm_protocol.process import network_loop
-from swarm_training.experts import ExpertClient, ExpertServer, ServerConfig
+from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig
 from swarm_training.experts.command_line import main
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.server.expert import Expert
@@ -22,12 +22,12 @@ from tests.swarm.waiting import wait_for
 HIDDEN, GRID, RATE = 8, (4, 6), 0.01
 CELLS: list[Cell] = [(1, 2), (3, 5)]
 FLAGS = ["serve", "--name", "demo", "--hidden", str(HIDDEN), "--grid", *map(str, GRID), "--learning-rate", str(RATE)]
-QUICK = ServerConfig("demo", HIDDEN, GRID, 1, learning_rate=RATE, replicate_every_s=0.1)
+QUICK = ExpertServerConfig("demo", HIDDEN, GRID, 1, learning_rate=RATE, replicate_every_s=0.1)
 APART = replace(QUICK, cells=((0, 0),))  # in none of those cells
 State = dict[str, torch.Tensor]
 
 
-def beside(server: ExpertServer, **changed: Any) -> ServerConfig:
+def beside(server: ExpertServer, **changed: Any) -> ExpertServerConfig:
     return replace(QUICK, initial_peers=tuple(server.initial_peers), **changed)
 
 

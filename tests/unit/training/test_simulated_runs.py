@@ -264,7 +264,7 @@ def test_a_run_that_has_lost_half_of_its_peers_says_so_and_goes_on_if_that_is_wa
         return second.state.step
 
     assert simulate(lambda: scenario(math.inf)) == 1
-    assert f"nothing is heard of 1 of 2 peers (…{min(identity(n).peer_id for n in (0, 1))[-6:]})" in caplog.text
+    assert f"1 of these 2 peers are silent (…{min(identity(n).peer_id for n in (0, 1))[-6:]})" in caplog.text
     assert simulate(lambda: scenario(100.0)) == 3
 
 

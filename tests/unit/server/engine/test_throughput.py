@@ -132,8 +132,8 @@ def test_real_traffic_replaces_what_was_measured() -> None:
     assert meter.speeds == Speeds(100.0, 3000.0)
     fed(meter, 1000, num_blocks=4, num_rows=1, num_tokens=1, seconds=0.02)
     fed(meter, 1000, num_blocks=4, num_rows=1, num_tokens=64, seconds=0.064)
-    assert meter.speeds.decode_tokens_per_s == pytest.approx(50.0, rel=throughput._WORTH_TELLING)
-    assert meter.speeds.forward_tokens_per_s == pytest.approx(1000.0, rel=throughput._WORTH_TELLING)
+    assert meter.speeds.decode_tokens_per_s == pytest.approx(50.0, rel=throughput._WORTH_ANNOUNCING)
+    assert meter.speeds.forward_tokens_per_s == pytest.approx(1000.0, rel=throughput._WORTH_ANNOUNCING)
     assert changes[-1].through(4) == meter.speeds
 
 
@@ -149,7 +149,7 @@ def test_rows_of_one_session_do_not_make_a_server_slow_for_others() -> None:
     fed(meter, 1000, num_blocks=4, num_rows=64, num_tokens=1, seconds=0.01 + 63 / 6400)
     assert meter.speeds == Speeds(100.0, 6400.0)
     fed(meter, 1000, num_blocks=4, num_rows=64, num_tokens=1, seconds=0.02, num_sessions=64)
-    assert meter.speeds.decode_tokens_per_s == pytest.approx(50.0, rel=throughput._WORTH_TELLING)
+    assert meter.speeds.decode_tokens_per_s == pytest.approx(50.0, rel=throughput._WORTH_ANNOUNCING)
 
 
 def test_a_few_slow_batches_and_noise_change_nothing() -> None:

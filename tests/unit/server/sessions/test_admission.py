@@ -138,7 +138,9 @@ class TestAdmission:
             first = await self.lease(60)
             waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
             await asyncio.sleep(1.0)
-            with pytest.raises(PeerBusy, match=r"no room for 1 more tokens .* 40 of 100 are left, and others wait"):
+            with pytest.raises(
+                PeerBusy, match=r"no room for 1 more tokens .* 40 of 100 are left, and other sessions wait"
+            ):
                 await self.lease(1, born_s=1.0)
             first.close()
             self.admission.left(CLIENT)
@@ -195,7 +197,7 @@ class TestAdmission:
     def test_nobody_is_let_in_while_a_session_grows(self):
         async def story() -> None:
             with self.admission.growing():
-                with pytest.raises(PeerBusy, match="others wait"):
+                with pytest.raises(PeerBusy, match="other sessions wait"):
                     await self.lease(1)
                 waiting = asyncio.ensure_future(self.lease(1, wait_s=10.0))
                 await asyncio.sleep(1.0)

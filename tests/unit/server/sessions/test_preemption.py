@@ -65,7 +65,7 @@ def test_the_youngest_makes_room_once_it_has_gone() -> None:
         await claims[2].until_preempted()
         assert not growing.done() and not claims[1].is_preempted
         room.leave(claims[2])
-        with pytest.raises(PeerBusy, match="others wait"):  # what becomes free is not for newcomers
+        with pytest.raises(PeerBusy, match="other sessions wait"):  # what becomes free is not for newcomers
             await room.enter(4.0, 10)
         assert await growing == 60
 

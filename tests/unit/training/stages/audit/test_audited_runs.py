@@ -152,7 +152,7 @@ def test_of_two_peers_nobody_is_excluded_and_a_third_one_decides(caplog: pytest.
     async def scenario() -> None:
         lie = {"backward": lambda found: scaled(found, -1.0, -1.0)}
         async with trained(None, [1, 2], 1, 1.0, **lie) as (run, liar, _, reports):
-            await run.until(lambda: "nobody else is there to say who is wrong" in caplog.text)
+            await run.until(lambda: "no other peer can say which is wrong" in caplog.text)
             assert run.expelled == [] and not reports
             assert not from_bits(liar.life.peer.own.micro_batches, MICRO_BATCHES)
             await run.join(1)
