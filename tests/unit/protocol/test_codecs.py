@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_protocol.codecs.int4 import pack_int4, unpack_int4
@@ -35,6 +35,7 @@ def error(decoded: torch.Tensor, tensor: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", LOSSY)
+@settings(max_examples=50)
 @given(shape=shapes, dtype=st.sampled_from(FLOATS), seed=st.integers(0, 1000), log_scale=st.floats(-4, 4))
 def test_any_shape_comes_back_nearly_as_it_was(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int, log_scale: float

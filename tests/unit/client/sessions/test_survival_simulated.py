@@ -25,7 +25,7 @@ from tests.marks import in_tiers
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, additions_to, model_output, offset
 from tests.worlds.virtual_time import run_virtually
 
-SEEDS_PER_TEST, TESTS = 25, 1
+SEEDS_PER_TEST, TESTS = 12, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 50, 3, 20
 
 

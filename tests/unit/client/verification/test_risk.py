@@ -89,8 +89,8 @@ def test_doubts_of_others_move_checks_and_buy_none(cost: float, num_doubted: int
 @pytest.mark.parametrize("cost", [1.1, 20.0])
 def test_whom_others_begin_to_doubt_is_checked_soon(cost: float) -> None:
     """A geometric distribution: with what was kept, one step in 64, as long as that lasts, and others beside."""
-    share, waits = 0.03, []
-    for seed in range(300):
+    share, waits, num_seeds = 0.03, [], 120
+    for seed in range(num_seeds):
         budget, wait = CheckBudget(random.Random(seed).random), 1
         for step in range(8_000):  # texts of 100 steps, with their checks
             budget.draws(share, 1.0, cost, step % 100 >= 5)
@@ -98,7 +98,7 @@ def test_whom_others_begin_to_doubt_is_checked_soon(cost: float) -> None:
             wait += 1
         waits.append(wait)
     expected = 1 / (min(16.0 / cost, 1.0) / 64 + 0.25 * share / cost)
-    assert sum(waits) / 300 == pytest.approx(expected, abs=5 * expected / 300**0.5)
+    assert sum(waits) / num_seeds == pytest.approx(expected, abs=5 * expected / num_seeds**0.5)
 
 
 def test_a_liar_that_was_checked_in_this_text_is_found_after_as_many_steps_as_the_formula_says() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,11 +38,22 @@ CHAINS = {
 SPLIT = [name for name in SUPPORTED if name != "minimax"]  # whose own class of cache is not that of stacks
 
 
-@pytest.fixture(scope="module", params=families("minimax"))
-def swarm(request, tmp_path_factory) -> Swarm:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(request.param, directory)
-    return Swarm.load(directory)
+@pytest.fixture(scope="module")
+def swarm_of(tmp_path_factory) -> Callable[[str], Swarm]:
+    """Each family's swarm is made once, whatever the order of the tests."""
+
+    @cache
+    def swarm_of(family: str) -> Swarm:
+        directory = tmp_path_factory.mktemp(family)
+        save_checkpoint(family, directory)
+        return Swarm.load(directory)
+
+    return swarm_of
+
+
+@pytest.fixture(params=families("minimax"))
+def swarm(request, swarm_of: Callable[[str], Swarm]) -> Swarm:
+    return swarm_of(request.param)
 
 
 # Blocks alone try all that a longer chain does; in the middle are the same blocks on either server.

@@ -231,4 +231,4 @@ class Rows(RuleBasedStateMachine):
 
 
 TestRows = Rows.TestCase
-TestRows.settings = settings(phases=[Phase.reuse, Phase.generate])
+TestRows.settings = settings(phases=[Phase.reuse, Phase.generate], max_examples=50)

@@ -19,6 +19,7 @@ from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.row_states import COPIES
 from tests.zoo import BLOCKS, HIDDEN, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 ALL = Span(0, BLOCKS)
 PLENTY = 1 << 30
 assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)

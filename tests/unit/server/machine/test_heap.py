@@ -11,6 +11,7 @@ import pytest
 from swarm_server.machine.heap import GROWN_BYTES, MUCH_BYTES, HeapTrimmer
 from tests.unit.support import run
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 MIB = 1 << 20
 PROGRAM = """
 import asyncio, torch

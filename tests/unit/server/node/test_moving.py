@@ -25,6 +25,7 @@ from swarm_server.node.states import Draining, Ended, Joined, Loading, Serving, 
 from swarm_server.verification.blocklist import Blocklist
 from tests.unit.support import run, server_record
 
+pytestmark = pytest.mark.usefixtures("quick_collections")
 HERE, THERE = Span(0, 4), Span(4, 8)
 JOINING, ONLINE, DRAINING, OFFLINE = ServerState.JOINING, ServerState.ONLINE, ServerState.DRAINING, ServerState.OFFLINE
 

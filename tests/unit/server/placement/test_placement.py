@@ -56,7 +56,7 @@ def test_by_example(servers: list[tuple[str, float]], num_hosted: int, expected:
     assert choose_span(swarm(*servers), NUM_BLOCKS, num_hosted) == Span.parse(expected)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(views(5), st.integers(1, NUM_BLOCKS), st.sampled_from([0.5, 3.0, 50.0]))
 def test_nowhere_does_it_help_more(view: SwarmView, num_hosted: int, speed: float) -> None:
     chosen = choose_span(view, NUM_BLOCKS, num_hosted, speed)
@@ -122,7 +122,7 @@ def all_placements(view: SwarmView) -> Iterator[SwarmView]:
         yield SwarmView(tuple(replace(server, span=span) for server, span in zip(view.servers, spans, strict=True)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(views())
 def test_plans_gain_what_they_promise_and_then_there_is_rest(view: SwarmView) -> None:
     before = most_tokens_per_s(view.servers)
