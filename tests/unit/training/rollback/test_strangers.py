@@ -67,7 +67,7 @@ def test_a_checkpoint_is_taken_only_if_it_is_the_one() -> None:
 )
 def test_a_history_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     peer, network = giving(1, **{"roster": ["x"], "step": 5, **fields})
-    with pytest.raises(PeerUnavailable, match="too many, or not finite|that no group can have decided"):
+    with pytest.raises(PeerUnavailable, match=r"too many, or not finite|that no group can have decided"):
         asyncio.run(download(network, peer.peer.own, peer.state, at_once))
     right = asyncio.run(download(giving(1, roster=["x"])[1], peer.peer.own, peer.state, at_once))
     assert right.arrival.roster == ("x",)
