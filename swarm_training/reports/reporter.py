@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Protocol
 
 
-class Reporter(Protocol):
+class RunReporter(Protocol):
     """A place that keeps the numbers of a run by global step."""
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -21,7 +21,7 @@ class Reporter(Protocol):
 
 
 # Opens the place for a run of this name. Raises ValueError if it cannot be opened.
-OpenReporter = Callable[[str], Reporter]
+OpenReporter = Callable[[str], RunReporter]
 _KINDS = {  # by what stands before the colon: the module of ours, its class, and the module that it needs
     "tensorboard": ("tensorboard_reporter", "TensorBoardReporter", "torch.utils.tensorboard"),
     "wandb": ("wandb_reporter", "WandbReporter", "wandb"),

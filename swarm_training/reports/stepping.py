@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from swarm_training.contract.run_like import RunView
-from swarm_training.reports.reporter import OpenReporter, Reporter
+from swarm_training.reports.reporter import OpenReporter, RunReporter
 from swarm_training.reports.scalars import scalars_of
 
 SETTLED_S = 30.0  # peers put their records on the DHT every 15 s: by then, all of a step's have come
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 class StepReports:
     """The reports of one run, step by step. A place that fails is reported to no more, and the run goes on."""
 
-    def __init__(self, reporters: Iterable[Reporter]) -> None:
+    def __init__(self, reporters: Iterable[RunReporter]) -> None:
         self._reporters = list(reporters)
         self._seen: RunView | None = None  # the newest view, if it has not been reported
         self._moment = (-1, -1)
