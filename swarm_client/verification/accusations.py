@@ -116,15 +116,18 @@ class AccusationClient:
         num_left = _MAX_READ
         for publisher, message in accusations:
             key = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
-            if self._tries[key] >= _MOST_TRIES or publisher in self._slanderers or not num_left:
-                continue
-            if len(self._tries) > _MAX_KNOWN:
-                self._tries.clear()
-            self._tries[key] += 1
-            num_left -= 1
-            evidence = await self._parsed(message, publisher)
-            if evidence is None or await self._is_decided(evidence, publisher):
-                self._tries[key] = _MOST_TRIES
+            if num_left and self._tries[key] < _MOST_TRIES and publisher not in self._slanderers:
+                num_left -= 1
+                await self._try(key, publisher, message)
+
+    async def _try(self, key: bytes, publisher: str, message: pb.Evidence) -> None:
+        """Try to decide about an accusation, and count the try. Once decided, the accusation is not tried again."""
+        if len(self._tries) > _MAX_KNOWN:
+            self._tries.clear()
+        self._tries[key] += 1
+        evidence = await self._parsed(message, publisher)
+        if evidence is None or await self._is_decided(evidence, publisher):
+            self._tries[key] = _MOST_TRIES
 
     def _report_doubts(self, peer_ids: set[str]) -> None:
         for peer_id in peer_ids:

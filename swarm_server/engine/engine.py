@@ -13,6 +13,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from swarm_models.kernels.int8_linear import Int8Linear, Int8Weight
 from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
 from swarm_protocol.wire.block_input import ACROSS_WINDOWS
@@ -204,7 +205,7 @@ class Engine:
         prepared: dict[int, Prepared] = {}
         start_s = time.perf_counter()
         with torch.inference_mode():
-            try:
+            with undone_on_error(lambda: _give_room_back(prepared.values())):
                 is_finite = all_finite_together([step.inputs for _, step in batch])
                 for number, (session, step) in enumerate(batch):
                     try:
@@ -214,11 +215,6 @@ class Engine:
                     except (RequestRejected, PeerBusy) as error:
                         results[number] = error.with_traceback(None)  # its frames would keep the batch in memory
                 outputs = self._compute([work for work in prepared.values() if work.growth])
-            except BaseException:  # whatever fails, no session keeps room for a step that was not computed
-                for work in prepared.values():
-                    if work.growth is not None:
-                        work.growth.undo()
-                raise
             committed = [self._commit(work, next(outputs) if work.growth else None) for work in prepared.values()]
             dtypes = [work.step.inputs.hidden.dtype for work in prepared.values()]
             results |= zip(prepared, moved(committed, [_CPU] * len(committed), dtypes), strict=True)
@@ -538,3 +534,10 @@ def _with_states_after(work: Prepared) -> KvState:
     after = tuple(work.states.get(block, ()) for block in work.session.blocks)
     before = replace(old, before=None) if old.length else None
     return replace(work.state, states=RowStates(work.state.length, after, old.room, before))
+
+
+def _give_room_back(batch: Collection[Prepared]) -> None:
+    """Undo what the sessions grew for steps that were not computed."""
+    for work in batch:
+        if work.growth is not None:
+            work.growth.undo()

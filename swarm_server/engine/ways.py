@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from swarm_server.kv.rows_cache import BlockRuns, replaceable
 
 if TYPE_CHECKING:
     from swarm_server.engine.engine import Engine
+
+T = TypeVar("T")
 
 _SAME = 5e-3  # relative; rounding in int8 amplifies differences of 1e-7, real errors are of order 1
 _SAME_IN_HALF = 5e-2  # for 16-bit floats: neighbouring values differ by about 4e-3
@@ -84,16 +86,29 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
         return _with_replays(stack, layout, try_rows)
     if types != {"cpu"}:  # such memory is fast, but calls are slow: one copy beats attention in many places
         return Ways(refusal="blocks are not on the CPU, nor on a GPU with CUDA")
-    ways = Ways(in_place=True, attention=attention_kernel())
-    try:
-        expected = try_rows(Ways())
-        if not _same(try_rows(ways), expected):
-            ways = replace(ways, attention=None)
-            if not _same(try_rows(ways), expected):
-                return Ways(refusal="attention cannot read keys and values in place")
-    except Exception:  # a model family's code may raise any error, which means that this way does not fit
+    in_place = _tried(lambda: _in_place(try_rows), lambda error: None)
+    if in_place is None:
         return Ways(refusal="attention cannot read keys and values in place")
+    ways, expected = in_place
     return _with_graphs(ways, stack, layout, lambda tried: _same(try_rows(tried), expected))
+
+
+def _tried(trial: Callable[[], T], on_error: Callable[[Exception], T]) -> T:
+    """Return the trial's result, or ``on_error(error)`` if the trial fails, which means that its way does not fit."""
+    try:
+        return trial()
+    except Exception as error:  # a model family's code or a driver may raise any error
+        return on_error(error)
+
+
+def _in_place(try_rows: Callable[[Ways], torch.Tensor]) -> tuple[Ways, torch.Tensor] | None:
+    """Return ways that read keys and values in place, and the outputs of the blocks' own code; None if they differ."""
+    expected = try_rows(Ways())
+    for attention in (attention_kernel(), None):
+        ways = Ways(in_place=True, attention=attention)
+        if _same(try_rows(ways), expected):
+            return ways, expected
+    return None
 
 
 def _with_graphs(ways: Ways, stack: Stack, layout: StackLayout, is_right: Callable[[Ways], bool]) -> Ways:
@@ -129,17 +144,20 @@ def with_replays(
     if refusal is not None:
         return Ways(refusal=refusal)
     replays = StepReplays(stack, _longest_window(layout), attention, recorder)
-    try:
+
+    def refusal_of_trial() -> str | None:
         for device in set(stack.devices):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 if not attention_is_right(attention, device, stack.dtype):
-                    return Ways(refusal=f"the attention kernel gives other outputs than torch on {device}")
+                    return f"the attention kernel gives other outputs than torch on {device}"
         outputs, expected = try_rows(Ways(graphs=replays)), try_rows(Ways())
-    except Exception as error:  # a model family's code or a driver may raise any error: graphs do not fit
-        return Ways(refusal=f"a trial of graphs fails: {error}")
-    if replays.refusal is None and not _same(outputs, expected, _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF):
-        return Ways(refusal="a graph gives other outputs than the blocks")
-    return Ways(graphs=replays) if replays.refusal is None else Ways(refusal=replays.refusal)
+        tolerance = _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF
+        if replays.refusal is None and not _same(outputs, expected, tolerance):
+            return "a graph gives other outputs than the blocks"
+        return replays.refusal
+
+    refusal = _tried(refusal_of_trial, lambda error: f"a trial of graphs fails: {error}")
+    return Ways(graphs=replays) if refusal is None else Ways(refusal=refusal)
 
 
 def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:
@@ -165,13 +183,14 @@ def can_join(engine: Engine) -> bool:
         return False
     hidden = torch.randn(1, 2, engine.hidden_size, generator=torch.Generator().manual_seed(0))
     joined = torch.tensor([[[IN_WINDOWS, 0]], [[0, 0]]], dtype=torch.uint8)
-    try:
+
+    def makes_a_difference() -> bool:
         seeing, alone = (
             engine.stateless.forward(engine.layout.hosted, BlockInput(hidden, joined=each))[:, 0] for each in joined
         )
-    except Exception:  # a model family's code may raise any error: it takes no such masks
-        return False
-    return not _same(seeing, alone)
+        return not _same(seeing, alone)
+
+    return _tried(makes_a_difference, lambda error: False)
 
 
 def steps_of_two_lengths(engine: Engine) -> torch.Tensor:

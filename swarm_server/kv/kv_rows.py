@@ -20,6 +20,7 @@ import torch
 
 from swarm_models.kernels.attention import Numbers, channel_table
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.failures import undone_on_error
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.row_states import COPIES, CPU, Slot
 
@@ -313,7 +314,7 @@ def grow(
         PeerBusy: there is no room; nothing has changed.
     """
     growth = Growth(rows)
-    try:
+    with undone_on_error(growth.undo):
         if rows is not before:
             for page, row, filled in _given_back(before, rows, lease):
                 growth.fill(page, row, filled)
@@ -321,9 +322,6 @@ def grow(
             _grow_group(growth, group, number, counts[number] if counts else count, lease, reserved, settled)
             for number, group in enumerate(layout.groups)
         ]
-    except BaseException:
-        growth.undo()
-        raise
     growth.finish(KvRow(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
     return growth
 
