@@ -271,16 +271,21 @@ def load_client(
     for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else NEW_HEADS):
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     model.fill_blocks(config)
-    base = next(module for module in model.modules() if isinstance(module, family.base_class))
+    _set_configs(model, family.base_class, whole, config)
+    config._attn_implementation_internal = ATTENTION
+    if checkpoint.generation_config is not None:
+        model.generation_config = checkpoint.generation_config
+    model.name_or_path = str(checkpoint.location)  # a saved adapter names the model that it was made for
+    return model.eval().to(device)
+
+
+def _set_configs(model: RemoteModelMixin, base_class: type, whole: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    """Replace the config with one block by that of the whole model, and by ``text`` in the text model's modules."""
+    base = next(module for module in model.modules() if isinstance(module, base_class))
     module: Any
     for module in model.modules():
         if isinstance(getattr(module, "config", None), type(whole)):
             module.config = whole
     for module in base.modules():
         if hasattr(module, "config"):
-            module.config = config
-    config._attn_implementation_internal = ATTENTION
-    if checkpoint.generation_config is not None:
-        model.generation_config = checkpoint.generation_config
-    model.name_or_path = str(checkpoint.location)  # a saved adapter names the model that it was made for
-    return model.eval().to(device)
+            module.config = text

@@ -46,8 +46,7 @@ class ResponseWriter:
     def events(self, delta: Delta, num_generated: int, num_reasoning: int) -> Iterator[dict[str, Any]]:
         """Yield the events of one piece. The first piece also has the stream's beginning, and the last one its end."""
         if not self._num_events:
-            for kind in ("response.created", "response.in_progress"):
-                yield self._numbered(kind, response=self._response("in_progress"))
+            yield from self._begin()
         is_last = delta.finish is not None
         if delta.reasoning:
             yield from self._add(_Reasoning, delta.reasoning)
@@ -62,9 +61,16 @@ class ResponseWriter:
             yield from self._call(call)
         if is_last:
             status = "incomplete" if delta.finish == "length" else "completed"
-            yield from self._close(status)
-            self.final = self._response(status, num_generated, num_reasoning)
-            yield self._numbered(f"response.{status}", response=self.final)
+            yield from self._end(status, num_generated, num_reasoning)
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._numbered(kind, response=self._response("in_progress"))
+
+    def _end(self, status: str, num_generated: int, num_reasoning: int) -> Iterator[dict[str, Any]]:
+        yield from self._close(status)
+        self.final = self._response(status, num_generated, num_reasoning)
+        yield self._numbered(f"response.{status}", response=self.final)
 
     def _response(self, status: str, num_generated: int | None = None, num_reasoning: int = 0) -> dict[str, Any]:
         usage = None

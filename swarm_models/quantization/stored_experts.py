@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -55,16 +55,23 @@ def _replace_by_parts(
     return [part for each in parts for part in each]
 
 
+def _with_role(role: Sequence[str], stored: Mapping[str, StoredTensor]) -> Iterator[tuple[int, StoredTensor]]:
+    """Yield the tensors of single experts whose names say one of these words, each with its expert's number."""
+    for name, tensor in stored.items():
+        match = _OF_ONE.search(name)
+        if match is not None and match[2] in role:
+            yield int(match[1]), tensor
+
+
 def _parts_of_each(
     stored: Mapping[str, StoredTensor], roles: Sequence[Sequence[str]], shape: tuple[int, ...]
 ) -> list[list[StoredTensor]]:
     """Return the tensors that form each expert's matrix, from top to bottom; empty unless all exist and fit."""
     parts: list[list[StoredTensor]] = [[] for _ in range(shape[0])]
     for role in roles:
-        for name, tensor in stored.items():
-            match = _OF_ONE.search(name)
-            if match is not None and match[2] in role and int(match[1]) < len(parts):
-                parts[int(match[1])].append(tensor)
+        for expert, tensor in _with_role(role, stored):
+            if expert < len(parts):
+                parts[expert].append(tensor)
     rows, width = shape[1] // len(roles), shape[2]
     fit = all(len(each) == len(roles) and all(part.shape == (rows, width) for part in each) for each in parts)
     is_alike = len({part.dtype for each in parts for part in each}) == 1

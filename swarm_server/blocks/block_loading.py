@@ -78,15 +78,25 @@ def load_block(
     block = getattr(family.owner_of(hollow), family.blocks)[index]
     if dtype == torch.float32:
         _widen(block)
+    if late:
+        assert replace is not None  # nothing is late without it
+        _put_back(late, block, stored, lambda linear, kinds: replace(_filled(linear, kinds, dtype)), layers)
+    return block
+
+
+def _put_back(
+    late: dict[str, nn.Linear],
+    block: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    read: Callable[[nn.Linear, Mapping[str, StoredTensor]], nn.Module],
+    layers: LayerSource | None,
+) -> None:
+    """Give the block the linear layers that were taken out of it, one by one, as ``layers`` or ``read`` makes them."""
     for name in sorted(late, key=lambda name: _room(stored[f"{name}.weight"]), reverse=True):
         linear = late.pop(name)
         kinds = _tensors_of(name, linear, stored)
         layer = None if layers is None else layers.linear(kinds)
-        if layer is None:
-            assert replace is not None
-            layer = replace(_filled(linear, kinds, dtype))
-        block.set_submodule(name, layer)
-    return block
+        block.set_submodule(name, read(linear, kinds) if layer is None else layer)
 
 
 def _filled(linear: nn.Linear, kinds: Mapping[str, StoredTensor], dtype: torch.dtype) -> nn.Linear:

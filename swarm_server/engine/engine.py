@@ -326,16 +326,11 @@ class Engine:
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step
-        num_tokens = step.inputs.hidden.shape[1]
         session.enter(_with_states_after(work) if session.layout.slots else work.state)
-        if session.keeps_outputs:
-            if output is not None:
-                self._store_outputs(session, output)
-            if work.num_matched:
-                output = self.outputs(session, step.start, step.start + num_tokens)
-        elif work.num_matched:  # nobody wants the outputs that were not computed
-            skipped = torch.zeros_like(step.inputs.hidden[:, : work.num_matched])
-            output = skipped if output is None else torch.cat([skipped.to(output), output], 1)
+        if session.keeps_outputs and output is not None:
+            self._store_outputs(session, output)
+        if work.num_matched:
+            output = self._with_matched(work, output)
         if work.state.hashes is not None and not work.state.unhashed:
             self._add_pages(work.state, step.start // PAGE_TOKENS)
         if step.every_block:
@@ -345,6 +340,14 @@ class Engine:
         if additions is not None and additions.shape[2] > session.blocks.end:  # later blocks need them
             return replace(step.inputs, hidden=output).stacked
         return output
+
+    def _with_matched(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
+        """Return the outputs of all positions of the step, of which only the last ones were computed, or none."""
+        step = work.step
+        if work.session.keeps_outputs:
+            return self.outputs(work.session, step.start, step.start + step.inputs.hidden.shape[1])
+        skipped = torch.zeros_like(step.inputs.hidden[:, : work.num_matched])  # nobody wants these outputs
+        return skipped if output is None else torch.cat([skipped.to(output), output], 1)
 
     def _add_pages(self, state: KvState, first_page: int) -> None:
         assert self.prefix_cache is not None

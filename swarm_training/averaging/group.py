@@ -75,11 +75,7 @@ class Group:
         num_micro_batches = _num_micro_batches(members, is_new)
         if num_micro_batches and message.grid:
             raise ValueError("a group that counts exactly is on a grid")
-        if len(message.evaluations) > MAX_EVALUATIONS:
-            raise ValueError(f"a group has {len(message.evaluations)} evaluations: expected at most {MAX_EVALUATIONS}")
-        for each in message.evaluations:
-            if read_signed(each).run != members[0].record.run:
-                raise ValueError("an evaluation of a group is of another run")
+        _check_evaluations(message, members[0].record.run)
         return cls(
             message.id,
             message.step,
@@ -152,6 +148,13 @@ def _num_micro_batches(members: tuple[GroupMember, ...], is_new: bool) -> int:
     if is_new and not is_partition((record.micro_batches for record in records), size):
         raise ValueError("the micro-batches of a group are not complete, or some are there twice")
     return size
+
+
+def _check_evaluations(message: pb.Group, run: str) -> None:
+    if len(message.evaluations) > MAX_EVALUATIONS:
+        raise ValueError(f"a group has {len(message.evaluations)} evaluations: expected at most {MAX_EVALUATIONS}")
+    if any(read_signed(each).run != run for each in message.evaluations):
+        raise ValueError("an evaluation of a group is of another run")
 
 
 def _check_rollback(go_back: pb.Rollback, step: int) -> None:

@@ -159,14 +159,18 @@ class Leader:
         joined = self._joined.values()
         if self._began_s is None or context.is_over or not any(peer.record.is_reachable for peer in joined):
             return False
-        is_something = any(peer.join.samples or peer.join.accepted.group for peer in joined)
-        if not is_something and self._proposal(context) is None:
+        if not self._has_work(context):
             return False
         electorates = context.roster, {*context.known, *present}
         if not _is_quorum(present, electorates, context.gone) or not self._may_average(context):
             return False
         is_late = now - self._began_s >= context.wait_s
         return is_late or set(context.expected) <= present or len(present) >= MAX_MEMBERS
+
+    def _has_work(self, context: LeaderContext) -> bool:
+        """Return whether the members have samples, a decision to finish, or a rollback to propose."""
+        has_some = any(peer.join.samples or peer.join.accepted.group for peer in self._joined.values())
+        return has_some or self._proposal(context) is not None
 
     def _may_average(self, context: LeaderContext) -> bool:
         """Return whether the members have a whole batch, if counting is exact and a new average is needed."""
