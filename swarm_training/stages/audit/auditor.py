@@ -53,7 +53,7 @@ Look = Callable[[], Stages]
 
 
 class Asker(Protocol):
-    """The interface of ``Asking`` in the trainer."""
+    """The interface of ``PeerCaller`` in the trainer."""
 
     async def ask(
         self,
@@ -143,7 +143,7 @@ class Auditor:
         call: Callable[[Progress, float], Awaitable[R]],
         kept_by: str | None = None,
     ) -> tuple[R, Progress]:
-        """Return the answer and the peer that gave it, see ``Asking.ask``. ``call`` sends the request to one peer."""
+        """Return the answer and its peer, see ``PeerCaller.ask``. ``call`` sends the request to one peer."""
         which = asked.which
         while True:
             reply, peer = await self._asking.ask(which.stage, which.moment, kind, call, kept_by)

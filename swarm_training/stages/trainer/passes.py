@@ -19,7 +19,7 @@ from swarm_training.stages.audit.client import AuditedRequest
 from swarm_training.stages.routing.coverage import Claims
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD
 from swarm_training.stages.rpc.client import BackwardReply, MicroBatch, StagesClient
-from swarm_training.stages.trainer.asking import Asking
+from swarm_training.stages.trainer.peer_caller import PeerCaller
 from swarm_training.stages.trainer.traces import Trace, backwards_needed
 
 R = TypeVar("R", Tensor, BackwardReply)
@@ -34,7 +34,7 @@ class Passes:
     moment: Moment
     num_stages: int
     loss_scale: float
-    asking: Asking
+    asking: PeerCaller
     client: StagesClient
     claims: Claims
     auditor: Auditor | None = None
@@ -42,7 +42,7 @@ class Passes:
     async def run(self, number: int, trace: Trace, lacking: frozenset[int]) -> None:
         """Compute what these stages lack; put what becomes known on the way into the trace, also after a failure.
 
-        When it returns, ``claims`` has what was committed, or may have been. Raises as ``Asking.ask``.
+        When it returns, ``claims`` has what was committed, or may have been. Raises as ``PeerCaller.ask``.
         """
         commits: list[asyncio.Task[None]] = []
         # Commits that have begun must be in ``claims`` before any error goes on.
@@ -64,7 +64,7 @@ class Passes:
 
     async def compute_backward(self, stages: Iterable[int], number: int, trace: Trace) -> None:
         """Compute these stages, the last of them first, and have nothing counted. The trace has the gradient of the
-        last one's output. Raises as ``Asking.ask``."""
+        last one's output. Raises as ``PeerCaller.ask``."""
         for stage in sorted(stages, reverse=True):
             reply, _ = await self._backward(stage, number, trace, accumulates=False)
             if reply.grad is not None:

@@ -15,10 +15,10 @@ from swarm_training.stages.routing.coverage import Claims
 from swarm_training.stages.routing.router import Router
 from swarm_training.stages.rpc.client import StagesClient
 from swarm_training.stages.rpc.hosting import StageHost
-from swarm_training.stages.trainer.asking import Asking, Look, StepOver
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.passes import Passes
+from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, StepOver
 from swarm_training.stages.trainer.traces import Trace
 
 
@@ -34,7 +34,7 @@ class Recomputing:
     ) -> None:
         """Set up. ``look``: returns each stage's living peers. ``config``, ``loss_scale``: those of the trainers."""
         self._host, self._look, self._config, self._loss_scale = host, look, config, loss_scale
-        self._asking = Asking(look, Router(config.routing, random.random, config.backoff), config, run)
+        self._asking = PeerCaller(look, Router(config.routing, random.random, config.backoff), config, run)
         self._client = StagesClient(network, run, config.forms)
 
     async def is_finite(self, moment: Moment, number: int, ids: Tensor, labels: Tensor) -> bool:

@@ -19,10 +19,10 @@ from swarm_training.stages.routing.coverage import Claims, lacking, moment_of
 from swarm_training.stages.routing.router import Router
 from swarm_training.stages.routing.turns import next_ones, turn_of, window
 from swarm_training.stages.rpc.client import StagesClient
-from swarm_training.stages.trainer.asking import Asking, Look, ReachablePeer, StepOver
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.passes import Passes
+from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, ReachablePeer, StepOver
 from swarm_training.stages.trainer.traces import Loss, Trace, Traces
 
 _logger = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ class Trainer:
         """Look at the peers soon, because there is news of them."""
         self._happened.set()
 
-    def _asker(self, look: Look) -> Asking:
-        return Asking(look, self._router, self._config, self._run)
+    def _asker(self, look: Look) -> PeerCaller:
+        return PeerCaller(look, self._router, self._config, self._run)
 
     def _auditor(self, network: GrpcNetwork) -> Auditor:
         config = self._config

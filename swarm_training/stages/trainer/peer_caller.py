@@ -54,8 +54,8 @@ class StepOver(Exception):
     """The error that no peer of a stage is at this moment of the run any more."""
 
 
-class Asking:
-    """A trainer's requests to stage peers.
+class PeerCaller:
+    """A caller that sends a trainer's requests to stage peers, and sends them again where it may.
 
     Attributes:
         num_retries: the number of requests that had to be made again.
