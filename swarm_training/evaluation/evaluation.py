@@ -46,7 +46,8 @@ class Evaluation:
             every: the number of global steps between two evaluations.
             patience: the number of evaluations in a row without an improvement after which the run ends; 0: it goes on.
             least_improvement: the least by which a loss must be below the lowest one before, to be an improvement.
-            earlier: the losses that were known at the checkpoint from which the founder of the run goes on.
+            earlier: the losses that were known at this peer's checkpoint, from which the run goes on if this peer
+                founds it, or if the others take this checkpoint.
 
         Raises:
             ValueError: a number is out of its range.

@@ -48,11 +48,13 @@ from swarm_training.run.transfer import (
     Arrival,
     Downloaded,
     Offer,
+    OfferedState,
     OwnOffer,
     StateServer,
     compare,
     download,
     download_checkpoint,
+    download_offered,
 )
 
 T = TypeVar("T")
@@ -176,9 +178,13 @@ class TrainingPeer:
         arrival = Arrival(moment, roster, b"", went_back_to=moment.step, evaluations=self.evaluator.history)
         await self._arrive(arrival, state_digest)
 
-    async def offer_state(self, moment: Moment, state_digest: bytes) -> None:
-        """Offer the present state, which is that of a checkpoint, until this peer has loaded another one."""
+    async def offer_state(
+        self, moment: Moment, state_digest: bytes, evaluations: EvaluationHistory | None = None
+    ) -> None:
+        """Offer the present state, which is that of a checkpoint, until this peer has loaded another one.
+        ``evaluations``: as for ``found``."""
         self._own_offer.digest = state_digest
+        self._own_offer.evaluations = (evaluations or EvaluationHistory()).up_to(moment.step)
         self.show_offers([OfferedCheckpoint(0, offer_of(moment, state_digest))])
 
     async def await_offers(self, addresses: Sequence[str]) -> None:
@@ -191,9 +197,9 @@ class TrainingPeer:
             )
             await asyncio.sleep(self._config.restart_wait_s)
 
-    async def newer_state(self, own: Moment, refused: Collection[bytes]) -> tuple[Moment, bytes] | None:
-        """Return the newest state that peers offer, with its moment; None if none is newer than the one of moment
-        ``own``. States with a digest in ``refused``, and those that nobody gives, are left out."""
+    async def newer_state(self, own: Moment, refused: Collection[bytes]) -> OfferedState | None:
+        """Return the newest state that peers offer; None if none is newer than the one of moment ``own``. States with a
+        digest in ``refused``, and those that nobody gives, are left out."""
         without = set(refused)
         while True:
             offers = {
@@ -207,7 +213,10 @@ class TrainingPeer:
                 return None
             for source in [peer for peer, kept in offers.items() if kept == best and peer.is_reachable]:
                 try:
-                    return moment_of(best), await self._checkpoint_of(source, best.state_digest)
+                    data, evaluations = await download_offered(
+                        self._network, source, self._state, best.state_digest, self._in_thread
+                    )
+                    return OfferedState(moment_of(best), evaluations, data)
                 except (SwarmError, TimeoutError, ValueError) as error:
                     _logger.warning("%s does not give the checkpoint that it offers: %s", source.peer_id, error)
             without.add(best.state_digest)

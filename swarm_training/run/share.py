@@ -92,16 +92,16 @@ class GradientAccumulator:
         yield self._peer.await_offers(addresses)
         refused: set[bytes] = set()
         while (newer := (yield self._peer.newer_state(resumed_at, refused))) is not None:
-            moment, data = newer
+            step = newer.moment.step
             try:
-                require_finite(data)
-                self._state.load(moment, data)
+                require_finite(newer.data)
+                self._state.load(newer.moment, newer.data)
             except ValueError as error:
-                _logger.warning("the checkpoint of step %d that a peer offers is not used: %s", moment.step, error)
-                refused.add(digest_of(data))
+                _logger.warning("the checkpoint of step %d that a peer offers is not used: %s", step, error)
+                refused.add(digest_of(newer.data))
                 continue
-            _logger.warning("the run goes on from the checkpoint of step %d, which another peer has", moment.step)
-            resumed_at = moment
+            _logger.warning("the run goes on from the checkpoint of step %d, which another peer has", step)
+            resumed_at, evaluations = newer.moment, newer.evaluations
             break
         yield self._peer.found(self._state.digest(), resumed_at, evaluations=evaluations)
 

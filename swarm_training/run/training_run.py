@@ -138,10 +138,10 @@ class TrainingRun:
         self._is_closed = False
         with ExitStack() as on_error:
             on_error.callback(self.close)
+            earlier = EvaluationHistory.of(() if evaluation is None else evaluation.earlier)
             if initial_peers:
-                self._join(config.join_timeout_s, resumed_at)
+                self._join(config.join_timeout_s, resumed_at, earlier)
             else:
-                earlier = EvaluationHistory.of(() if evaluation is None else evaluation.earlier)
                 self._found(resumed_at, earlier)
             on_error.pop_all()
 
@@ -321,11 +321,11 @@ class TrainingRun:
         else:
             self._drive(self._share.start_again(resumed_at, self.initial_peers, earlier))
 
-    def _join(self, timeout_s: float, resumed_at: Moment | None) -> None:
+    def _join(self, timeout_s: float, resumed_at: Moment | None, earlier: EvaluationHistory) -> None:
         """Load the state of the run. If the run starts again, offer the own state, which is that of ``resumed_at``."""
         peer = self._presence.peer
         if resumed_at is not None:
-            network_loop.run(peer.offer_state(resumed_at, self._state.digest()))
+            network_loop.run(peer.offer_state(resumed_at, self._state.digest(), earlier))
         deadline_s = time.monotonic() + timeout_s
         while not self._presence.peer.own.state_digest:
             self._drive(self._share.load())

@@ -62,6 +62,15 @@ class Downloaded:
     data: bytes
 
 
+@dataclass(frozen=True)
+class OfferedState:
+    """A state that a peer offers to a run which starts again, with the losses on held-out data up to its moment."""
+
+    moment: Moment
+    evaluations: EvaluationHistory
+    data: bytes
+
+
 class Store(Protocol):
     def read(self, digest: bytes) -> bytes | None:
         """Return the data with this digest, or None if there are none."""
@@ -85,11 +94,17 @@ class Offer:
 
 
 class OwnOffer:
-    """The state that a peer which has not joined yet offers from its memory."""
+    """The state that a peer which has not joined yet offers from its memory.
+
+    Attributes:
+        digest: the digest of the state; empty: there is no offer.
+        evaluations: the losses on held-out data up to then.
+    """
 
     def __init__(self, state: TrainedState) -> None:
         self._state = state
-        self.digest = b""  # of the offer; empty: there is none
+        self.digest = b""
+        self.evaluations = EvaluationHistory()
 
     def read(self, digest: bytes) -> bytes | None:
         return self._state.to_bytes()[1] if digest == self.digest else None
@@ -126,7 +141,7 @@ class StateServer:
             num_high_losses=arrival.history.num_high,
             went_back_to=arrival.went_back_to,
             global_squared_norm=arrival.global_squared_norm,
-            evaluations=[loss.to_proto() for loss in arrival.evaluations.losses],
+            evaluations=_evaluations_to_proto(arrival.evaluations),
             has_ended=arrival.has_ended,
         )
         async for part in self._sent(header, data):
@@ -139,7 +154,8 @@ class StateServer:
                 break
         else:
             raise RequestRejected("this peer does not have the checkpoint")
-        async for part in self._sent(pb.StateHeader(), data):
+        earlier = kept.evaluations if isinstance(kept, OwnOffer) else EvaluationHistory()
+        async for part in self._sent(pb.StateHeader(evaluations=_evaluations_to_proto(earlier)), data):
             yield part
 
     async def _sent(self, header: pb.StateHeader, data: bytes) -> AsyncIterator[pb.StatePart]:
@@ -175,10 +191,6 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
     norm = header.global_squared_norm if header.HasField("global_squared_norm") else None
     if not is_squared_norm((norm or 0.0,)):
         raise PeerUnavailable("the peer offers a norm that is no number", source.peer_id)
-    try:
-        evaluations = EvaluationHistory.of(map(HeldOutLoss.from_proto, header.evaluations))
-    except ValueError:
-        raise PeerUnavailable("the peer offers evaluations that nobody can have made", source.peer_id) from None
     arrival = Arrival(
         Moment(header.rollbacks, header.step),
         tuple(header.roster),
@@ -186,7 +198,7 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
         LossHistory(losses, header.num_high_losses),
         header.went_back_to,
         norm,
-        evaluations,
+        _evaluations_of(header, source),
         header.has_ended,
     )
     return Downloaded(source.peer_id, arrival, data)
@@ -202,8 +214,17 @@ async def download_checkpoint(
         RequestRejected: the source does not have the checkpoint.
         ValueError: the source has sent something else.
     """
-    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), _most_bytes(own), in_thread, own)
-    return await _checked(data, digest, in_thread)
+    return (await download_offered(network, source, own, digest, in_thread))[0]
+
+
+async def download_offered(
+    network: Network, source: Progress, own: TrainedState, digest: bytes, in_thread: InThread
+) -> tuple[bytes, EvaluationHistory]:
+    """Download the checkpoint with that digest, and the losses on held-out data that its owner knows. Raise the errors
+    of ``download_checkpoint``."""
+    request = pb.StateRequest(checkpoint=digest)
+    header, data = await _received(network, source, request, _most_bytes(own), in_thread, own)
+    return await _checked(data, digest, in_thread), _evaluations_of(header, source)
 
 
 async def download_replica(
@@ -263,6 +284,17 @@ async def _header(parts: AsyncIterator[pb.StatePart], expected: TrainedState | N
     if expected is not None:
         _require_same(header, expected)
     return header
+
+
+def _evaluations_to_proto(history: EvaluationHistory) -> list[pb.HeldOutLoss]:
+    return [loss.to_proto() for loss in history.losses]
+
+
+def _evaluations_of(header: pb.StateHeader, source: Progress) -> EvaluationHistory:
+    try:
+        return EvaluationHistory.of(map(HeldOutLoss.from_proto, header.evaluations))
+    except ValueError:
+        raise PeerUnavailable("the peer offers evaluations that nobody can have made", source.peer_id) from None
 
 
 def _most_bytes(own: TrainedState) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import Kept
+from swarm_training.core.record import HeldOutLoss, Kept
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, simulate
@@ -54,6 +54,11 @@ def test_of_different_states_of_one_moment_that_of_most_is_taken() -> None:
     assert newest_shown(own, [same, same], needs_half=True) is own
 
 
+def history_of(step: int) -> EvaluationHistory:
+    """The losses that a peer with the checkpoint of this step knows: one of each step."""
+    return EvaluationHistory.of(HeldOutLoss(Moment(0, each), 1 / each, 7) for each in range(1, step + 1))
+
+
 async def restarted(steps: list[int], lies: tuple[int, ...] = ()) -> tuple[list[SimulatedPeer], dict[int, Any]]:
     """Peers that come back with checkpoints of these steps; the first of them founds the run. ``lies``: who offers what
     it does not have."""
@@ -72,13 +77,14 @@ async def restarted(steps: list[int], lies: tuple[int, ...] = ()) -> tuple[list[
         await peer.peer.find_others()
         peer.peer.start()
         digest = b"0" * 32 if peer.number in lies else peer.state.digest()
-        await peer.peer.offer_state(Moment(0, step), digest)
+        await peer.peer.offer_state(Moment(0, step), digest, history_of(step))
         while not peer.peer.own.state_digest:
             await peer.drive(peer.share.load())
         peer.peer.withdraw_offers()
 
     peers[0].peer.start()
-    tasks = [peers[0].spawn(peers[0].drive(peers[0].share.start_again(Moment(0, steps[0]), [], EvaluationHistory())))]
+    again = peers[0].share.start_again(Moment(0, steps[0]), [], history_of(steps[0]))
+    tasks = [peers[0].spawn(peers[0].drive(again))]
     tasks += [peer.spawn(come_back(peer, step)) for peer, step in zip(peers[1:], steps[1:], strict=True)]
     await all_done(tasks)
     return peers, saved
@@ -104,6 +110,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_whoever_has_it(
         for peer in peers:
             assert peer.state.moment == Moment(1, expected) and not peer.peer.own.offers
             assert peer.state.digest() == reference.state.digest()
+            assert peer.peer.evaluator.history == history_of(expected)
         await all_done([peer.spawn(peer.train(0.5, 5, until_step=expected + 2)) for peer in peers])
         await asyncio.sleep(1.0)
         assert len({peer.state.digest() for peer in peers}) == 1
