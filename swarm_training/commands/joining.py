@@ -104,8 +104,9 @@ class Writing:
         self._known = run.evaluations
         if self._directory is None:
             return
-        self._losses = self._directory.losses()
-        self._losses.discard_after(run.num_steps)
+        self._begin_losses(self._directory, run.num_steps)
+        if self._policy.every:
+            self._write_evaluations(self._directory)
         if is_own:  # the others are older
             self._directory.discard_after(run.num_steps)
             return
@@ -117,6 +118,16 @@ class Writing:
         if not is_founder:  # a founder keeps its own, as the newest one may be on the disk of one other peer alone
             best = self._known.best
             self._directory.discard_undone(run.num_rollbacks, run.went_back_to, None if best is None else best.moment)
+
+    def _begin_losses(self, directory: CheckpointDirectory, step: int) -> None:
+        """Begin with the losses in the newest checkpoint, and those on held-out data that became known after it."""
+        self._losses = directory.losses()
+        self._losses.discard_after(step)
+        points = self._losses.series.get(HELD_OUT)
+        last = points[-1][0] if points else 0
+        for each in self._known.losses:
+            if each.step > last:
+                self._losses.add(each.step, {HELD_OUT: each.loss})
 
     def went_back(self, step: int) -> None:
         """Discard the checkpoints and losses of later steps, which the rollback has undone."""
@@ -165,12 +176,15 @@ class Writing:
                 self._say(f"step {each.step}: loss on held-out data {each.loss:.4f}{lowest}")
         self._known = known
         if self._directory is not None:
-            best = self.best_checkpoint()
-            name = None if best is None else best.name
-            try:
-                write_evaluations(self._directory.directory, self._trained.file.run.name, known, name)
-            except ValueError as error:
-                self._say(f"warning: {error}")
+            self._write_evaluations(self._directory)
+
+    def _write_evaluations(self, store: CheckpointDirectory) -> None:
+        best = self.best_checkpoint()
+        name = None if best is None else best.name
+        try:
+            write_evaluations(store.directory, self._trained.file.run.name, self._known, name)
+        except ValueError as error:
+            self._say(f"warning: {error}")
 
     def best_checkpoint(self) -> Path | None:
         """Return the checkpoint here with the lowest loss on held-out data; None if it is not here."""
@@ -337,15 +351,15 @@ def resume(trained: TrainingSetup, say: Say, is_founder: bool = True) -> Moment 
     except (RuntimeError, ValueError, KeyError, TypeError):
         where = store.path(content.step)
         raise ValueError(f"{where} is of another model or optimizer: expected another directory for them") from None
-    if not is_founder:
-        say(f"has the checkpoint of step {content.step}, from which the run goes on if it starts again just now")
-        return content.moment
-    go_on_with_data(trained, content.data, say)
     if trained.evaluation is not None:
         try:
             trained.evaluation.earlier = read_evaluations(store.directory, settings.name).losses
         except CheckpointError as error:
             say(f"warning: {error}; the evaluations begin anew")
+    if not is_founder:
+        say(f"has the checkpoint of step {content.step}, from which the run goes on if it starts again just now")
+        return content.moment
+    go_on_with_data(trained, content.data, say)
     say(f"goes on from the checkpoint of step {content.step}")
     return content.moment
 

@@ -140,12 +140,30 @@ def test_training_ends_with_the_run_and_says_why(file: RunFile) -> None:
     assert run.num_steps == 4 and run.is_finished and "the run has ended at step 4: it falls no more" in said
 
 
-def test_a_founder_goes_on_with_the_losses_that_were_known(file: RunFile, tmp_path: Path) -> None:
+def test_a_peer_that_begins_has_losses_that_became_known_after_its_newest_checkpoint(
+    file: RunFile, tmp_path: Path
+) -> None:
+    joined(file, {2: 1.0, 4: 2.0})
+    setup, _ = prepared(file, [])
+    run = LocalRun(list(setup.model.parameters()), setup.optimizer, TARGET)
+    run.num_steps = 7
+    run.evaluations = EvaluationHistory.of(HeldOutLoss(Moment(0, step), float(step), 7) for step in (2, 4, STEPS))
+    writing = joining.Writing(setup, None, print)
+    writing.begin(run)
+    assert read_evaluations(tmp_path / "checkpoints", "run") == run.evaluations
+    writing.after_step(9, 0, {})
+    held_out = CheckpointDirectory(tmp_path / "checkpoints").losses().series["held out"]
+    assert held_out == [(2, 1.0), (4, 2.0), (STEPS, float(STEPS))]
+
+
+def test_a_peer_that_starts_again_has_the_losses_that_were_known(file: RunFile, tmp_path: Path) -> None:
     joined(file, {2: 1.0, 4: 2.0})
     setup, _ = prepared(file, said := [])
     assert setup.evaluation is not None and not setup.evaluation.earlier
-    joining.resume(setup, said.append)
-    assert [(each.step, each.loss) for each in setup.evaluation.earlier] == [(2, 1.0), (4, 2.0)]
+    for is_founder in (False, True):
+        setup.evaluation.earlier = ()
+        joining.resume(setup, said.append, is_founder)
+        assert [(each.step, each.loss) for each in setup.evaluation.earlier] == [(2, 1.0), (4, 2.0)]
     assert not read_evaluations(tmp_path / "checkpoints", "another run").losses
     (tmp_path / "checkpoints" / "evaluations.json").write_text('{"run": "run", "losses": [{"step": -1}]}')
     with pytest.raises(CheckpointError, match=r"evaluations.json has step=-1: expected a whole number"):
