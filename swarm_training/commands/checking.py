@@ -24,9 +24,21 @@ def not_here(file: RunFile) -> list[str]:
             check_location(located := locate(name))
             found += [] if Path(located).expanduser().is_dir() else [_on_the_hub(what, name)]
     found += _data_not_here("data", "[data]", file.data.source)
+    require_held_out(file)
     if file.evaluation.every:
         found += _data_not_here("held-out data", "[evaluation]", file.evaluation.source)
     return found
+
+
+def require_held_out(file: RunFile) -> None:
+    """Raise ValueError if a file of the data for evaluation is also one of the data for training."""
+    sources = (file.data.source, file.evaluation.source) if file.evaluation.every else ()
+    files = [{path.resolve() for path in local_texts(Path(source).expanduser())} for source in sources]
+    if files and (both := sorted(set.intersection(*files))):
+        raise ValueError(
+            f"[evaluation] source = {file.evaluation.source!r}: {both[0]} is among the files of [data] too: expected "
+            "other data, on which nobody trains"
+        )
 
 
 def _data_not_here(what: str, table: str, source: str) -> list[str]:

@@ -31,6 +31,7 @@ from swarm_training.commands.building import (
     build_outer_optimizer,
     build_tokenizer,
 )
+from swarm_training.commands.checking import require_held_out
 from swarm_training.commands.looking import shown_bans, view_of
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
@@ -277,6 +278,7 @@ def build_evaluation(
     settings = file.evaluation
     if not settings.every:
         return None
+    require_held_out(file)
     samples = build_held_out(settings, file.data.block_length, tokenizer)
 
     def losses(copy: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:

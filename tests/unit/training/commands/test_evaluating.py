@@ -172,6 +172,16 @@ def test_a_peer_that_starts_again_has_the_losses_that_were_known(file: RunFile, 
     assert any(line.endswith("the evaluations begin anew") for line in said)
 
 
+def test_files_on_which_the_run_trains_are_no_held_out_data(file: RunFile, tmp_path: Path) -> None:
+    for source in (file.data.source, str(tmp_path)):
+        wrong = replace(file, evaluation=replace(file.evaluation, source=source))
+        for check in (not_here, lambda wrong: prepared(wrong, [])):
+            with pytest.raises(
+                ValueError, match=r"\[evaluation\] source = .*texts.txt is among the files of \[data\] too"
+            ):
+                check(wrong)
+
+
 def test_held_out_data_that_are_not_there_are_named(file: RunFile, tmp_path: Path) -> None:
     wrong = replace(file, evaluation=replace(file.evaluation, source=str(tmp_path / "nothing.txt")))
     with pytest.raises(ValueError, match=r"\[evaluation\] source = .*nothing.txt': there is no such file"):
