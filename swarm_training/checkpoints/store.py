@@ -16,7 +16,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.failures import any_error_as, first_line
 from swarm_protocol.wire.printable import printable
 from swarm_training.checkpoints import checkpoint
-from swarm_training.checkpoints.checkpoint import Checkpoint
+from swarm_training.checkpoints.checkpoint import AVERAGED, TRAINING, Checkpoint
 from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.checkpoints.whole_directory import PREFIX, refusals
 from swarm_training.core.moment import Moment
@@ -188,9 +188,11 @@ class HubCopies:
 
 
 def upload_to_hub(directory: Path, repository: str, message: str) -> None:
-    """Upload all files in one commit, so that a download gets the whole of a checkpoint."""
+    """Upload all files in one commit, so that a download gets the whole of a checkpoint, and nothing of earlier ones in
+    the folders that it may lack."""
     from huggingface_hub import HfApi
 
     api = HfApi()
     api.create_repo(repository, exist_ok=True)
-    api.upload_folder(repo_id=repository, folder_path=directory, commit_message=message)
+    earlier = [f"{folder}/*" for folder in (AVERAGED, TRAINING)]
+    api.upload_folder(repo_id=repository, folder_path=directory, commit_message=message, delete_patterns=earlier)

@@ -307,6 +307,7 @@ def test_the_hub_is_given_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (created, facts["repo_id"], facts["exist_ok"]) == ("create_repo", "ada/run", True)
     assert uploaded == "upload_folder"
     assert (what["repo_id"], what["folder_path"], what["commit_message"]) == ("ada/run", tmp_path, "run: step 3")
+    assert "averaged/*" in what["delete_patterns"], "an average of an earlier checkpoint would stay"
 
 
 def test_states_are_copies_of_their_time(tmp_path: Path) -> None:
