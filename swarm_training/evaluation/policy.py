@@ -142,8 +142,10 @@ def have_ended(own: Progress, roster: Collection[str], ended: Iterable[Progress]
 
 
 def steps_to_keep(policy: EvaluationPolicy, history: EvaluationHistory, step: int) -> frozenset[int]:
-    """Return the steps whose checkpoints stay beside the newest ones: that of the lowest loss, and that of the newest
-    evaluation due by ``step``, whose loss may not be known yet."""
-    best = history.best
-    pending = step - step % policy.every if policy.every else 0
-    return frozenset(each for each in (0 if best is None else best.step, pending) if each)
+    """Return the steps whose checkpoints stay beside the newest ones: that of the lowest loss, and those of the two
+    newest evaluations due by ``step`` whose losses may not be known yet."""
+    best, newest = history.best, history.newest
+    known = 0 if newest is None else newest.step
+    last = step - step % policy.every if policy.every else 0
+    unknown = {each for each in (last, last - policy.every) if each > known}
+    return frozenset(unknown if best is None else unknown | {best.step})

@@ -123,8 +123,10 @@ def test_one_peer_of_several_cannot_end_the_run_of_the_others() -> None:
     assert not have_ended(own, "a", [last["b"]])
 
 
-def test_the_checkpoints_of_the_lowest_loss_and_of_the_newest_evaluation_stay() -> None:
-    assert steps_to_keep(POLICY, history(3.0, 1.0, 2.0), 57) == {20, 50}
+def test_the_checkpoints_of_the_lowest_loss_and_of_the_newest_evaluations_stay() -> None:
+    assert steps_to_keep(POLICY, history(3.0, 1.0, 2.0), 37) == {20}
+    assert steps_to_keep(POLICY, history(3.0, 1.0, 2.0), 47) == {20, 40}
+    assert steps_to_keep(POLICY, history(3.0, 1.0, 2.0), 57) == {20, 40, 50}, "that of 40 may still be computed"
     assert steps_to_keep(POLICY, EvaluationHistory(), 9) == frozenset()
     assert steps_to_keep(EvaluationPolicy(), EvaluationHistory(), 50) == frozenset()
 
