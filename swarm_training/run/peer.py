@@ -478,7 +478,7 @@ class TrainingPeer:
         group = averaged.group
         self.evaluator.averaged(group)
         if self.evaluator.reason_to_end:
-            _logger.warning("the run ends at step %d: %s", group.next_moment.step, self.evaluator.reason_to_end)
+            _logger.info("the run ends at step %d: %s", group.next_moment.step, self.evaluator.reason_to_end)
         self.rollbacks.averaged(group.moment, [member.record for member in group.members])
         arrival = dataclasses.replace(self._arrival(group, averaged.digest), global_squared_norm=global_squared_norm)
         await self._arrive(arrival, state_digest)
