@@ -312,6 +312,25 @@ def test_a_run_goes_back_once_when_a_moderator_orders_it() -> None:
     simulate(scenario)
 
 
+def test_of_two_orders_at_the_same_moment_the_run_carries_out_one() -> None:
+    """Each of two peers has heard of another order, and all gradients are lost too."""
+
+    async def scenario() -> None:
+        world = World()
+        config = replace(CHECKPOINTS, checkpoints_kept=20)
+        peers = await enter_all(world, 4, target=40, config=config, orders=lambda _number: moderated())
+        await all_done(start(peers, usual, Moment(0, 8)))
+        for peer, step in zip(peers[:2], (3, 6), strict=True):
+            peer.peer._moderation.take([go_back(step, 0)])
+        await all_done(start(peers, broken(8), Moment(1, 9)))
+        assert {peer.state.moment for peer in peers} == {Moment(1, 9)}
+        (to,) = {peer.peer.rollbacks.went_back_to for peer in peers}
+        assert to in (3, 6)
+        require_gone_back(peers, Moment(1, to), max(moment for moment in peers[0].moments if not moment.rollbacks))
+
+    simulate(scenario)
+
+
 def test_an_order_does_not_wait_for_a_batch_that_never_is_complete() -> None:
     async def scenario() -> None:
         world = World()

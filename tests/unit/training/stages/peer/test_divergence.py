@@ -77,6 +77,48 @@ def test_a_loss_that_is_far_too_high_sends_all_stages_back() -> None:
     simulate(scenario)
 
 
+@pytest.mark.parametrize("also_lost", [0, 1])
+def test_two_stages_that_go_back_at_the_same_moment_to_different_checkpoints_end_at_one(also_lost: int) -> None:
+    """The last stage has diverged, and another one is stranded, whose newest checkpoint is an older one."""
+
+    async def scenario() -> None:
+        world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
+        peers = await start(world)
+        for peer in peers[-2:]:
+            spoil(peer, lambda found: replace(found, loss_sum=100 * (found.loss_sum or 1.0)))
+        training = asyncio.ensure_future(ToyTrainer(world).run())
+        while not any(peer.state.moment == Moment(1, CHECKPOINT) for peer in peers[-2:]):
+            await asyncio.sleep(0.005)
+        for peer in world.alive(also_lost):  # nobody has heard of the rollback so far
+            assert peer.state.moment == Moment(0, DIVERGES_AT)
+            peer.peer.rollbacks.kept.discard_after(CHECKPOINT - 2)
+            await peer.stage_peer._go_back(Moment(1, CHECKPOINT - 2))
+        assert {peer.state.moment.step for peer in peers} >= {CHECKPOINT - 2, CHECKPOINT}
+        async with asyncio.timeout(300.0):
+            while any(peer.state.step < 9 or not peer.state.moment.rollbacks for peer in world.alive()):
+                await asyncio.sleep(0.1)
+        training.cancel()
+        require_one_history(world)
+
+    simulate(scenario)
+
+
+def require_one_history(world: StageWorld) -> None:
+    """All stages have come to the same moments, and what they trained on since the last rollback is one training."""
+    lives = [{moment.rollbacks for moment in peer.history} for peer in world.alive()]
+    newest = max(max(each) for each in lives)
+    assert all(newest in each for each in lives)
+    (skipped,) = {peer.peer.own.skipped_batches for peer in world.alive()}
+    begin = max(min(m.step for m in peer.history if m.rollbacks == newest) for peer in world.alive())
+    last = max(m.step for peer in world.alive() for m in peer.history)
+    truth = single(STAGES, MICRO_BATCHES, last, batch_of=lambda step: step + skipped * (step >= begin))
+    for peer in world.alive():
+        for moment, parameters in peer.history.items():
+            if moment.rollbacks == newest:
+                expected = truth[moment.step][peer.stage_peer.index]
+                assert all(map(torch.equal, parameters, expected)), (peer.number, moment, begin, skipped)
+
+
 @pytest.mark.parametrize("stopped_at", [CHECKPOINT + 1, pytest.param(9, marks=SLOW)])
 def test_what_was_skipped_is_skipped_after_all_have_ended_too(stopped_at: int, tmp_path: Path) -> None:
     """At the first, the checkpoint of the time before the rollback is still the newest."""
