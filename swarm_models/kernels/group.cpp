@@ -3,7 +3,8 @@
 // result is bit for bit that of the unsplit weight.
 //
 // A link is a connected stream socket. On one machine bytes go through shared memory, and the socket only tells that
-// the other process has ended. Whoever waits polls for a while, because a product takes less time than waking up a process.
+// the other process has ended. Between machines they go through the socket, in records that are sealed with keys of the link.
+// Whoever waits polls for a while, because a product takes less time than waking up a process.
 //
 // Needs a C++17 compiler and POSIX sockets; called from Python through the functions at the end of this file.
 #if !defined(_WIN32)
@@ -25,11 +26,13 @@
 
 #include "exported.h"
 #include "platform.h"
+#include "sealing.h"
 
 namespace {
 
 constexpr long STRIP = 64;  // outputs that are packed together, and that one member has
 constexpr long RING = 1 << 20;  // bytes of shared memory in each direction
+constexpr int RECORD = 1 << 16;  // most bytes that are sealed together
 constexpr long MOST_FLOATS = 1L << 30;  // of one request's inputs
 // Polling without a pause, and with short pauses; after that a member sleeps until it looks again
 constexpr long SPIN_NS = 300'000, SHORT_PAUSES_NS = 100'000'000;
@@ -37,8 +40,8 @@ constexpr long LOOK_NS = 1'000'000;  // between two looks at the socket
 constexpr auto SHORT_PAUSE = std::chrono::microseconds(100);
 constexpr int SLEEP_MS = 1;
 
-enum Outcome { DONE = 0, ENDED = -1, TOO_SLOW = -2, NO_MEMORY = -3, NOT_UNDERSTOOD = -4 };
-enum Wanted : int32_t { PRODUCT = 0 };  // larger numbers are requests that Python answers
+enum Outcome { DONE = 0, ENDED = -1, TOO_SLOW = -2, NO_MEMORY = -3, NOT_UNDERSTOOD = -4, NOT_GENUINE = -5 };
+enum Wanted : int32_t { PRODUCT = 0, ECHO = -1 };  // numbers above 0 are requests that Python answers
 
 struct Request {
     int32_t wanted, sequence, threads;
@@ -67,9 +70,53 @@ void pause_briefly() {
 }
 
 struct Link {
-    int socket;
-    Ring *out, *in;  // null: bytes go through the socket
+    const int socket;
+    Ring *const out, *const in;  // null: bytes go through the socket
     long limit_ns;  // for the other side to send or take a byte
+    Sealing sealing, unsealing;  // closed: bytes are sent as they are
+
+    Link(int socket, Ring *out, Ring *in, long limit_ns) : socket(socket), out(out), in(in), limit_ns(limit_ns) {}
+
+    int send(const void *from, long count) {
+        if (!sealing.is_open()) return send_plain(from, count);
+        for (long done = 0; done < count;) {
+            const int part = (int)std::min<long>(count - done, RECORD);
+            sealed.resize(sizeof part + RECORD + TAG);
+            memcpy(sealed.data(), &part, sizeof part);
+            if (!sealing.seal((const char *)from + done, part, sealed.data() + sizeof part)) return NOT_GENUINE;
+            if (int failure = send_plain(sealed.data(), sizeof part + part + TAG)) return failure;
+            done += part;
+        }
+        return DONE;
+    }
+
+    // may_be_idle: the other side may take any time until the first byte
+    int receive(void *to, long count, bool may_be_idle = false) {
+        if (!unsealing.is_open()) return receive_plain(to, count, may_be_idle);
+        for (long done = 0; done < count;) {
+            if (taken == there)
+                if (int failure = receive_record(may_be_idle && done == 0)) return failure;
+            const long part = std::min(count - done, there - taken);
+            memcpy((char *)to + done, opened.data() + taken, part);
+            taken += part, done += part;
+        }
+        return DONE;
+    }
+
+  private:
+    std::vector<char> sealed, arrived, opened;
+    long there = 0, taken = 0;  // bytes in ``opened``, and how many of them have been received
+
+    int receive_record(bool may_be_idle) {
+        int count;
+        if (int failure = receive_plain(&count, sizeof count, may_be_idle)) return failure;
+        if (count < 1 || count > RECORD) return NOT_GENUINE;
+        arrived.resize(RECORD + TAG), opened.resize(RECORD);
+        if (int failure = receive_plain(arrived.data(), count + TAG, false)) return failure;
+        if (!unsealing.unseal(arrived.data(), count, opened.data())) return NOT_GENUINE;
+        there = count, taken = 0;
+        return DONE;
+    }
 
     // Sends or receives some bytes at once, without waiting; 0 if none could go, or ENDED
     long send_some(const char *bytes, long count) {
@@ -94,14 +141,13 @@ struct Link {
         return count;
     }
 
-    int send(const void *from, long count, bool may_be_idle = false) {
-        return move(count, may_be_idle, POLLOUT, [&](long done) { return send_some((const char *)from + done, count - done); });
+    int send_plain(const void *from, long count) {
+        return move(count, false, POLLOUT, [&](long done) { return send_some((const char *)from + done, count - done); });
     }
-    int receive(void *to, long count, bool may_be_idle = false) {
+    int receive_plain(void *to, long count, bool may_be_idle) {
         return move(count, may_be_idle, POLLIN, [&](long done) { return receive_some((char *)to + done, count - done); });
     }
 
-  private:
 #if defined(MSG_NOSIGNAL)
     static constexpr int FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL;
 #else
@@ -112,7 +158,6 @@ struct Link {
         return result >= 0 ? result : errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR ? 0 : ENDED;
     }
 
-    // may_be_idle: the other side may take any time until the first byte
     template <class Some> int move(long count, bool may_be_idle, short event, const Some &some) {
         long done = 0, since = 0, looked = 0;
         for (int turn = 1; done < count; turn++) {
@@ -239,7 +284,13 @@ EXPORT long swarm_request_bytes() { return sizeof(Request); }
 // rings: two of them in shared memory, filled with zeros; null: bytes go through the socket. member: 0 or 1.
 EXPORT Link *swarm_open_link(int socket, void *rings, int member, double limit_s) {
     Ring *both = (Ring *)rings;
-    return new (std::nothrow) Link{socket, both ? both + member : nullptr, both ? both + 1 - member : nullptr, (long)(limit_s * 1e9)};
+    return new (std::nothrow) Link(socket, both ? both + member : nullptr, both ? both + 1 - member : nullptr, (long)(limit_s * 1e9));
+}
+EXPORT void swarm_use_crypto(const Crypto *functions) { crypto = *functions; }
+
+// From now on, bytes are sealed. The keys have 32 bytes, and each is of one direction of this link. Returns 0 if it works.
+EXPORT int swarm_seal_link(Link *link, const uint8_t *sending_key, const uint8_t *receiving_key) {
+    return link->sealing.open(sending_key, true) && link->unsealing.open(receiving_key, false) ? DONE : NOT_GENUINE;
 }
 EXPORT void swarm_limit_link(Link *link, double limit_s) { link->limit_ns = (long)(limit_s * 1e9); }
 EXPORT void swarm_close_link(Link *link) { delete link; }
@@ -263,14 +314,22 @@ EXPORT int swarm_group_matmul(Group *group, int number, const float *x, long row
 }
 
 // Answers the leader's requests for products, until it wants something else: then returns 0, and the request for Python.
-EXPORT int swarm_follow(Link *link, const OwnWeight *weights, long num_weights, Request *request, int isa) try {
+// own_threads: how many threads multiply; 0: as many as the leader has.
+EXPORT int swarm_follow(Link *link, const OwnWeight *weights, long num_weights, Request *request, int isa, int own_threads) try {
     std::vector<float> x, y;
     for (;;) {
         if (int failure = link->receive(request, sizeof *request, true)) return failure;
-        if (request->wanted != PRODUCT) return DONE;
         const long rows = request->rows, in = request->width;
-        const int count = request->count;
-        if (request->threads < 1 || rows < 1 || in < 1 || rows > MOST_FLOATS / in || count < 1 || count > MOST_WEIGHTS) return NOT_UNDERSTOOD;
+        if (request->wanted == ECHO) {  // as many numbers as the leader sends
+            if (rows < 1 || in < 1 || rows > MOST_FLOATS / in) return NOT_UNDERSTOOD;
+            x.resize(rows * in);
+            if (int failure = link->receive(x.data(), rows * in * 4)) return failure;
+            if (int failure = link->send(x.data(), rows * in * 4)) return failure;
+            continue;
+        }
+        if (request->wanted != PRODUCT) return DONE;
+        const int count = request->count, threads = own_threads ? own_threads : request->threads;
+        if (threads < 1 || rows < 1 || in < 1 || rows > MOST_FLOATS / in || count < 1 || count > MOST_WEIGHTS) return NOT_UNDERSTOOD;
         const uint8_t *packed[MOST_WEIGHTS];
         const float *scales[MOST_WEIGHTS];
         float *ys[MOST_WEIGHTS];
@@ -288,7 +347,7 @@ EXPORT int swarm_follow(Link *link, const OwnWeight *weights, long num_weights, 
         for (int i = 0; i < count; i++, next += rows * outs[i - 1]) ys[i] = next;
         if (int failure = link->receive(x.data(), rows * in * 4)) return failure;
         const Reply reply{request->sequence,
-                          multiply_own(x.data(), rows, in, count, packed, scales, ys, outs, isa, request->threads) ? NO_MEMORY : DONE};
+                          multiply_own(x.data(), rows, in, count, packed, scales, ys, outs, isa, threads) ? NO_MEMORY : DONE};
         if (int failure = link->send(&reply, sizeof reply)) return failure;
         if (reply.outcome) return reply.outcome;
         if (int failure = link->send(y.data(), rows * total * 4)) return failure;

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import _ssl
 import ctypes
+import ctypes.util
 import functools
 import mmap
 import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import c_double, c_int, c_long, c_void_p
+from ctypes import c_char_p, c_double, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,11 @@ from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.kernels.library import kernel
 from swarm_models.quantization import Packed
 from swarm_protocol.errors import PeerUnavailable
+from swarm_server.group.group_key import KEY_BYTES
 
 LIMIT_S = 30.0  # the longest time in which a member neither sends nor takes a byte that is due
 MOST_WEIGHTS = 8  # of one request, as in group.h
+ECHO = -1  # the kind of a request for the same numbers, which the kernel answers
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "swarm_ring_bytes": (c_long, []),
@@ -30,6 +35,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "swarm_open_link": (c_void_p, [c_int, c_void_p, c_int, c_double]),
     "swarm_close_link": (None, [c_void_p]),
     "swarm_limit_link": (None, [c_void_p, c_double]),
+    "swarm_use_crypto": (None, [c_void_p]),
+    "swarm_seal_link": (c_int, [c_void_p, c_char_p, c_char_p]),
     "swarm_link_send": (c_int, [c_void_p, c_void_p, c_long]),
     "swarm_link_receive": (c_int, [c_void_p, c_void_p, c_long]),
     "swarm_open_group": (c_void_p, [c_void_p, c_int]),
@@ -39,18 +46,28 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         c_int,
         [c_void_p, c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p, c_long, c_int, c_int],
     ),
-    "swarm_follow": (c_int, [c_void_p, c_void_p, c_long, c_void_p, c_int]),
+    "swarm_follow": (c_int, [c_void_p, c_void_p, c_long, c_void_p, c_int, c_int]),
 }
+_CRYPTO = (  # functions of OpenSSL's libcrypto, in the order of `Crypto` in sealing.h
+    *("EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free", "EVP_aes_256_gcm", "EVP_CipherInit_ex", "EVP_CipherUpdate"),
+    *("EVP_CipherFinal_ex", "EVP_CIPHER_CTX_ctrl"),
+)
+_NOT_SEALED = -5
 _FAILURES = {
     -1: "a member of the group has ended",
     -2: f"a member of the group has not answered for {LIMIT_S:g} seconds",
     -3: "a member of the group has no memory for a product",
     -4: "a member of the group sent something that is not understood",
+    _NOT_SEALED: "a member of the group sent bytes that the group's key has not sealed",
 }
 
 
 class GroupEnded(PeerUnavailable):
     """A member of the group is missing, so none of the group's products can be computed any more."""
+
+
+class NotSealed(GroupEnded):
+    """Bytes came through an encrypted link that the other end's key has not sealed."""
 
 
 @functools.cache
@@ -75,9 +92,26 @@ def _require_library() -> ctypes.CDLL:
     return loaded
 
 
+@functools.cache
+def _use_crypto() -> None:
+    """Give OpenSSL's functions to the kernel. Raise ValueError if there are none in this process."""
+    for path in (getattr(_ssl, "__file__", None), ctypes.util.find_library("crypto")):
+        try:
+            loaded = ctypes.CDLL(path)
+            addresses = [ctypes.cast(getattr(loaded, name), c_void_p).value for name in _CRYPTO]
+        except (OSError, AttributeError):  # Python's own library is elsewhere, or hides its functions
+            continue
+        _require_library().swarm_use_crypto((c_void_p * len(addresses))(*addresses))
+        return
+    raise ValueError(
+        "the links of a group between machines are encrypted by libcrypto, which is not there: install OpenSSL"
+    )
+
+
 def _require(outcome: int) -> None:
     if outcome:
-        raise GroupEnded(_FAILURES.get(outcome, f"a member of the group reports failure {outcome}"))
+        kind = NotSealed if outcome == _NOT_SEALED else GroupEnded
+        raise kind(_FAILURES.get(outcome, f"a member of the group reports failure {outcome}"))
 
 
 class _Words(ctypes.Structure):
@@ -129,7 +163,7 @@ class Link:
             self._memory = mmap.mmap(memory_file, 2 * self._library.swarm_ring_bytes())
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         else:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _prepare(connection)
         self.handle: int = self._library.swarm_open_link(connection.fileno(), address, member, limit_s)
 
     def close(self) -> None:
@@ -145,6 +179,25 @@ class Link:
         """Set how long the other end may take; None: as long as it lives."""
         self._library.swarm_limit_link(self.handle, 1e9 if limit_s is None else limit_s)
 
+    def seal(self, sending_key: bytes, receiving_key: bytes) -> None:
+        """Encrypt and authenticate all bytes from now on, with keys of 32 bytes that nothing else has used.
+
+        Raises:
+            ValueError: there is no libcrypto.
+        """
+        _use_crypto()
+        assert len(sending_key) == len(receiving_key) == KEY_BYTES
+        _require(self._library.swarm_seal_link(self.handle, sending_key, receiving_key))
+
+    def is_connected(self) -> bool:
+        """Return whether the other end has not closed the connection, as far as the system knows."""
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
     def send(self, tensor: torch.Tensor) -> None:
         """Send a contiguous tensor; raise GroupEnded if the other end is gone."""
         _require(self._library.swarm_link_send(self.handle, tensor.data_ptr(), tensor.nbytes))
@@ -159,19 +212,36 @@ class Link:
         words.numbers[0] = request.number
         _require(self._library.swarm_link_send(self.handle, ctypes.addressof(words), ctypes.sizeof(words)))
 
-    def follow(self, weights: OwnWeights) -> Request:
-        """Answer requests for products until there is another request, and return that.
+    def exchange_s(self, numbers: int) -> float:
+        """Return the time until so many fp32 numbers have gone to a follower and back, in seconds."""
+        words, there, back = _Words(wanted=ECHO, rows=1, width=numbers), torch.zeros(numbers), torch.empty(numbers)
+        start = time.perf_counter()
+        _require(self._library.swarm_link_send(self.handle, ctypes.addressof(words), ctypes.sizeof(words)))
+        self.send(there)
+        self.receive(back)
+        return time.perf_counter() - start
 
-        The number of threads is the leader's.
+    def follow(self, weights: OwnWeights) -> Request:
+        """Answer requests for products and echoes until there is another request, and return that.
+
+        The number of threads is the leader's on one machine, and this process's own on another.
         """
         words, compiled = _Words(), kernel()
         assert compiled is not None
-        _require(
-            self._library.swarm_follow(
-                self.handle, weights.address, len(weights), ctypes.addressof(words), compiled.isa
-            )
-        )
+        threads = torch.get_num_threads() if self._memory is None else 0
+        arguments = weights.address, len(weights), ctypes.addressof(words), compiled.isa, threads
+        _require(self._library.swarm_follow(self.handle, *arguments))
         return Request(words.wanted, words.rows, words.numbers[0])
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Send everything at once, and notice within half a minute that the other machine is gone while nothing is sent."""
+    connection.settimeout(None)  # the kernel has limits of its own
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class _OwnWeight(ctypes.Structure):

@@ -59,12 +59,15 @@ def followers(load: Callable, members: int, kind: str = "memory", limit_s: float
     for member in range(1, members):
         ends = Ends.on_this_machine()
         memory = ends.memory.fileno() if kind == "memory" else None
-        if kind == "tcp":
+        if kind != "memory":
             with socket.create_server(("127.0.0.1", 0)) as server:
                 mine = socket.create_connection(server.getsockname())
                 ends = Ends(mine, server.accept()[0], ends.memory)
         leader_ends.append(Link(ends.leader, memory, 0, limit_s))
         theirs = Link(ends.follower, memory, 1)
+        if kind == "sealed":
+            leader_ends[-1].seal(bytes(32), bytes(range(32)))
+            theirs.seal(bytes(range(32)), bytes(32))
         threads.append(threading.Thread(target=_follow, args=(load, theirs, member, members)))
         threads[-1].start()
     group = LeaderLinks(leader_ends)
@@ -102,9 +105,10 @@ def outputs(engine: Engine) -> list[torch.Tensor]:
     ("family", "members", "kind", "quant"),
     [
         ("llama", 3, "memory", "int8"),
-        ("llama", 2, "tcp", "int4"),
+        ("llama", 2, "sealed", "int4"),
         ("mixtral", 2, "memory", "int4"),
         pytest.param("mixtral", 2, "tcp", "int8", marks=SLOW),
+        pytest.param("llama", 3, "sealed", "int8", marks=SLOW),
         pytest.param("qwen3_next", 2, "memory", "int8", marks=SLOW),
         pytest.param("qwen3_next", 3, "memory", "int4", marks=SLOW),
     ],
