@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +38,7 @@ from swarm_protocol.process.logs import say_error, start_logging
 from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig, parse_size
+from swarm_server.group.group_key import read_group_key
 
 if TYPE_CHECKING:
     from swarm_server.node.server import Server
@@ -49,6 +49,10 @@ Train = Callable[[argparse.Namespace], Command]  # returns the command for `--tr
 _TRAIN_FLAGS = [
     *("train", "then-serve", "quant", "blocks", "initial-blocks", "memory", "device", "host", "port", "dht-port"),
     *("announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
+]
+_FOLLOW_FLAGS = [
+    *("follow", "group-key", "model", "gguf-file", "revision", "quant", "dtype", "weight-cache", "no-weight-cache"),
+    *("log-level", "log-format", "config"),
 ]
 LEAVE_S = 20.0  # for all that must be done after draining
 _CONFIG_RULES = ConfigRules(
@@ -104,9 +108,26 @@ _HOSTING = ConfigFlags(
     ),
     Flag(
         "group_size",
-        "how many processes of this machine compute each block together, each with some of its rows; on CPU, in int8 "
-        "or int4",
+        "how many processes compute each block together, each with some of its rows; on CPU, in int8 or int4. They are "
+        "all on this machine, unless --group-listen is given",
         metavar="N",
+    ),
+    Flag(
+        "group_listen",
+        "with --group-size: an address of this machine to which followers on other machines come",
+        metavar="HOST:PORT",
+    ),
+    Flag(
+        "group_key",
+        "with --group-listen or --follow: file with the group's secret; the leader makes it, and each follower needs a "
+        "copy",
+        metavar="FILE",
+    ),
+    Flag("group_always", "with --group-listen: form the group even if it is computed to be slower"),
+    Flag(
+        "follow",
+        "be a follower in the group of the leader that listens at this address, instead of a server",
+        metavar="HOST:PORT",
     ),
     Flag(
         "host",
@@ -244,6 +265,15 @@ def require_train_flags(argv: list[str]) -> None:
         )
 
 
+def require_follow_flags(argv: list[str]) -> None:
+    """Raise ValueError if a flag was given that does not apply to a follower of a group."""
+    if wrong := sorted(typed_flags(make_parser(), argv) - set(_FOLLOW_FLAGS)):
+        raise ValueError(
+            f"{' and '.join(f'--{flag}' for flag in wrong)}: cannot be combined with --follow, which takes only "
+            + ", ".join(f"--{flag}" for flag in _FOLLOW_FLAGS[1:])
+        )
+
+
 def check_files(config: ServerConfig) -> None:
     """Raise ValueError if a file is not where the arguments say."""
     if not config.model.startswith(FROM_SWARM):
@@ -257,6 +287,8 @@ def check_files(config: ServerConfig) -> None:
         from swarm_protocol.access.tokens import Role
 
         read_member(Role.SERVER, config.membership, config.swarm_key, open_to_clients=config.open_to_clients)
+    if config.group_key is not None:
+        read_group_key(config.group_key, create=config.follow is None)
     for path in config.adapters:
         if not path.is_dir():
             raise ValueError(f"adapter {path} is no directory: expected one in PEFT's format")
@@ -311,9 +343,27 @@ def run(config: ServerConfig) -> None:
             loop.run_until_complete(serve(Server(config)))
             return
         except GroupEnded as error:
-            config = replace(config, group_size=config.group_size - 1)
+            config = config.without_a_member()
             left = "alone" if config.group_size == 1 else f"with a group of {config.group_size}"
             _logger.error("%s; this server has left the swarm, and starts again %s", error, left)
+
+
+def follow(config: ServerConfig) -> None:
+    """Be a follower in a group until a signal ends this process.
+
+    Raises:
+        ValueError, SwarmError: see ``follow_leader``.
+    """
+    from swarm_protocol.imports.light_imports import collected_later, import_transformers
+
+    with collected_later():
+        import_transformers()
+        from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+        from swarm_server.group.following import follow_leader
+        from swarm_server.node.hosting import devices_and_dtype, follower_loader
+
+    checkpoint = ModelCheckpoint.open(locate(config.model), config.model_revision)
+    follow_leader(config, devices_and_dtype(config)[1], follower_loader(config, checkpoint))
 
 
 def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> Command:
@@ -322,8 +372,10 @@ def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> 
         if args.then_serve is not None:
             raise ValueError("--then-serve is for a run: expected --train RUN.toml with it")
         config = read_config(args)
+        if config.follow is not None:
+            require_follow_flags(argv)
         check_files(config)
-        return lambda: run(config)
+        return lambda: run(config) if config.follow is None else follow(config)
     require_train_flags(argv)
     if train is None:
         raise ValueError(f"--train: this process does not train; expected `{typed('server')}`")

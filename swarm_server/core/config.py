@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_source, check_weights
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, check_source, check_weights
 from swarm_models.quants import METHODS
 from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.net.hosts import split_address
@@ -49,6 +49,10 @@ class ServerConfig:
     device: str = "auto"  # auto: a GPU (cuda, xpu or mps) if torch finds one that runs ``quant``
     devices: tuple[str, ...] = ()  # several devices that share the blocks, such as cuda:0 and cuda:1; empty: ``device``
     group_size: int = 1  # processes that compute each block together, this one included
+    group_listen: str | None = None  # HOST:PORT where the group's followers on other machines come; None: this machine
+    group_key: Path | None = None  # file with the secret of a group on several machines
+    group_always: bool = False  # form the group on several machines even if it is computed to be slower
+    follow: str | None = None  # HOST:PORT of a leader: this process is a follower in its group, and no server
     weight_cache_bytes: int = 16 << 30  # of packed weights on disk, for all servers of this user; 0: no cache
     host: str | None = None  # None: the address that leads to the swarm; loopback if the whole swarm is on this machine
     port: int = 0  # gRPC; 0: any free port
@@ -176,8 +180,20 @@ class ServerConfig:
         check_weights(self.weights)
         check_source(self.weights, self.model)
 
+    @property
+    def is_in_group(self) -> bool:
+        """Return whether this process is a member of a group."""
+        return self.group_size > 1 or self.follow is not None
+
+    def without_a_member(self) -> ServerConfig:
+        """Return the configuration of the same server after a follower has ended."""
+        if self.group_size > 2:
+            return replace(self, group_size=self.group_size - 1)
+        return replace(self, group_size=1, group_listen=None, group_key=None, group_always=False)
+
     def _check_group(self) -> None:
-        if self.group_size == 1:
+        self._check_group_addresses()
+        if not self.is_in_group:
             return
         if self.group_size > MOST_MEMBERS:
             raise ValueError(f"group_size is {self.group_size}: expected at most {MOST_MEMBERS}")
@@ -185,6 +201,21 @@ class ServerConfig:
             raise ValueError(f"a group computes with int8 or int4, not with quant {self.quant}")
         if self.devices or self.device.partition(":")[0] not in ("auto", "cpu"):
             raise ValueError("the members of a group compute on the CPU: expected no other device")
+
+    def _check_group_addresses(self) -> None:
+        if self.follow is not None and (self.group_size > 1 or self.group_listen is not None):
+            raise ValueError("a follower of a group is no leader: expected --follow alone, or --group-size")
+        if self.follow is not None and self.model.startswith(FROM_SWARM):
+            raise ValueError("a follower reads the model's files itself: expected a directory or a model of the hub")
+        if self.group_listen is not None and self.group_size == 1:
+            raise ValueError("group_listen is for the leader of a group: expected a group_size of at least 2 with it")
+        if self.group_always and self.group_listen is None:
+            raise ValueError("group_always is for groups on several machines: expected group_listen with it")
+        address = self.follow or self.group_listen
+        if (self.group_key is None) != (address is None):
+            raise ValueError("members of a group on several machines need group_key and either group_listen or follow")
+        if address is not None and not split_address(address, 0)[1]:
+            raise ValueError(f"address {address!r} has no port: expected HOST:PORT")
 
     def _check_devices(self) -> None:
         if not self.devices:

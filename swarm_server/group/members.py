@@ -16,7 +16,8 @@ import torch
 from swarm_models.quantization import Packed
 from swarm_protocol.span import Span
 from swarm_server.group.links import Ends, GroupEnded, LeaderLinks, Link, OwnWeights, Request
-from swarm_server.group.split_weight import LOAD, FollowerSplitter, LeaderSplitter, answer
+from swarm_server.group.payoff import reading_bytes_per_s
+from swarm_server.group.split_weight import LOAD, SPEED, FollowerSplitter, LeaderSplitter, answer
 
 _logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
@@ -128,6 +129,8 @@ def follow(load: LoadSpan, link: Link, member: int, members: int) -> None:
                 if request.wanted == LOAD:
                     own = OwnWeights(())  # frees the weights of the last span
                     own = OwnWeights(_loaded(load, Span(request.rows, request.number), link, member, members))
+                elif request.wanted == SPEED:
+                    link.send(torch.tensor([reading_bytes_per_s(request.number)], dtype=torch.float64))
                 else:
                     answer(request, own, link)
     except GroupEnded as error:

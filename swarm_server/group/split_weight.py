@@ -12,7 +12,7 @@ from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeig
 from swarm_models.quantization import Packed
 from swarm_server.group.links import GroupEnded, LeaderLinks, Link, OwnWeights, Request, rows_of
 
-GRADIENT, DEQUANTIZE, LOAD = 1, 2, 3  # kinds of requests; 0 is a product
+GRADIENT, DEQUANTIZE, LOAD, SPEED = 1, 2, 3, 4  # kinds of requests; 0 is a product
 
 
 class SplitWeight(QuantizedWeight):

@@ -33,8 +33,10 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.engine.ways import can_join
+from swarm_server.group.forming import formed_group
 from swarm_server.group.links import GroupEnded
 from swarm_server.group.members import LoadSpan, LocalGroup, MakeLoader, load_together
+from swarm_server.group.remote import RemoteGroup
 from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
@@ -59,7 +61,7 @@ def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], t
     Raises:
         ValueError: a device cannot be used, or does not support the quantisation.
     """
-    auto = "cpu" if config.group_size > 1 else _best_device(config.quant)
+    auto = "cpu" if config.is_in_group else _best_device(config.quant)
     name = auto if config.device == "auto" else config.device
     devices = tuple(map(named_device, config.devices or (name,)))
     dtype = default_dtype(devices[0]) if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -135,8 +137,10 @@ def follower_loader(config: ServerConfig, checkpoint: ModelCheckpoint) -> MakeLo
 def _follower_loader(config: ServerConfig, files: LocalFiles | HubModel) -> LoadSpan:
     devices, dtype = devices_and_dtype(config)
     checkpoint, cores = ModelCheckpoint(files), CoreShare().__enter__()  # it counts as a server until its process ends
+    torch.set_num_threads(cores.threads())
 
     def load(span: Span, then: Callable[[torch.nn.Module], None]) -> None:
+        span.within(checkpoint.family.num_blocks)
         torch.set_num_threads(cores.threads())
         load_parts(config, checkpoint, dtype, [(span, devices[0])], then)
 
@@ -200,7 +204,8 @@ class SpanLoader:
         self._devices = tuple(devices)
         self._dtype = dtype
         products = described(config.quant, devices[0], dtype)
-        self._group: LocalGroup | None = None  # started with the first span
+        self._group: LocalGroup | RemoteGroup | None = None  # started with the first span
+        self._closed = threading.Event()
         self._group_lock = threading.Lock()
         setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
         if config.group_size > 1:
@@ -231,6 +236,7 @@ class SpanLoader:
 
     def close(self) -> None:
         """End the followers of the group, if there is one."""
+        self._closed.set()
         if self._group is not None:
             self._group.close()
 
@@ -286,9 +292,13 @@ class SpanLoader:
             return self._load_parts(span)
         with self._group_lock:
             if self._group is None:
-                self._group = LocalGroup(follower_loader(self._config, self._checkpoint), self._config.group_size)
+                self._group = self._formed_group()
             stack: Stack = load_together(self._group.links, span, self._load_parts)
         return stack
+
+    def _formed_group(self) -> LocalGroup | RemoteGroup:
+        make_loader = partial(follower_loader, self._config, self._checkpoint)
+        return formed_group(self._config, self._checkpoint, self._dtype, make_loader, lambda: not self._closed.is_set())
 
     def _load_parts(self, span: Span, then: Callable[[torch.nn.Module], None] | None = None) -> Stack:
         """Load a span; ``then`` is called with each module whose linear layers have been packed."""

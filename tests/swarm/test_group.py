@@ -11,6 +11,8 @@ import torch
 
 from swarm_client import DistributedModel
 from swarm_server.group import links
+from swarm_server.group.group_key import read_group_key
+from swarm_server.node.addresses import free_port
 from tests.swarm.harness import InProcessServers, Watcher
 from tests.swarm.waiting import wait_for
 from tests.zoo import VOCAB, save_checkpoint
@@ -44,6 +46,45 @@ def test_a_member_killed_in_mid_generation(server_process, tmp_path: Path) -> No
         assert f"process {follower}, a member of the group, has ended; this server has left the swarm" in group.stderr
         assert "Traceback" not in group.stderr
         assert group.terminate() == 0
+
+
+@pytest.mark.slow
+def test_a_group_over_tcp_whose_follower_is_killed_in_mid_generation(server_process, tmp_path: Path) -> None:
+    """A follower waits for leaders, one that would not pay is refused, and clients lose nothing with the follower."""
+    model, key, wrong = tmp_path / "model", tmp_path / "group.key", tmp_path / "wrong.key"
+    save_checkpoint("llama", model, hidden_size=128, intermediate_size=320)
+    read_group_key(key, create=True), read_group_key(wrong, create=True)
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    following = ["--model", str(model), "--follow", address, "--group-key"]
+    follower = server_process(*following, str(key), wait=False)
+    wait_for(lambda: f"no leader of a group answers at {address}" in follower.stderr, "the follower waits")
+    with InProcessServers(model) as servers:
+        servers.start("0:6", quant="int8", throughput=1.0)
+        client = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+        with DistributedModel.from_pretrained(str(model), **client) as alone:
+            expected = generate(alone)
+        leading = ["--model", str(model), "--blocks", "0:6", "--group-size", "2", "--throughput", "1000", "--swarm"]
+        leading += [servers.swarm, "--initial-peers", *servers.initial_peers]
+        leading += ["--group-listen", address, "--group-key", str(key)]
+        refused = server_process(*leading, wait=False)  # an exchange takes longer than one of these small blocks
+        wait_for(lambda: "the group would reach only 0." in refused.stderr, "the group is refused")
+        wait_for(lambda: "the group has ended; this follower waits" in follower.stderr, "the follower is free")
+        group = server_process(*leading, "--group-always")
+        assert group.ready["group"] == "2" and "the group reaches 0." in group.stderr
+        with DistributedModel.from_pretrained(str(model), **client) as together:
+            assert torch.equal(generate(together), expected)
+            watcher = Watcher(3, follower.kill)
+            assert torch.equal(generate(together, streamer=watcher), expected)
+        wait_for(lambda: len(group.stdout) == 2, "the group's server has started again")
+        assert "group=" not in group.stdout[1]
+        assert "this server has left the swarm, and starts again alone" in group.stderr
+        other = server_process(*leading, "--group-always", wait=False)
+        stranger = server_process(*following, str(wrong), wait=False)
+        wait_for(lambda: f"cannot follow {address}: the other end has another group key" in stranger.stderr, "refusal")
+        wait_for(lambda: "is not let into the group" in other.stderr, "the leader says so")
+        assert other.terminate() == 0 and group.terminate() == 0
+        for process in (refused, group, other, stranger, follower):
+            assert "Traceback" not in process.stderr
 
 
 def generate(model: DistributedModel, **options) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarm_protocol.span import Span
-from swarm_server.command_line import check_files, parse_args, read_config
+from swarm_server.command_line import check_files, parse_args, read_config, require_follow_flags
 from swarm_server.core.config import ServerConfig
 
 
@@ -160,3 +160,11 @@ def test_the_package_that_metrics_take_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ValueError, match=r"--metrics-port needs one more package: pip install 'swarm-lm\[metrics\]'"):
         check_files(config)
+
+
+def test_a_follower_takes_only_what_it_needs() -> None:
+    argv = ["--follow", "leader:31400", "--group-key", "key", "--model", "m", "--quant", "int4"]
+    assert config(*argv) == ServerConfig(model="m", quant="int4", follow="leader:31400", group_key=Path("key"))
+    require_follow_flags(argv)
+    with pytest.raises(ValueError, match=r"--discover and --port: cannot be combined with --follow, which takes only"):
+        require_follow_flags([*argv, "--port", "1", "--discover"])

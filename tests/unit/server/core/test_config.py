@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from swarm_server.core.config import ServerConfig, parse_size
@@ -44,6 +46,13 @@ def test_what_is_no_size(text: str) -> None:
         (dict(quant="nf4"), "a group computes with int8 or int4, not with quant nf4"),
         (dict(device="cuda"), "the members of a group compute on the CPU"),
         (dict(group_size=17), "group_size is 17: expected at most 16"),
+        (dict(group_listen="leader:31400"), "need group_key and either group_listen or follow"),
+        (dict(group_key=Path("key")), "need group_key and either group_listen or follow"),
+        (dict(group_listen="leader", group_key=Path("key")), "'leader' has no port: expected HOST:PORT"),
+        (dict(group_size=1, group_listen="leader:31400", group_key=Path("key")), "expected a group_size of at least 2"),
+        (dict(group_always=True), "group_always is for groups on several machines"),
+        (dict(follow="leader:31400", group_key=Path("key")), "a follower of a group is no leader"),
+        (dict(group_size=1, follow="leader:1", group_key=Path("key"), model="swarm://m"), "a follower reads the model"),
     ],
 )
 def test_groups_that_cannot_be(options: dict, message: str) -> None:

@@ -1,0 +1,142 @@
+"""The start of a link between two machines: both prove that they have the group's key, and agree upon fresh keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from swarm_protocol.errors import SwarmError
+from swarm_server.group.group_key import KEY_BYTES
+from swarm_server.group.links import LIMIT_S, GroupEnded, Link, NotSealed
+
+_MAGIC = b"swarm-group-1\n"
+_PUBLIC_BYTES = 32  # of an X25519 key
+_HELLO_BYTES = 512
+_HANDSHAKE_S = 10.0
+
+
+class HandshakeFailed(SwarmError):
+    """The other end of a connection is no member of this group, or cannot compute with it."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The terms of one member. The leader also says how many members there are and which number the follower has."""
+
+    quant: str
+    dtype: str
+    members: int = 0
+    member: int = 0
+    byteorder: str = sys.byteorder
+
+    def of_member(self, member: int) -> Hello:
+        """Return the same terms for the follower with this number."""
+        return replace(self, member=member)
+
+    def check(self, theirs: Hello) -> None:
+        """Raise HandshakeFailed if the other member computes otherwise."""
+        for name in ("quant", "dtype", "byteorder"):
+            if getattr(self, name) != getattr(theirs, name):
+                raise HandshakeFailed(
+                    f"members of a group compute alike: the other has {name} {getattr(theirs, name)}, and this one "
+                    f"{getattr(self, name)}"
+                )
+
+    def to_tensor(self) -> torch.Tensor:
+        """Return the bytes that are sent, always equally many."""
+        return torch.tensor(list(json.dumps(asdict(self)).encode().ljust(_HELLO_BYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, data: torch.Tensor) -> Hello:
+        """Parse bytes of a member that has the key. Raise HandshakeFailed if it is of another version."""
+        try:
+            hello = cls(**json.loads(bytes(data.tolist())))
+        except (ValueError, TypeError):
+            raise HandshakeFailed("the other member has another version of this program") from None
+        if not (0 <= hello.member <= hello.members):
+            raise HandshakeFailed(f"the leader numbers this member {hello.member} of {hello.members}")
+        return hello
+
+
+def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> tuple[Link, Hello]:
+    """Return the encrypted link through a new connection, and what the other end says of itself.
+
+    The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
+    Therefore an end without the group's key cannot send a record that is accepted, and records that were kept cannot be
+    read later by somebody who finds the group's key.
+
+    Raises:
+        HandshakeFailed: the other end is no member of the group, has another key, or computes otherwise.
+        GroupEnded: the other end is gone, or is silent.
+    """
+    with _closed_at_deadline(connection):
+        sending, receiving = _link_keys(connection, group_key, leads)
+        link = Link(connection, None, 0 if leads else 1, _HANDSHAKE_S)
+        link.seal(sending, receiving)
+        theirs = torch.empty(_HELLO_BYTES, dtype=torch.uint8)
+        link.send(hello.to_tensor())
+        try:
+            link.receive(theirs)
+        except NotSealed:
+            raise HandshakeFailed("the other end has another group key") from None
+    link.limit(LIMIT_S)
+    answer = Hello.from_tensor(theirs)
+    hello.check(answer)
+    return link, answer
+
+
+@contextmanager
+def _closed_at_deadline(connection: socket.socket) -> Iterator[None]:
+    def close() -> None:
+        with suppress(OSError):  # the other end has closed it
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(_HANDSHAKE_S, close)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _link_keys(connection: socket.socket, group_key: bytes, leads: bool) -> tuple[bytes, bytes]:
+    """Exchange public keys, and return the keys for sending and for receiving."""
+    private = X25519PrivateKey.generate()
+    public = private.public_key().public_bytes_raw()
+    try:
+        connection.sendall(_MAGIC + public)
+        received = _exactly(connection, len(_MAGIC) + _PUBLIC_BYTES)
+    except OSError as error:
+        raise GroupEnded(f"the other end is gone: {error.strerror or error}") from None
+    magic, theirs = received[: len(_MAGIC)], received[len(_MAGIC) :]
+    if not _MAGIC.startswith(magic):
+        raise HandshakeFailed("the other end is no member of a group")
+    if len(theirs) < _PUBLIC_BYTES:
+        raise GroupEnded("the other end is gone")
+    try:
+        shared = private.exchange(X25519PublicKey.from_public_bytes(theirs))
+    except ValueError:
+        raise HandshakeFailed("the other end sent a public key that is none") from None
+    salt = hashlib.sha256(_MAGIC + (public + theirs if leads else theirs + public)).digest()
+    both = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt, b"leader and follower").derive(shared + group_key)
+    of_leader, of_follower = both[:KEY_BYTES], both[KEY_BYTES:]
+    return (of_leader, of_follower) if leads else (of_follower, of_leader)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count and (more := connection.recv(count - len(received))):
+        received += more
+    return received

@@ -1,0 +1,189 @@
+"""Only members that have the group's key are let into a group between machines, and only if the group pays."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_server.group import links
+from swarm_server.group.forming import GroupRefused, judge
+from swarm_server.group.group_key import read_group_key
+from swarm_server.group.handshake import HandshakeFailed, Hello
+from swarm_server.group.links import GroupEnded, Link, NotSealed
+from swarm_server.group.members import follow
+from swarm_server.group.payoff import Payoff, measured
+from swarm_server.group.remote import RemoteGroup, connected_to_leader, listening
+from swarm_server.group.split_weight import SplitWeight
+from swarm_server.node.addresses import free_port
+from tests.swarm.waiting import wait_for
+from tests.unit.server.group.test_group import weights
+
+pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(32)
+HELLO = Hello("int8", "torch.float32", members=2)
+
+
+@contextmanager
+def waiting_leader(members: int = 2) -> Iterator[tuple[str, Callable[[], RemoteGroup]]]:
+    """A leader that waits for followers in a thread: its address, and a function that waits for its group."""
+    address, formed, wanted = f"127.0.0.1:{free_port('127.0.0.1')}", [], threading.Event()
+    wanted.set()
+
+    def form() -> None:
+        try:
+            formed.append(RemoteGroup(listener, KEY, replace(HELLO, members=members), wanted.is_set))
+        except GroupEnded:
+            assert not wanted.is_set()
+
+    def group() -> RemoteGroup:
+        wait_for(lambda: len(formed) == 1, "all members are there")
+        return formed[0]
+
+    with listening(address) as listener:
+        thread = threading.Thread(target=form)
+        thread.start()
+        yield address, group
+        wanted.clear()
+        thread.join()
+    for each in formed:
+        each.close()
+
+
+def follower(address: str, key: bytes = KEY, hello: Hello = HELLO) -> tuple[Link, Hello]:
+    return connected_to_leader(address, key, hello)
+
+
+def test_strangers_are_refused_and_members_are_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    with waiting_leader(members=3) as (address, group):
+        port = int(address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as garbage:
+            garbage.sendall(b"GET / HTTP/1.1\r\n".ljust(100))
+            wait_for(
+                lambda: "is not let into the group: the other end is no member of a group" in caplog.text, "refusal"
+            )
+        with pytest.raises(HandshakeFailed, match=f"cannot follow {address}: the other end has another group key"):
+            follower(address, OTHER_KEY)
+        with pytest.raises(HandshakeFailed, match="the other has quant int8, and this one int4"):
+            follower(address, hello=replace(HELLO, quant="int4"))
+        first, terms = follower(address)
+        assert (terms.member, terms.members) == (1, 3)
+        first.close()  # and its place is free again
+        (second, terms), (third, others) = follower(address), follower(address)
+        assert {terms.member, others.member} == {1, 2}
+        assert group().failure is None and second.is_connected()
+        third.close()
+        wait_for(lambda: group().failure is not None, "the leader notices, without a product")
+    assert "has another group key" in caplog.text and "has quant int4, and this one int8" in caplog.text
+
+
+def test_products_and_measurements_through_a_group_between_machines() -> None:
+    whole, x = weights("int8"), torch.randn(3, 96)
+    own = links.OwnWeights([whole.part(links.rows_of(200, 1, 2))])
+    with waiting_leader() as (address, group):
+
+        def serve() -> None:
+            link, _ = follower(address)
+            with pytest.raises(GroupEnded):
+                link.follow(own)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        together = group().links
+        assert together.links[0].exchange_s(1000) > 0
+        assert torch.equal(SplitWeight(0, whole, together).matmul(x), whole.matmul(x))
+        group().close()
+        thread.join()
+
+
+def test_the_group_measures_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_server.group.payoff._ROWS", 64)
+    monkeypatch.setattr("swarm_server.group.payoff._MEASURE_S", 0.0)
+    with waiting_leader() as (address, group):
+        thread = threading.Thread(target=lambda: follow(lambda *_: None, follower(address)[0], 1, 2))
+        thread.start()
+        payoff = measured(group().links, "int4", 5e6, 64)
+        assert len(payoff.bytes_per_s) == 2 and min(payoff.bytes_per_s) > 0
+        assert payoff.rtt_s > 0 and payoff.exchange_s > 0
+        group().close()
+        thread.join()
+
+
+def pipe() -> tuple[socket.socket, Link, Link, socket.socket]:
+    """Two ends of a link between which a stranger sits: the stranger's two sockets, and the ends."""
+    (near, a), (far, b) = socket.socketpair(), socket.socketpair()
+    for each in (near, far):
+        each.settimeout(10)
+    sender, receiver = (Link(end, None, number, 10.0) for number, end in enumerate((a, b)))
+    sender.seal(KEY, OTHER_KEY)
+    receiver.seal(OTHER_KEY, KEY)
+    return near, sender, receiver, far
+
+
+@pytest.mark.parametrize("position", [0, 3, 4, 40, -1])  # in the length, the text and the tag
+def test_bytes_that_are_changed_or_repeated_on_the_way_are_refused(position: int, monkeypatch) -> None:
+    monkeypatch.setattr(links, "_prepare", lambda _connection: None)  # pairs are no TCP sockets
+    near, sender, receiver, far = pipe()
+    text, received = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    sender.send(text)
+    sealed = near.recv(1000)
+    assert len(sealed) == 4 + 100 + 16 and bytes(text[:8].tolist()) not in sealed
+    far.sendall(sealed)
+    receiver.receive(received)
+    assert torch.equal(received, text)
+    far.sendall(sealed)  # again
+    with pytest.raises(NotSealed, match="bytes that the group's key has not sealed"):
+        receiver.receive(received)
+    near, sender, receiver, far = pipe()
+    sender.send(text)
+    changed = bytearray(near.recv(1000))
+    changed[position] ^= 1
+    far.sendall(changed + bytes(1000))
+    with pytest.raises(NotSealed):
+        receiver.receive(received)
+
+
+def test_whether_a_group_pays() -> None:
+    near = Payoff(44e6, 0.05e-3, 0.05e-3, (15e9, 15e9))
+    # 44 MB at 15 GB/s take 2.933 ms; half of them, and 4 × 0.05 ms, take 1.667 ms
+    assert near.gain == pytest.approx(2.9333 / 1.6667, rel=1e-3)
+    judge(near, is_forced=False)
+    far = replace(near, rtt_s=1e-3, exchange_s=0.6e-3)
+    assert far.gain == pytest.approx(2.9333 / 3.8667, rel=1e-3)
+    with pytest.raises(GroupRefused, match=r"would reach only 0\.76 × .*RTT 1\.00 ms.*--group-always forms it anyway"):
+        judge(far, is_forced=False)
+    judge(far, is_forced=True)
+    unequal = replace(near, bytes_per_s=(15e9, 5e9))  # 8.8 ms at the follower: the leader alone is faster
+    assert unequal.gain == pytest.approx(2.9333 / 4.6, rel=1e-3)
+
+
+def test_the_file_of_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "group.key"
+    with pytest.raises(
+        ValueError, match=r"cannot use the group key .*: No such file or directory; the leader of a group"
+    ):
+        read_group_key(path, create=False)
+    key = read_group_key(path, create=True)
+    assert len(key) == 32 and read_group_key(path, create=True) == read_group_key(path, create=False) == key
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_text("secret")
+    with pytest.raises(ValueError, match="is no group key: expected 64 hexadecimal digits"):
+        read_group_key(path, create=True)
+
+
+def test_an_address_at_which_nobody_can_listen() -> None:
+    with (
+        pytest.raises(
+            ValueError, match=r"cannot wait for members of the group at 192\.0\.2\.1:31400: .*expected a free"
+        ),
+        listening("192.0.2.1:31400"),
+    ):
+        pass
