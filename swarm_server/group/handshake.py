@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarm_protocol.errors import SwarmError
 from swarm_server.group.group_key import KEY_BYTES
-from swarm_server.group.links import LIMIT_S, GroupEnded, Link, NotSealed
+from swarm_server.group.links import LIMIT_S, GroupEnded, MemberLink, NotSealed
 
 _MAGIC = b"swarm-group-1\n"
 _PUBLIC_BYTES = 32  # of an X25519 key
@@ -69,7 +69,7 @@ class Hello:
         return hello
 
 
-def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> tuple[Link, Hello]:
+def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> tuple[MemberLink, Hello]:
     """Return the encrypted link through a new connection, and what the other end says of itself.
 
     The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
@@ -82,7 +82,7 @@ def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, le
     """
     with _closed_at_deadline(connection):
         sending, receiving = _link_keys(connection, group_key, leads)
-        link = Link(connection, None, 0 if leads else 1, _HANDSHAKE_S)
+        link = MemberLink(connection, None, 0 if leads else 1, _HANDSHAKE_S)
         link.seal(sending, receiving)
         theirs = torch.empty(_HELLO_BYTES, dtype=torch.uint8)
         link.send(hello.to_tensor())

@@ -124,7 +124,7 @@ class _Words(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Request:
+class MemberRequest:
     """A request of the leader that is no product: ``wanted`` is its kind, and ``rows`` and ``number`` its arguments."""
 
     wanted: int
@@ -133,7 +133,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Ends:
+class LinkEnds:
     """What both ends of a link are made of: they can be given to another process that is started by this one."""
 
     leader: socket.socket
@@ -141,15 +141,15 @@ class Ends:
     memory: Any  # a file, two rings long, without a name
 
     @staticmethod
-    def on_this_machine() -> Ends:
+    def on_this_machine() -> LinkEnds:
         """Return the ends of a link through shared memory."""
         directory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         memory = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  (kept open by both ends)
         memory.truncate(2 * _require_library().swarm_ring_bytes())
-        return Ends(*socket.socketpair(), memory)
+        return LinkEnds(*socket.socketpair(), memory)
 
 
-class Link:
+class MemberLink:
     """One end of a connection between two processes."""
 
     def __init__(
@@ -206,7 +206,7 @@ class Link:
         """Fill a contiguous tensor; raise GroupEnded if the other end is gone."""
         _require(self._library.swarm_link_receive(self.handle, tensor.data_ptr(), tensor.nbytes))
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: MemberRequest) -> None:
         """Send a request that is no product."""
         words = _Words(wanted=request.wanted, rows=request.rows, count=1)
         words.numbers[0] = request.number
@@ -221,7 +221,7 @@ class Link:
         self.receive(back)
         return time.perf_counter() - start
 
-    def follow(self, weights: OwnWeights) -> Request:
+    def follow(self, weights: OwnWeights) -> MemberRequest:
         """Answer requests for products and echoes until there is another request, and return that.
 
         The number of threads is the leader's on one machine, and this process's own on another.
@@ -231,7 +231,7 @@ class Link:
         threads = torch.get_num_threads() if self._memory is None else 0
         arguments = weights.address, len(weights), ctypes.addressof(words), compiled.isa, threads
         _require(self._library.swarm_follow(self.handle, *arguments))
-        return Request(words.wanted, words.rows, words.numbers[0])
+        return MemberRequest(words.wanted, words.rows, words.numbers[0])
 
 
 def _prepare(connection: socket.socket) -> None:
@@ -288,7 +288,7 @@ class LeaderLinks:
         failure: why the group has ended; None while it works.
     """
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[MemberLink]) -> None:
         self.links = tuple(links)
         self.failure: GroupEnded | None = None
         self._library = _require_library()

@@ -15,7 +15,7 @@ import torch
 
 from swarm_models.quantization import Packed
 from swarm_protocol.span import Span
-from swarm_server.group.links import Ends, GroupEnded, LeaderLinks, Link, OwnWeights, Request
+from swarm_server.group.links import GroupEnded, LeaderLinks, LinkEnds, MemberLink, MemberRequest, OwnWeights
 from swarm_server.group.payoff import reading_bytes_per_s
 from swarm_server.group.split_weight import LOAD, SPEED, FollowerSplitter, LeaderSplitter, answer
 
@@ -40,9 +40,9 @@ class LocalGroup:
         self.processes: list[BaseProcess] = []
         links = []
         for member in range(1, members):
-            ends = Ends.on_this_machine()
+            ends = LinkEnds.on_this_machine()
             self.processes.append(_started(make_loader, ends, member, members))
-            links.append(Link(ends.leader, ends.memory.fileno(), 0))
+            links.append(MemberLink(ends.leader, ends.memory.fileno(), 0))
             ends.follower.close()
             ends.memory.close()
         self.links = LeaderLinks(links)
@@ -72,7 +72,7 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
         GroupEnded: a follower has ended, or holds other weights.
     """
     for link in links.links:
-        link.ask(Request(LOAD, span.start, span.end))
+        link.ask(MemberRequest(LOAD, span.start, span.end))
     splitter = LeaderSplitter(links)
     loaded = load(span, splitter.split_)
     for link in links.links:
@@ -85,7 +85,7 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
     return loaded
 
 
-def _started(make_loader: MakeLoader, ends: Ends, member: int, members: int) -> BaseProcess:
+def _started(make_loader: MakeLoader, ends: LinkEnds, member: int, members: int) -> BaseProcess:
     context = multiprocessing.get_context("spawn")
     arguments = make_loader, ends.follower, _Inherited(ends.memory.fileno()), member, members
     process = context.Process(target=_follow, args=arguments, name=f"group-{member}", daemon=True)
@@ -114,12 +114,12 @@ def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int
     """Hold rows of the leader's spans and multiply with them until the leader ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which terminals send to all processes: the leader
         signal.signal(number, signal.SIG_IGN)  # drains, and then closes the links
-    link = Link(connection, memory_file, 1)
+    link = MemberLink(connection, memory_file, 1)
     os.close(memory_file)
     follow(make_loader(), link, member, members)
 
 
-def follow(load: LoadSpan, link: Link, member: int, members: int) -> None:
+def follow(load: LoadSpan, link: MemberLink, member: int, members: int) -> None:
     """Answer the leader's requests until it closes the link."""
     own = OwnWeights(())
     try:
@@ -137,7 +137,7 @@ def follow(load: LoadSpan, link: Link, member: int, members: int) -> None:
         _logger.debug("the group has ended: %s", error)
 
 
-def _loaded(load: LoadSpan, span: Span, link: Link, member: int, members: int) -> list[Packed]:
+def _loaded(load: LoadSpan, span: Span, link: MemberLink, member: int, members: int) -> list[Packed]:
     splitter = FollowerSplitter(member, members)
     load(span, splitter.split_)
     link.send(torch.tensor(list(splitter.digest()), dtype=torch.uint8))

@@ -11,7 +11,7 @@ import torch
 from swarm_models.kernels.int4_linear import KernelInt4Weight, groups_of
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.quantization import Packed
-from swarm_server.group.links import GroupEnded, LeaderLinks, Request
+from swarm_server.group.links import GroupEnded, LeaderLinks, MemberRequest
 from swarm_server.group.split_weight import SPEED
 
 QUANTS = ("int8", "int4")  # of a group, by the number that requests for the speed have
@@ -65,7 +65,7 @@ def measured(links: LeaderLinks, quant: str, block_bytes: float, hidden_size: in
     number = QUANTS.index(quant)
     speeds = [reading_bytes_per_s(number)]
     for link in links.links:  # one after the other, because members on one machine share its memory
-        link.ask(Request(SPEED, number=number))
+        link.ask(MemberRequest(SPEED, number=number))
         speed = torch.empty(1, dtype=torch.float64)
         link.receive(speed)
         if not float(speed) > 0:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from swarm_protocol.net.hosts import split_address
 from swarm_server.group.handshake import HandshakeFailed, Hello, shake_hands
-from swarm_server.group.links import GroupEnded, LeaderLinks, Link
+from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink
 
 _logger = logging.getLogger(__name__)
 _LOOK_S = 0.2  # between two looks whether the leader still wants followers
@@ -34,7 +34,7 @@ class RemoteGroup:
             GroupEnded: the group is not wanted any more.
         """
         self._group_key, self._hello = group_key, hello
-        links: dict[int, Link] = {}
+        links: dict[int, MemberLink] = {}
         try:
             while missing := [member for member in range(1, hello.members) if member not in links]:
                 if (link := self._next(listener, missing[0])) is not None:
@@ -48,7 +48,7 @@ class RemoteGroup:
             raise
         self.links = LeaderLinks([links[member] for member in sorted(links)])
 
-    def _next(self, listener: socket.socket, member: int) -> Link | None:
+    def _next(self, listener: socket.socket, member: int) -> MemberLink | None:
         try:
             connection, (host, *_) = listener.accept()
         except TimeoutError:
@@ -91,7 +91,7 @@ def listening(address: str) -> Iterator[socket.socket]:
         yield listener
 
 
-def connected_to_leader(address: str, group_key: bytes, hello: Hello) -> tuple[Link, Hello]:
+def connected_to_leader(address: str, group_key: bytes, hello: Hello) -> tuple[MemberLink, Hello]:
     """Return the link to the leader at HOST:PORT, and its terms. Wait as long as there is no leader.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 
 from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 from swarm_models.quantization import Packed
-from swarm_server.group.links import GroupEnded, LeaderLinks, Link, OwnWeights, Request, rows_of
+from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink, MemberRequest, OwnWeights, rows_of
 
 GRADIENT, DEQUANTIZE, LOAD, SPEED = 1, 2, 3, 4  # kinds of requests; 0 is a product
 
@@ -43,7 +43,7 @@ class SplitWeight(QuantizedWeight):
         It is rounded otherwise than that of the whole weight: each member writes its gradients in units of its own.
         """
         for link, rows in self._followers():
-            link.ask(Request(GRADIENT, len(grad), self.number))
+            link.ask(MemberRequest(GRADIENT, len(grad), self.number))
             link.send(grad[:, rows].contiguous())
         total = self.own.matmul_grad(grad[:, : self.own.shape[0]].contiguous())
         part = torch.empty_like(total)
@@ -56,16 +56,16 @@ class SplitWeight(QuantizedWeight):
         weight = torch.empty(self.shape, dtype=torch.float32)
         weight[: self.own.shape[0]] = self.own.dequantize()
         for link, rows in self._followers():
-            link.ask(Request(DEQUANTIZE, 0, self.number))
+            link.ask(MemberRequest(DEQUANTIZE, 0, self.number))
             link.receive(weight[rows])
         return weight
 
-    def _followers(self) -> Iterator[tuple[Link, slice]]:
+    def _followers(self) -> Iterator[tuple[MemberLink, slice]]:
         for member, link in enumerate(self.links.links, start=1):
             yield link, rows_of(self.shape[0], member, self.links.members)
 
 
-def answer(request: Request, own: OwnWeights, link: Link) -> None:
+def answer(request: MemberRequest, own: OwnWeights, link: MemberLink) -> None:
     """Answer a leader's request about one weight that is no product."""
     weight = own.weights[request.number]
     if request.wanted == DEQUANTIZE:
@@ -78,7 +78,7 @@ def answer(request: Request, own: OwnWeights, link: Link) -> None:
     link.send(weight.matmul_grad(grad))
 
 
-def _not_understood(request: Request) -> NoReturn:
+def _not_understood(request: MemberRequest) -> NoReturn:
     raise GroupEnded(f"the leader asked for something of kind {request.wanted}, which is not understood")
 
 

@@ -22,7 +22,7 @@ from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
 from swarm_server.group import links
-from swarm_server.group.links import Ends, GroupEnded, LeaderLinks, Link
+from swarm_server.group.links import GroupEnded, LeaderLinks, LinkEnds, MemberLink
 from swarm_server.group.members import follow, load_together
 from swarm_server.group.split_weight import SplitWeight
 from swarm_server.kv.kv_cache import CacheBudget
@@ -57,14 +57,14 @@ def followers(load: Callable, members: int, kind: str = "memory", limit_s: float
     """Followers in threads, beside the leader's links to them."""
     leader_ends, threads = [], []
     for member in range(1, members):
-        ends = Ends.on_this_machine()
+        ends = LinkEnds.on_this_machine()
         memory = ends.memory.fileno() if kind == "memory" else None
         if kind != "memory":
             with socket.create_server(("127.0.0.1", 0)) as server:
                 mine = socket.create_connection(server.getsockname())
-                ends = Ends(mine, server.accept()[0], ends.memory)
-        leader_ends.append(Link(ends.leader, memory, 0, limit_s))
-        theirs = Link(ends.follower, memory, 1)
+                ends = LinkEnds(mine, server.accept()[0], ends.memory)
+        leader_ends.append(MemberLink(ends.leader, memory, 0, limit_s))
+        theirs = MemberLink(ends.follower, memory, 1)
         if kind == "sealed":
             leader_ends[-1].seal(bytes(32), bytes(range(32)))
             theirs.seal(bytes(range(32)), bytes(32))
@@ -80,7 +80,7 @@ def followers(load: Callable, members: int, kind: str = "memory", limit_s: float
             assert not thread.is_alive()
 
 
-def _follow(load: Callable, link: Link, member: int, members: int) -> None:
+def _follow(load: Callable, link: MemberLink, member: int, members: int) -> None:
     follow(load, link, member, members)
     link.close()  # as when its process ends
 
@@ -172,8 +172,8 @@ def test_rows_are_split_into_whole_strips(quant: str, members: int) -> None:
 
 
 def test_a_member_that_ends_or_is_silent(tmp_path: Path) -> None:
-    ends = Ends.on_this_machine()
-    group = LeaderLinks([Link(ends.leader, ends.memory.fileno(), 0, limit_s=0.05)])
+    ends = LinkEnds.on_this_machine()
+    group = LeaderLinks([MemberLink(ends.leader, ends.memory.fileno(), 0, limit_s=0.05)])
     weight, x = SplitWeight(0, weights("int8"), group), torch.randn(1, 96)
     with pytest.raises(GroupEnded, match="has not answered for"):
         weight.matmul(x)
@@ -181,8 +181,8 @@ def test_a_member_that_ends_or_is_silent(tmp_path: Path) -> None:
     with pytest.raises(GroupEnded):  # for good
         weight.matmul(x)
     group.close()
-    ends = Ends.on_this_machine()
-    group = LeaderLinks([Link(ends.leader, ends.memory.fileno(), 0)])
+    ends = LinkEnds.on_this_machine()
+    group = LeaderLinks([MemberLink(ends.leader, ends.memory.fileno(), 0)])
     ends.follower.close()
     with pytest.raises(GroupEnded, match="a member of the group has ended"):
         SplitWeight(0, weights("int8"), group).matmul(x)

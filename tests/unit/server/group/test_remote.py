@@ -17,7 +17,7 @@ from swarm_server.group import links
 from swarm_server.group.forming import GroupRefused, judge
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import HandshakeFailed, Hello
-from swarm_server.group.links import GroupEnded, Link, NotSealed
+from swarm_server.group.links import GroupEnded, MemberLink, NotSealed
 from swarm_server.group.members import follow
 from swarm_server.group.payoff import Payoff, measured
 from swarm_server.group.remote import RemoteGroup, connected_to_leader, listening
@@ -58,7 +58,7 @@ def waiting_leader(members: int = 2) -> Iterator[tuple[str, Callable[[], RemoteG
         each.close()
 
 
-def follower(address: str, key: bytes = KEY, hello: Hello = HELLO) -> tuple[Link, Hello]:
+def follower(address: str, key: bytes = KEY, hello: Hello = HELLO) -> tuple[MemberLink, Hello]:
     return connected_to_leader(address, key, hello)
 
 
@@ -117,12 +117,12 @@ def test_the_group_measures_its_members(monkeypatch: pytest.MonkeyPatch) -> None
         thread.join()
 
 
-def pipe() -> tuple[socket.socket, Link, Link, socket.socket]:
+def pipe() -> tuple[socket.socket, MemberLink, MemberLink, socket.socket]:
     """Two ends of a link between which a stranger sits: the stranger's two sockets, and the ends."""
     (near, a), (far, b) = socket.socketpair(), socket.socketpair()
     for each in (near, far):
         each.settimeout(10)
-    sender, receiver = (Link(end, None, number, 10.0) for number, end in enumerate((a, b)))
+    sender, receiver = (MemberLink(end, None, number, 10.0) for number, end in enumerate((a, b)))
     sender.seal(KEY, OTHER_KEY)
     receiver.seal(OTHER_KEY, KEY)
     return near, sender, receiver, far
