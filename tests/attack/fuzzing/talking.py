@@ -116,7 +116,7 @@ class Talker:
             return Answered(call.method, "left", seconds)
         if (status, details) == CUT_OFF:
             return Answered(call.method, "cut off", seconds)
-        _judge(call.method, status, details)
+        judge(call.method, status, details)
         parsed = _parsed(call.method, replies)
         if status is _Code.OK and hidden is not None:
             self._compare(parsed, hidden)
@@ -132,7 +132,7 @@ class Talker:
             raise WrongAnswer("honest hidden states were answered with other outputs than the model's")
 
 
-def _judge(method: str, status: grpc.StatusCode, details: str) -> None:
+def judge(method: str, status: grpc.StatusCode, details: str) -> None:
     if len(details) > _MAX_DETAILS or not details.isprintable():
         raise WrongAnswer(f"{status.name} with unprintable or long details: {details[:_MAX_DETAILS]!r}")
     if status is _Code.DEADLINE_EXCEEDED:
