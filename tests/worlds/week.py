@@ -228,7 +228,7 @@ class Week:
         self._world = World()
         self._everybody: list[SimulatedPeer] = []
         self._counted: dict[Moment, list[int]] = {}
-        self._is_founded = False
+        self._is_founded = self._has_saved = False
         self._bad_life: int | None = None  # the number of rollbacks when the bad batch came
 
     async def live(self) -> WeekResult:
@@ -297,12 +297,15 @@ class Week:
     # ------------------------------------------------------------ one peer
 
     async def _enter(self, volunteer: Volunteer) -> None:
-        """With the newest checkpoint on its disk, as ``TrainingRun`` does. Who comes first founds the run."""
+        """With the newest checkpoint on its disk, as ``TrainingRun`` does. Who comes first founds the run.
+
+        After a whole stop that is the first one of those that have a checkpoint.
+        """
         while volunteer.peer is None:
             peer = self._make(volunteer)
             disk = self._disk(volunteer)
             resumed_at = load_newest(peer.state, disk, digest_of) if disk.exists() else None
-            if not self._is_founded:
+            if not self._is_founded and (resumed_at is not None or not self._has_saved):
                 self._is_founded = True
                 volunteer.peer = peer
                 await self._found(peer, resumed_at)
@@ -369,6 +372,7 @@ class Week:
             self._note(volunteer, peer, moment)
             volunteer.present_s += _now() - start_s
         if peer.state.moment != moment and peer.state.step % _SAVE_EVERY == 0:
+            self._has_saved = True
             save(peer.state, peer.peer.rollbacks.went_back_to, self._disk(volunteer), keep=2)
 
     def _is_bad(self, moment: Moment) -> bool:
