@@ -40,7 +40,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(call installed,/usr/sbin/iptables,iptables)
 	$(SMALL_CHAT_MODEL)
-	$(LINT_AND_PYTEST) PROCESSES=4 SELECTION='-m "not long and not browser"'
+	$(LINT_AND_PYTEST) PROCESSES=3 SELECTION='-m "not long and not browser"'
 	$(MAKE) test-triton
 	$(MAKE) test-lightning
 	$(MAKE) test-browser

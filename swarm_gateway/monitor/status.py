@@ -41,8 +41,14 @@ def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None 
     if not snapshot.models:
         notices.append(Text(f"swarm {swarm} has no servers"))
         if snapshot.num_strangers:
-            others = f"{snapshot.num_strangers} servers here are no members of the requested private swarm"
-            notices.append(Text(f"{others}: is --swarm-key or --membership that of another swarm?", "bold red"))
+            count = snapshot.num_strangers
+            others = "1 server here is no member" if count == 1 else f"{count} servers here are no members"
+            notices.append(
+                Text(
+                    f"{others} of the requested private swarm: is --swarm-key or --membership that of another swarm?",
+                    "bold red",
+                )
+            )
     if snapshot.stale_s is not None:
         ago = f"{snapshot.stale_s:.0f} s ago"
         notices.append(Text(f"the DHT cannot be read at present; the servers shown were read {ago}", "bold red"))

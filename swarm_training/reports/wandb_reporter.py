@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import wandb
-
 _STEP = "step"
 
 
@@ -14,6 +12,8 @@ class WandbReporter:
 
     def __init__(self, project: str, run: str) -> None:
         """Begin a run of this name. Raises ValueError if Weights & Biases refuses."""
+        import wandb  # an extra, which this module can be imported without
+
         try:
             self._run = wandb.init(project=project, name=run)
         except wandb.Error as error:

@@ -153,7 +153,7 @@ def test_status_says_why_who_is_no_member_cannot_use_the_servers(private, capsys
     assert "this client's chain: " in status(private, capsys, "--membership", member)
     other = status(private, capsys, "--swarm-key", str(OrganiserKey.generate().public))
     assert other.splitlines()[0] == f"swarm {SWARM} has no servers"
-    assert other.splitlines()[1].startswith("1 that are there are no members of the private swarm")
+    assert other.splitlines()[1].startswith("1 server here is no member of the requested private swarm")
 
 
 @pytest.mark.parametrize("knows_key", [False, True])

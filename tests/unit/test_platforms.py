@@ -42,7 +42,7 @@ def import_all():
     for package in PACKAGES:
         path = importlib.import_module(package).__path__
         for module in pkgutil.walk_packages(path, package + "."):
-            if not module.name.endswith(("__main__", "._kernel")) and ".triton_" not in module.name:
+            if not module.name.endswith(("__main__", "._kernel", ".lightning_callback")) and ".triton_" not in module.name:
                 importlib.import_module(module.name)
 
 import_all()
