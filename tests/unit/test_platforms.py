@@ -25,10 +25,11 @@ MISSING = {  # on Windows, or on macOS
     "signal": {"SIGCHLD", "SIGCONT", "SIGHUP", "SIGKILL", "SIGQUIT", "SIGSTOP", "SIGUSR1", "pidfd_send_signal"},
     "socket": {"AF_UNIX", "SO_REUSEPORT"},
 }
+LEFT_OUT = ("__main__", "._kernel", ".lightning_callback")  # the last one needs an extra
 # Imports everything once, for other packages that look for the same modules; then again, with all of that missing.
 IMPORTS_ALL = f"""
 import importlib, os, pkgutil, select, signal, socket, sys
-PACKAGES, MODULES, MISSING = {PACKAGES!r}, {MODULES!r}, {MISSING!r}
+PACKAGES, MODULES, MISSING, LEFT_OUT = {PACKAGES!r}, {MODULES!r}, {MISSING!r}, {LEFT_OUT!r}
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -42,7 +43,7 @@ def import_all():
     for package in PACKAGES:
         path = importlib.import_module(package).__path__
         for module in pkgutil.walk_packages(path, package + "."):
-            if not module.name.endswith(("__main__", "._kernel", ".lightning_callback")) and ".triton_" not in module.name:
+            if not module.name.endswith(LEFT_OUT) and ".triton_" not in module.name:
                 importlib.import_module(module.name)
 
 import_all()
