@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from swarm_client import DistributedModel
+from swarm_protocol.failures import undone_on_error
 
 NO_TOKEN = 2**31 - 1  # in no vocabulary
 QUANT_NAMES = {"none": "fp32", "int8": "int8"}
@@ -140,11 +141,8 @@ def decode_tokens_per_s(
     streams = [_TokenTimes(together) for _ in prompts]
 
     def session(prompt: torch.Tensor, stream: _TokenTimes) -> None:
-        try:
+        with undone_on_error(together.abort):
             generate(model, prompt, new_tokens + 1, streamer=stream, **options)
-        except BaseException:
-            together.abort()
-            raise
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         futures = [pool.submit(session, prompt, stream) for prompt, stream in zip(prompts, streams, strict=True)]

@@ -287,7 +287,7 @@ def client(together: Any, rates: Any, num_sessions: int, path: str, swarm: str, 
             together.wait(240.0)
             prompts = [random_ids(PROMPT, generator) for _ in range(num_sessions)]
             rates.put(decode_tokens_per_s(model, prompts, new_tokens))
-    except Exception as error:
+    except Exception as error:  # the parent waits for an answer of each client, and says what went wrong
         rates.put(repr(error))
 
 

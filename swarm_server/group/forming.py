@@ -11,6 +11,7 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.process.invocation import typed
 from swarm_server.core.config import ServerConfig
 from swarm_server.group.group_key import read_group_key
@@ -54,12 +55,9 @@ def formed_group(
             _follower_command(config),
         )
         group = RemoteGroup(listener, key, hello, still_wanted)
-    try:
+    with undone_on_error(group.close):
         block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
         judge(measured(group.links, config.quant, block_bytes, checkpoint.family.hidden_size), config.group_always)
-    except BaseException:
-        group.close()
-        raise
     return group
 
 

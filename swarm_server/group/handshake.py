@@ -70,7 +70,7 @@ class Hello:
 
 
 def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> tuple[MemberLink, Hello]:
-    """Return the encrypted link through a new connection, and what the other end says of itself.
+    """Return the encrypted link through a new connection, and the ``Hello`` of the other end.
 
     The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
     Therefore an end without the group's key cannot send a record that is accepted, and records that were kept cannot be

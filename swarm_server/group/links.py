@@ -134,7 +134,7 @@ class MemberRequest:
 
 @dataclass(frozen=True)
 class LinkEnds:
-    """What both ends of a link are made of: they can be given to another process that is started by this one."""
+    """The sockets and the memory of both ends of a link. They can be given to a process that this one starts."""
 
     leader: socket.socket
     follower: socket.socket

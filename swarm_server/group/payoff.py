@@ -23,7 +23,7 @@ _WARM_UP, _TURNS = 10, 50
 
 @dataclass(frozen=True)
 class Payoff:
-    """What decides whether a group pays.
+    """The measurements that decide whether a group pays.
 
     Attributes:
         block_bytes: bytes of a block's weights.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.net.hosts import split_address
 from swarm_server.group.handshake import HandshakeFailed, Hello, shake_hands
 from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink
@@ -35,17 +36,18 @@ class RemoteGroup:
         """
         self._group_key, self._hello = group_key, hello
         links: dict[int, MemberLink] = {}
-        try:
+
+        def close_all() -> None:
+            for link in links.values():
+                link.close()
+
+        with undone_on_error(close_all):
             while missing := [member for member in range(1, hello.members) if member not in links]:
                 if (link := self._next(listener, missing[0])) is not None:
                     links[missing[0]] = link
                 links = {member: link for member, link in links.items() if link.is_connected()}
                 if not still_wanted():
                     raise GroupEnded("the server ends before all members of its group are there")
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
         self.links = LeaderLinks([links[member] for member in sorted(links)])
 
     def _next(self, listener: socket.socket, member: int) -> MemberLink | None:
