@@ -50,9 +50,6 @@ _PARALLEL_READS = 8  # reads of shards: the data in flight must arrive within hi
 _RARELY = 5  # servers read the list of models less often by this factor, if the root has no room for them
 _logger = logging.getLogger(__name__)
 
-# hivemind reports every problem of its daemon on stderr; the user sees relevant failures through this library's errors.
-logging.getLogger("hivemind").setLevel(logging.CRITICAL)
-
 
 class Dht:
     """A DHT node inside this process; its libp2p daemon ends with the process.

@@ -75,3 +75,5 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("asyncio").addFilter(_is_of_use)
+# It reports every problem of its daemon on stderr; the user sees relevant failures through this library's errors.
+logging.getLogger("hivemind").setLevel(logging.CRITICAL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -46,3 +48,12 @@ def test_a_cancelled_lookup_says_nothing_and_other_complaints_are_heard(caplog: 
         assert [record for record in caplog.records if "Event.wait" in record.getMessage()] == []
         logging.getLogger("asyncio").error("Task was destroyed but it is pending!\ntask: <Task coro=<something()>>")
         assert len([record for record in caplog.records if "something" in record.getMessage()]) == 1
+
+
+def test_a_closing_daemon_says_nothing_to_whoever_only_trains() -> None:
+    program = (
+        "import swarm_training, logging; from swarm_training.run.training_run import TrainingRun; "
+        "logging.getLogger('hivemind.p2p.p2p_daemon').error('error accepting connection')"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stderr == ""
