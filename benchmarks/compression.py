@@ -75,13 +75,13 @@ SETUPS = {
 
 
 class LanguageModel(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN, layers: int = LAYERS) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.positions = nn.Parameter(torch.randn(LENGTH, HIDDEN) * 0.02)
-        self.layers = SharedBlocks(HIDDEN, 4, LAYERS, LAYERS)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.tokens = nn.Embedding(VOCAB, hidden)
+        self.positions = nn.Parameter(torch.randn(LENGTH, hidden) * 0.02)
+        self.layers = SharedBlocks(hidden, 4, layers, layers)
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, VOCAB, bias=False)
 
     def loss(self, ids: Tensor) -> Tensor:
         hidden = self.tokens(ids[:, :-1]) + self.positions[: ids.shape[1] - 1]

@@ -31,11 +31,12 @@ class Member:
         events: all that it has said so far and somebody has waited for, or past which somebody has waited.
     """
 
-    def __init__(self, script: str, **task: Any) -> None:
+    def __init__(self, script: str, on: Sequence[str] = (), **task: Any) -> None:
+        """Start the process. ``on``: the words before its command, such as those of a host in a lab."""
         self.number: int = task["number"]
         self.events: list[Event] = []
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / script), json.dumps(task)],
+            [*on, sys.executable, str(HERE / script), json.dumps(task)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
