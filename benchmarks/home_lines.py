@@ -3,8 +3,8 @@
     python benchmarks/home_lines.py [--minutes 7] [--only NAME …] [--quick] [--json FILE]
 
 4 peers, each a process in a network namespace with a line of its own of 10 or 100 Mbit/s, train a model of 20 M
-parameters on a Markov chain of the second order. Two ways: an average of `int8` gradients at every step of 64 rows, and
-`2bit` averages after local steps of 8 rows, 15 of each peer. A call of 4 rows takes two seconds, or longer if the
+parameters on a Markov chain of the second order. Three ways: an average of `int8` gradients at every step of 64 rows;
+`2bit` averages after local steps of 8 rows, 15 of each peer; the same while peers go on with the next local steps. A call of 4 rows takes two seconds, or longer if the
 machine is busy, which the share shows as computing. Each way trains for the same time. Beside it: one process that has
 trained on as many rows, 64 a step, with nobody to wait for. Needs root, iproute2, /dev/net/tun and a C compiler.
 """
@@ -56,19 +56,20 @@ class Way:
 
     mbit: int
     is_local: bool
+    is_delayed: bool = False
 
     @property
     def task(self) -> dict[str, Any]:
         if self.is_local:
             target = PEERS * ROUND_CALLS * CALL_ROWS
-            return {"target": target, "inner_rows": LOCAL_ROWS, "config": {"codec": "2bit"}}
+            return {"target": target, "inner_rows": LOCAL_ROWS, "config": {"codec": "2bit", "delay": self.is_delayed}}
         return {"target": STEP_ROWS, "config": {"codec": "int8"}}
 
 
 WAYS = {
-    f"{name}, {mbit} Mbit/s": Way(mbit, name == "local steps")
+    f"{name}, {mbit} Mbit/s": Way(mbit, name != "every step", name == "delayed local steps")
     for mbit in (10, 100)
-    for name in ("every step", "local steps")
+    for name in ("every step", "local steps", "delayed local steps")
 }
 
 
@@ -137,7 +138,7 @@ def rows_of(trained: dict[str, Trained], scale: Scale) -> Rows:
         beside, note = single[each.rows], f"{name}: held-out loss after {each.rows} rows (beside one process)"
         rows.append(json_row(note, each.loss, beside=beside, ratio=each.loss / beside, at_most=True, **facts))
     for name, local in trained.items():
-        every = trained.get(name.replace("local steps", "every step"), local)
+        every = trained.get(f"every step, {WAYS[name].mbit} Mbit/s", local)
         if every is not local:
             note = f"{name}: held-out loss after equal time (beside every step)"
             rows.append(
