@@ -40,6 +40,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
     config = TrainingConfig(
         codec=averaging.codec,
         aggregation=averaging.aggregation,
+        delay=averaging.delay,
         max_norm=who.max_norm,
         average_decay=who.average_decay,
         restart_wait_s=who.restart_wait_s,

@@ -17,6 +17,7 @@ from swarm_training.data.opening import DataReader, open_batches, open_blocks, o
 from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
+from swarm_training.optim.muon import hidden_matrices, split_hidden
 from swarm_training.runfile.settings import (
     PRESETS,
     EvaluationSettings,
@@ -73,6 +74,8 @@ def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = decay_groups(trained, settings.weight_decay, settings.decay_vectors)
+    if settings.name == "muon":
+        groups = split_hidden(groups, hidden_matrices(model))
     return optimizer_by_name(settings.name, groups, lr=settings.rate(0))
 
 

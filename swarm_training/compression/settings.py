@@ -21,6 +21,7 @@ class AveragingSettings:
         power_sgd_rank: the rank of the two factors that replace a matrix; 0 sends matrices as they are.
         straggler_s: the time, in seconds, for which peers wait for a slow one before they average without it; 0: 5
             seconds, or 600 with local steps. A round that usually takes longer has twice that time.
+        delay: whether the next batch is computed while gradients travel, see ``TrainingConfig``.
     """
 
     codec: str = "fp32"
@@ -28,6 +29,7 @@ class AveragingSettings:
     power_sgd_rank: int = 0
     aggregation: str = "mean"
     straggler_s: float = 0.0
+    delay: bool = False
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:
@@ -42,6 +44,8 @@ class AveragingSettings:
             raise ValueError(
                 f"power_sgd_rank is {self.power_sgd_rank}: expected 0 with aggregation {self.aggregation!r}"
             )
+        if self.delay and self.power_sgd_rank:
+            raise ValueError(f"power_sgd_rank is {self.power_sgd_rank}: expected 0 with a delay")
         if not 0 <= self.straggler_s <= _LONGEST_S:
             raise ValueError(
                 f"straggler_s is {self.straggler_s}: expected seconds, 0 (the default) to {_LONGEST_S:.0f}"

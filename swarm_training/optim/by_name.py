@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from swarm_training.optim.lamb import LAMB
+from swarm_training.optim.muon import MuonWithAdamW
 from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -18,6 +19,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lamb": LAMB,
     "lamb8bit": LAMB8bit,
     "adamw8bit": AdamW8bit,
+    "muon": MuonWithAdamW,
 }
 
 

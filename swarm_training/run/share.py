@@ -183,7 +183,7 @@ class GradientAccumulator:
 class DelayedShare(GradientAccumulator):
     """A share whose gradients are averaged while the next one is accumulated, see ``TrainingConfig.delay``."""
 
-    _given: Tensor | None = None  # the sum that is being averaged
+    _given: Tensor | None = None  # what is being averaged, as ``_take_back`` expects it
     _given_samples = 0
     _given_losses = NO_LOSS
 
@@ -202,24 +202,34 @@ class DelayedShare(GradientAccumulator):
             if (yield self._peer.is_lost()):
                 yield from self.load()
                 continue
-            self._given, self._given_samples = self._sum.clone(), self.samples
+            contribution = self._contribution()
+            self._given, self._given_samples = self._given_for(contribution), self.samples
             self._given_losses = self._losses, self._loss_samples
             self._clear()
-            yield self._peer.start_averaging(self._given / max(self._given_samples, 1))
+            yield self._peer.start_averaging(contribution)
             return
 
     def _finish(self) -> Asking:
-        """Apply the average; if there is none, add the gradients that were given for it back to this share."""
+        """Apply the average; if there is none, take what was given for it back into this share."""
         decided = yield self._peer.averaged()
         assert self._given is not None
         given, self._given = self._given, None
         if decided is not None:
-            yield from self._apply(decided, self._given_losses)
+            yield from self._apply_late(decided, given)
             return
-        self._sum += given
+        self._take_back(given)
         self.samples += self._given_samples
         self._losses += self._given_losses[0]
         self._loss_samples += self._given_losses[1]
+
+    def _given_for(self, contribution: Tensor) -> Tensor:
+        return self._sum.clone()
+
+    def _apply_late(self, decided: Averaged | WentBack, given: Tensor) -> Asking:
+        yield from self._apply(decided, self._given_losses)
+
+    def _take_back(self, given: Tensor) -> None:
+        self._sum += given
 
 
 class LocalShare(GradientAccumulator):
@@ -281,6 +291,30 @@ class LocalShare(GradientAccumulator):
         self._may_be_counted = False
 
 
+class DelayedLocalShare(DelayedShare, LocalShare):
+    """A share that goes on with local steps while earlier ones are averaged. When the average is applied, the parameters
+    become the shared ones plus the steps that the average does not have."""
+
+    def withdraw(self) -> None:
+        """Take all local steps back that are not being averaged."""
+        super().withdraw()
+        if self._given is not None:
+            self._state.restore(self._given)
+
+    def _given_for(self, contribution: Tensor) -> Tensor:
+        return contribution
+
+    def _apply_late(self, decided: Averaged | WentBack, given: Tensor) -> Asking:
+        later = self._state.drift() - given
+        yield from super()._apply_late(decided, given)
+        if isinstance(decided, Averaged):
+            self._state.restore(later)
+
+    def _take_back(self, given: Tensor) -> None:
+        """Leave the steps where they are: in the parameters. The others may have counted them."""
+        self._may_be_counted = True
+
+
 def make_share(
     peer: TrainingPeer,
     state: TrainedState,
@@ -290,7 +324,8 @@ def make_share(
 ) -> GradientAccumulator:
     """Return the share of a peer that averages with a delay, or takes local steps, or does neither."""
     if local is not None:
-        share: GradientAccumulator = LocalShare(peer, state, local, config.max_norm)
+        kind = DelayedLocalShare if config.delay else LocalShare
+        share: GradientAccumulator = kind(peer, state, local, config.max_norm)
     else:
         share = (DelayedShare if config.delay else GradientAccumulator)(peer, state)
     share.evaluation = evaluation

@@ -374,8 +374,6 @@ def _check_local(
             f"batch_size of local steps is {local.batch_size}: expected at most the target_batch_size, which is "
             f"{target_batch_size}"
         )
-    if config.delay:
-        raise ValueError("delay is on, and there are local steps: expected one of the two")
     if config.counting != "samples":
         raise ValueError(f"counting is {config.counting!r}, and there are local steps: expected 'samples' with them")
     if compressor.state_dict():

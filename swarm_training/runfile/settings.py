@@ -13,7 +13,7 @@ from swarm_training.data.settings import DataSettings
 from swarm_training.runfile.stage_settings import StageSettings
 
 INITS = ("random", "pretrained")
-OPTIMIZERS = ("adamw", "sgd", "lamb", "lamb8bit", "adamw8bit")
+OPTIMIZERS = ("adamw", "sgd", "lamb", "lamb8bit", "adamw8bit", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
 PRESETS = {"tiny": (64, 2, 4), "small": (256, 6, 8), "medium": (768, 12, 12)}  # hidden size, layers, heads
 _LARGEST = 1e30
@@ -275,6 +275,11 @@ class RunFile:
                 "peers keep no average of the weights"
             )
         if not self.local.batch_size:
+            if self.optimizer.name == "muon":
+                raise ValueError(
+                    "name of [optimizer] is 'muon': expected another without [local], since its steps differ in the "
+                    "last bits from machine to machine"
+                )
             return
         for name, value in (
             ("count of [stages]", self.stages.count),

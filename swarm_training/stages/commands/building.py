@@ -51,7 +51,8 @@ def require_stages(file: RunFile) -> int:
     """Return the number of micro-batches in a batch. Raises ValueError if the run cannot be trained in stages."""
     if not file.stages.count:
         raise ValueError("the run is not trained in stages: expected their number as `count` under [stages]")
-    if file.averaging.aggregation != "mean" or file.averaging.error_feedback or file.averaging.power_sgd_rank:
+    averaging = file.averaging
+    if averaging.aggregation != "mean" or averaging.error_feedback or averaging.power_sgd_rank or averaging.delay:
         raise ValueError("a run in stages counts exactly: expected none but `codec` under [averaging]")
     return file.stages.num_micro_batches(file.run.target_batch_size)
 

@@ -22,7 +22,7 @@ from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.optim.local_steps import InnerSteps
-from swarm_training.run.share import LocalShare
+from swarm_training.run.share import DelayedLocalShare, LocalShare
 from swarm_training.run.state import TrainedState
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, simulate
 
@@ -52,6 +52,7 @@ def descent(rate: float, parameter: torch.nn.Parameter) -> LocalSteps:
     return LocalSteps(torch.optim.SGD([parameter], lr=rate))
 
 
+DELAYED = replace(CONFIG, delay=True)
 LOCAL: dict[str, Any] = {"optimizer": mean_outer, "local": adamw}
 
 
@@ -157,6 +158,43 @@ def test_it_is_diloco_with_peers_of_different_speeds(
     simulate(scenario)
 
 
+def late_loop(samples: list[int], steps: int) -> list[Tensor]:
+    """Local steps in one process, one between two averages, and each average applied one step late: the shared
+    parameters after each average."""
+    theta, history, given = torch.zeros(37), [], list[Tensor]()
+    own = [torch.nn.Parameter(theta.clone()) for _ in samples]
+    inner = [adamw(parameter).inner for parameter in own]
+    for _ in range(steps):
+        for number, (parameter, optimizer) in enumerate(zip(own, inner, strict=True)):
+            parameter.grad = gradient_at(parameter, number)
+            optimizer.step()
+        if given:
+            mean = sum(count * each for count, each in zip(samples, given, strict=True)) / sum(samples)
+            theta = theta - mean
+            history.append(theta)
+            with torch.no_grad():
+                for parameter, part in zip(own, given, strict=True):
+                    parameter += part - mean
+        given = [theta - parameter.detach() for parameter in own]
+    return history
+
+
+def test_steps_that_are_taken_while_earlier_ones_are_averaged_are_kept_for_the_next_average() -> None:
+    samples, steps = [5, 2, 7], 5
+
+    async def scenario() -> None:
+        peers = await enter(3, World(latency_s=0.2), target=1, config=DELAYED)
+        for step in range(steps):
+            await all_done([peer.spawn(call(peer, samples[peer.number])) for peer in peers])
+            assert {peer.state.step for peer in peers} == {step}
+        for step, expected in enumerate(late_loop(samples, steps), 1):
+            for peer in peers:
+                torch.testing.assert_close(peer.history[step], expected, rtol=1e-5, atol=1e-5)
+        require_equal(peers)
+
+    simulate(scenario)
+
+
 def test_a_step_has_all_samples_of_its_batch_and_only_these_are_averaged() -> None:
     async def scenario() -> None:
         peers = await enter(2, target=8, local=partial(adamw, batch_size=4))
@@ -238,26 +276,50 @@ class UnluckyPeer:
         self.given.append(gradient)
         self.may_meet = False
 
+    async def start_averaging(self, gradient: Tensor) -> None:
+        await self.average(gradient)
 
-def test_a_round_that_fails_changes_nothing() -> None:
+    async def averaged(self) -> None:
+        """There is no average."""
+
+    async def has_averaged(self) -> bool:
+        return False
+
+
+def unlucky_share(kind: type[LocalShare]) -> tuple[torch.nn.Parameter, UnluckyPeer, TrainedState, LocalShare]:
     parameter, peer = torch.nn.Parameter(torch.zeros(3)), UnluckyPeer()
     state = TrainedState([parameter], mean_outer([parameter], 1.0), drifts=True)
-    share, digest = LocalShare(peer, state, descent(0.5, parameter)), state.digest()  # type: ignore[arg-type]
+    return parameter, peer, state, kind(peer, state, descent(0.5, parameter))  # type: ignore[arg-type]
 
-    def step(gradient: float) -> None:
-        parameter.grad = torch.full((3,), gradient)
-        share.add(2)
-        asking, answer = share.report(), None
-        with suppress(StopIteration):
-            while True:
-                answer = asyncio.run(asking.send(answer))
 
-    step(1.0)
+def step_alone(share: LocalShare, parameter: torch.nn.Parameter, gradient: float) -> None:
+    parameter.grad = torch.full((3,), gradient)
+    share.add(2)
+    asking, answer = share.report(), None
+    with suppress(StopIteration):
+        while True:
+            answer = asyncio.run(asking.send(answer))
+
+
+@pytest.mark.parametrize("kind", [LocalShare, DelayedLocalShare])
+def test_a_round_that_fails_changes_nothing(kind: type[LocalShare]) -> None:
+    parameter, peer, state, share = unlucky_share(kind)
+    digest = state.digest()
+    step_alone(share, parameter, 1.0)
     assert state.digest() == digest and state.step == 0
-    assert parameter.tolist() == [-0.5] * 3 and share.samples == 2
+    assert parameter.tolist() == [-0.5] * 3
     peer.may_meet = True
-    step(4.0)
+    step_alone(share, parameter, 4.0)
     assert [each.tolist() for each in peer.given] == [[0.5] * 3, [2.5] * 3] and peer.reported == [2, 4]
+
+
+def test_a_step_that_is_not_finite_takes_nothing_back_that_is_being_averaged() -> None:
+    parameter, _peer, _state, share = unlucky_share(DelayedLocalShare)
+    step_alone(share, parameter, 1.0)
+    for _ in range(3):
+        parameter.grad = torch.full((3,), 3e38)
+        share.add(2)
+    assert parameter.tolist() == [-0.5] * 3 and share.samples == 0
 
 
 def test_who_joins_begins_with_what_all_share() -> None:
@@ -280,10 +342,11 @@ def test_who_joins_begins_with_what_all_share() -> None:
     simulate(scenario)
 
 
-def test_peers_are_equal_after_every_average_while_others_come_and_fail() -> None:
+@pytest.mark.parametrize("config", [CONFIG, DELAYED], ids=["waiting", "delayed"])
+def test_peers_are_equal_after_every_average_while_others_come_and_fail(config: TrainingConfig) -> None:
     async def scenario() -> None:
         world = World(latency_s=0.05)
-        peers = await enter(4, world, target=80)
+        peers = await enter(4, world, target=80, config=config)
 
         async def train(peer: SimulatedPeer) -> None:
             while peer.state.step < 6:
@@ -293,7 +356,7 @@ def test_peers_are_equal_after_every_average_while_others_come_and_fail() -> Non
         tasks = [peer.spawn(train(peer)) for peer in peers]
         while peers[0].state.step < 3:
             await asyncio.sleep(0.05)
-        joiner = SimulatedPeer.make(world, 4, target=80, **LOCAL)
+        joiner = SimulatedPeer.make(world, 4, target=80, config=config, **LOCAL)
         await joiner.enter()
         tasks.append(joiner.spawn(train(joiner)))
         while joiner.state.step < 4:
@@ -504,7 +567,6 @@ def run(**options: Any) -> TrainingRun:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"config": TrainingConfig(delay=True)}, "delay is on, and there are local steps: expected one of the two"),
         ({"config": TrainingConfig(counting="exact")}, "counting is 'exact', and there are local steps: expected"),
         ({"config": TrainingConfig(codec="2bit")}, "codec is '2bit': expected an encoder with it"),
         ({"compressor": PowerSGD([(64, 64), (64,)], 2)}, "PowerSGD has a state: expected a compressor without one"),

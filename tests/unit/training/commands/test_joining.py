@@ -227,7 +227,7 @@ def test_optimizers_are_as_the_file_says() -> None:
     assert isinstance(build_optimizer(OptimizerSettings("sgd", 0.5), model), torch.optim.SGD)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "muon"])  # which has more groups
 def test_matrices_alone_decay_if_the_file_says_so(name: str) -> None:
     """Beside the same optimizer with the groups that anybody would write in torch, over two steps."""
     models = [torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 1, bias=False))]
@@ -283,10 +283,10 @@ def test_a_run_is_opened_with_the_clipping_of_its_file(monkeypatch: pytest.Monke
     for own, has_local_steps, expected in ((0.0, False, 5.0), (0.0, True, 600.0), (7.0, False, 7.0), (7.0, True, 7.0)):
         optimizer = torch.optim.SGD(model.parameters())
         local = LocalSteps(optimizer) if has_local_steps else None
-        averaging = AveragingSettings(straggler_s=own)
+        averaging = AveragingSettings(straggler_s=own, delay=has_local_steps)
         who = Joining("run", TARGET, (), IDENTITY, averaging=averaging, local=local)
         open_run(who, list(model.parameters()), optimizer)
-        assert opened["config"].straggler_s == expected
+        assert opened["config"].straggler_s == expected and opened["config"].delay == has_local_steps
 
 
 def test_peers_with_other_rules_are_no_equals() -> None:
