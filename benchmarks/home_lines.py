@@ -4,9 +4,10 @@
 
 4 peers, each a process in a network namespace with a line of its own of 10 or 100 Mbit/s, train a model of 20 M
 parameters on a Markov chain of the second order. Three ways: an average of `int8` gradients at every step of 64 rows;
-`2bit` averages after local steps of 8 rows, 15 of each peer; the same while peers go on with the next local steps. A call of 4 rows takes two seconds, or longer if the
-machine is busy, which the share shows as computing. Each way trains for the same time. Beside it: one process that has
-trained on as many rows, 64 a step, with nobody to wait for. Needs root, iproute2, /dev/net/tun and a C compiler.
+`2bit` averages after local steps of 8 rows, 15 of each peer; the same while peers go on with the next local steps. A
+call of 4 rows takes two seconds, or longer if the machine is busy, which the share shows as computing. Each way trains
+for the same time. Beside it: one process that has trained on as many rows, 64 a step, with nobody to wait for. Needs
+root, iproute2, /dev/net/tun and a C compiler.
 """
 
 from __future__ import annotations

@@ -292,8 +292,10 @@ class LocalShare(GradientAccumulator):
 
 
 class DelayedLocalShare(DelayedShare, LocalShare):
-    """A share that goes on with local steps while earlier ones are averaged. When the average is applied, the parameters
-    become the shared ones plus the steps that the average does not have."""
+    """A share that goes on with local steps while earlier ones are averaged.
+
+    When the average is applied, the parameters become the shared ones plus the steps that the average does not have.
+    """
 
     def withdraw(self) -> None:
         """Take all local steps back that are not being averaged."""
