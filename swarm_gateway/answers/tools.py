@@ -23,12 +23,13 @@ _INDEX = re.compile("[0-9]{1,2}")
 class Tags:
     """The texts before the name of an argument, between it and the value, and after the value.
 
-    A value that may be text is written as it is, and any other as JSON.
+    A value that may be text is written as it is, and any other as JSON, before which ``between_json`` may stand.
     """
 
     before: Sequence[str]
     between: Sequence[str]
     after: Sequence[str]
+    between_json: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class CallFormat:
         between: the text between two calls; None if there can be only one call.
         tags: the texts around each argument; None if the arguments are a JSON object.
         closing: a text after the last call that is in no region, and does not belong to the answer either.
+        second_marker: a text that tells a version of the family from later ones in ``FORMATS`` with the same marker.
     """
 
     marker: str
@@ -55,6 +57,7 @@ class CallFormat:
     between: Sequence[str] | None = None
     tags: Tags | None = None
     closing: str = ""
+    second_marker: str = ""
 
 
 def _functions_in_tags(marker: str, begin: str, end: str) -> CallFormat:
@@ -75,6 +78,39 @@ def _functions_in_tags(marker: str, begin: str, end: str) -> CallFormat:
         after=["</function>\n", end],
         between=["\n"],
         tags=Tags(["<parameter="], [">\n"], ["\n</parameter>\n"]),
+    )
+
+
+def _functions_in_dsml(block: str) -> CallFormat:
+    """Return the format of DeepSeek since V3.2, whose versions name the block around all calls differently."""
+
+    def tag(text: str, begin: str = "<") -> list[str]:
+        return [begin, "｜DSML｜", text]
+
+    pattern = r'<｜DSML｜parameter name="(?P<key>[^"]+)"[^>]*>(?P<value>.*?)</｜DSML｜parameter>'
+    return CallFormat(
+        marker="｜DSML｜",
+        second_marker=f"{block}>",
+        region={
+            "open_pattern": rf'\s*(?:<｜DSML｜{block}>)?\s*<｜DSML｜invoke name="(?P<name>[^"]+)">',
+            "close": "</｜DSML｜invoke>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": pattern},
+            "transform": _CALL,
+        },
+        begin=[*tag(block + ">"), "\n"],
+        name=tag('invoke name="'),
+        arguments=['">\n'],
+        after=[*tag("invoke>", "</"), "\n"],
+        between=[],
+        end=tag(f"{block}>", "</"),
+        tags=Tags(
+            before=tag('parameter name="'),
+            between=['" string="true">'],
+            after=[*tag("parameter>", "</"), "\n"],
+            between_json=['" string="false">'],
+        ),
+        closing=f"</｜DSML｜{block}>",
     )
 
 
@@ -159,6 +195,8 @@ FORMATS = (
         end=["<｜tool▁calls▁end｜>"],
         closing="<｜tool▁calls▁end｜>",
     ),
+    _functions_in_dsml("function_calls"),  # DeepSeek V3.2
+    _functions_in_dsml("tool_calls"),  # DeepSeek V4
     CallFormat(  # Kimi K2; its chat template writes the call's id, which has the name
         marker="<|tool_call_argument_begin|>",
         region={
@@ -217,7 +255,7 @@ FORMATS = (
 def call_format_of(template: str) -> CallFormat | None:
     """Return the call format of a chat template; None if it is unknown."""
     plain = template.replace('\\"', '"')
-    return next((known for known in FORMATS if known.marker in plain), None)
+    return next((known for known in FORMATS if known.marker in plain and known.second_marker in plain), None)
 
 
 def call_regions(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Mapping[str, Any]]:
@@ -287,6 +325,7 @@ def _tagged(
     """Return the expression of the arguments that follow ``schema``, in its order, and add the schemas of values."""
     properties = properties_of(schema)
     before, between = _literals(tags.before, compiler), _literals(tags.between, compiler)
+    between_json = between if tags.between_json is None else _literals(tags.between_json, compiler)
     after = _literals(tags.after, compiler)
     if not properties:
         is_closed = schema.get("additionalProperties") is False
@@ -295,14 +334,14 @@ def _tagged(
     for number, (key, value) in enumerate(properties.items()):
         options = value.get("enum", [value["const"]] if "const" in value else None)
         if isinstance(options, list) and all(isinstance(option, str) and option for option in options):
-            written = f"({' | '.join(map(json.dumps, options))}) {after}"
+            written = f"{between} ({' | '.join(map(json.dumps, options))}) {after}"
         elif _may_be_text(value, schema):
-            written = _TEXT
+            written = f"{between} {_TEXT}"
         else:
             rule = f"{name}_{number}"
             schemas[rule] = {key: schema[key] for key in ("$defs", "definitions") if key in schema} | dict(value)
-            written = f"{rule} {after}"
-        argument = f"{before} {json.dumps(key)} {between} {written}"
+            written = f"{between_json} {rule} {after}"
+        argument = f"{before} {json.dumps(key)} {written}"
         found.append(argument if key in schema.get("required", ()) else f"({argument})?")
     return " ".join(found)
 

@@ -205,7 +205,7 @@ def test_a_call_of_kimi_has_the_id_that_its_template_writes(serve: Serve, tokeni
         ({}, {"a": "x y"}),
     ],
 )
-@pytest.mark.parametrize("family", ["glm", "minimax", "qwen coder"])
+@pytest.mark.parametrize("family", ["glm", "minimax", "qwen coder", "deepseek v3.2"])
 def test_arguments_in_tags_have_the_types_of_their_schema(
     tokenizer: Any, family: str, parameters: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
@@ -216,6 +216,11 @@ def test_arguments_in_tags_have_the_types_of_their_schema(
             "<tool_call>\n<function=f>\n",
             "<parameter={}>\n{}\n</parameter>\n",
             "</function>\n</tool_call>",
+        ),
+        "deepseek v3.2": (
+            '<｜DSML｜invoke name="f">\n',
+            '<｜DSML｜parameter name="{}" string="true">{}</｜DSML｜parameter>\n',
+            "</｜DSML｜invoke>",
         ),
     }[family]
     written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}

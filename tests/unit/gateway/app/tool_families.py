@@ -21,12 +21,19 @@ TEMPLATES = {  # as far as they matter here, beginning with what tells the forma
     "gpt-oss": TURNS + '{{ "<|channel|>analysis<|message|>" }}',
     "deepseek v3": TURNS + "{{ '<｜tool▁sep｜>' }}{{ '```json' }}",
     "deepseek v3.1": TURNS + "{{ '<｜tool▁sep｜>' }}",
+    "deepseek v3.2": TURNS + "{{ '<｜DSML｜function_calls>' }}",
+    "deepseek v4": TURNS + "{% set dsml = '｜DSML｜' %}{{ '<' ~ dsml ~ 'tool_calls>' }}",
     "kimi": TURNS + "{{ '<|tool_call_argument_begin|>' }}",
     "glm": TURNS + "{{ '<tool_call>name\\n<arg_key>' }}",
     "minimax": TURNS + "{{ '<minimax:tool_call>' }}",
     "seed": TURNS + "{{ '<seed:tool_call>\\n<function=f>\\n<parameter=p>' }}",
     "qwen coder": TURNS + "{{ '<tool_call>\\n<function=f>\\n<parameter=p>' }}",
 }
+DSML = (
+    '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="b" string="true">é</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="look">\n</｜DSML｜invoke>\n'
+)
 CALLS = {
     "llama": '{"name": "add", "parameters": {"a": 1, "b": "é"}}',
     "mistral": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": "é"}[TOOL_CALLS]look[ARGS]{}',
@@ -39,6 +46,8 @@ CALLS = {
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek v3.1": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "é"}<｜tool▁call▁end｜>'
     "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek v3.2": f"\n\n<｜DSML｜function_calls>\n{DSML}</｜DSML｜function_calls>",
+    "deepseek v4": f"\n\n<｜DSML｜tool_calls>\n{DSML}</｜DSML｜tool_calls>",
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
     '{"a": 1, "b": "é"}<|tool_call_end|><|tool_call_begin|>functions.look:1<|tool_call_argument_begin|>{}'
     "<|tool_call_end|><|tool_calls_section_end|>",
