@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from swarm_gateway.generation.parts import Fields, Values, picture_part
+from swarm_gateway.generation.parts import Fields, Values, picture_part, with_pictures_after_results
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
@@ -47,6 +47,10 @@ class TextBlock(_Part):
     type: Literal["text"]
     text: str
 
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
 
 def _text_blocks(content: Any) -> Any:
     """Return content as a list of blocks. Raise ApiError if a block is no text."""
@@ -69,6 +73,11 @@ def _only_blocks(content: Any, kinds: tuple[str, ...]) -> Any:
     return content
 
 
+def _result_blocks(content: Any) -> Any:
+    """Return the result of a call as a list of blocks. Raise ApiError if a block is neither text nor a picture."""
+    return _only_blocks(content, ("text", "image"))
+
+
 TextBlocks = Annotated[list[TextBlock], BeforeValidator(_text_blocks)]
 
 
@@ -84,8 +93,8 @@ class PictureBlock(_Part):
     source: PictureSource
 
     @property
-    def url(self) -> str:
-        return f"data:{self.source.media_type};base64,{self.source.data}"
+    def part(self) -> dict[str, Any]:
+        return picture_part(f"data:{self.source.media_type};base64,{self.source.data}")
 
 
 class ToolUseBlock(_Part):
@@ -101,8 +110,14 @@ class ToolResultBlock(_Part):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextBlocks = Field(default=[])
+    content: Annotated[
+        list[Annotated[TextBlock | PictureBlock, Field(discriminator="type")]], BeforeValidator(_result_blocks)
+    ] = Field(default=[])
     is_error: bool = False
+
+    def turn(self) -> dict[str, Any]:
+        content = [block.part for block in self.content]
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
 class ThinkingBlock(_Part):
@@ -141,15 +156,12 @@ class AnthropicMessage(_Part):
             return
         parts: list[dict[str, Any]] = []
         for block in self.content:
-            if isinstance(block, TextBlock):
-                parts.append({"type": "text", "text": block.text})
-            elif isinstance(block, PictureBlock):
-                parts.append(picture_part(block.url))
+            if isinstance(block, TextBlock | PictureBlock):
+                parts.append(block.part)
             elif isinstance(block, ToolResultBlock):
                 if parts:
                     yield {"role": self.role, "content": parts}
-                result = "".join(part.text for part in block.content)
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+                yield block.turn()
                 parts = []
         if parts or not any(isinstance(block, ToolResultBlock) for block in self.content):
             yield {"role": self.role, "content": parts}
@@ -249,7 +261,7 @@ class MessagesPrompt(_Part):
 
     def _fields(self) -> dict[str, Any]:
         """Return the fields of a chat request."""
-        turns = [turn for message in self.messages for turn in message.turns()]
+        turns = with_pictures_after_results(turn for message in self.messages for turn in message.turns())
         if self.system:
             turns.insert(0, {"role": "system", "content": "\n\n".join(block.text for block in self.system)})
         found: dict[str, Any] = {"model": self.model, "messages": turns}

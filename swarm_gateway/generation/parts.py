@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -74,6 +74,28 @@ class PicturePart(Fields):
 def picture_part(url: str) -> dict[str, Any]:
     """Return a part of content that shows the picture at ``url``."""
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def with_pictures_after_results(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a chat request with pictures in messages of the user alone, as chat templates expect.
+
+    The pictures in results of tools come at the beginning of the user's next message, or in one of their own.
+    """
+    found: list[dict[str, Any]] = []
+    pictures: list[dict[str, Any]] = []
+    for turn in turns:
+        content = turn["content"]
+        if turn["role"] == "tool" and isinstance(content, list):
+            pictures += [part for part in content if part["type"] == "image_url"]
+            turn = turn | {"content": "".join(part["text"] for part in content if part["type"] == "text")}
+        elif turn["role"] == "user" and pictures:
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            turn, pictures = turn | {"content": [*pictures, *parts]}, []
+        elif turn["role"] != "tool" and pictures:
+            found.append({"role": "user", "content": pictures})
+            pictures = []
+        found.append(turn)
+    return [*found, {"role": "user", "content": pictures}] if pictures else found
 
 
 def _joined(content: Any) -> Any:

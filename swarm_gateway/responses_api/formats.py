@@ -36,6 +36,7 @@ class ResponseWriter:
             "model": model,
             "error": None,
         }
+        self._asked = asked
         self._num_prompt = num_prompt
         self._num_events = 0
         self._done: list[dict[str, Any]] = []  # items that are complete
@@ -116,12 +117,12 @@ class ResponseWriter:
         self._open = None
 
     def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        item = {"type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.name}
+        item = {"type": "function_call", "id": _new_id("fc"), "call_id": call.id, **self._asked.name_of_call(call.name)}
         index, place = len(self._done), {"item_id": item["id"], "output_index": len(self._done)}
         begun = item | {"arguments": "", "status": "in_progress"}
         yield self._numbered("response.output_item.added", output_index=index, item=begun)
         yield self._numbered("response.function_call_arguments.delta", **place, delta=call.arguments)
-        said = {"arguments": call.arguments, "name": call.name}
+        said = {"arguments": call.arguments, "name": item["name"]}
         yield self._numbered("response.function_call_arguments.done", **place, **said)
         yield self._ended(item | {"arguments": call.arguments, "status": "completed"})
 

@@ -5,12 +5,12 @@ Fields without an effect on the text are ignored; all others that are not suppor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
-from swarm_gateway.generation.parts import Fields, Values, picture_part
+from swarm_gateway.generation.parts import Fields, Values, picture_part, with_pictures_after_results
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
@@ -18,11 +18,18 @@ _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 _MOST_ITEMS = 4096
 _ITEM: dict[str, Values] = {"id": None, "status": None, "phase": None}
-_CALL: dict[str, Values] = _ITEM | {"caller": ({"type": "direct"},), "async": (False,), "namespace": ()}
+_CALL: dict[str, Values] = _ITEM | {"caller": ({"type": "direct"},), "async": (False,)}
+_FUNCTION: dict[str, Values] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": None,
+}
 _REASONING: dict[str, Values] = _ITEM | {"encrypted_content": None, "summary": None}
 _REQUEST: dict[str, Values] = {
     "access_programs": None,
     "background": (False,),
+    "client_metadata": None,
     "context_management": None,  # what a long conversation may leave out
     "conversation": (),
     "image": None,
@@ -71,13 +78,14 @@ def _with_pictures(content: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_joined)]
+Content = Annotated[str | list[dict[str, Any]], BeforeValidator(_with_pictures)]
 
 
 class MessageItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _ITEM
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, Any]], BeforeValidator(_with_pictures)]
+    content: Content
 
 
 class CallItem(Fields):
@@ -86,19 +94,31 @@ class CallItem(Fields):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        return _full_name(self.namespace, self.name)
 
 
 class ResultItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
     type: Literal["function_call_output"]
     call_id: str
-    output: Text
+    output: Content
 
 
 class ReasoningItem(Fields):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _REASONING
     type: Literal["reasoning"]
     content: Text = ""
+
+
+def _full_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a function, which is unique among all namespaces."""
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 Item = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, Field(discriminator="type")]
@@ -124,7 +144,27 @@ def items_of(stored: Sequence[Mapping[str, Any]]) -> list[Item]:
     return _items.validate_python(stored)
 
 
+def _only_functions(tools: Any) -> Any:
+    """Return the tools of a namespace. Raise ApiError if one is no function."""
+    return _of_types(tools, ("function",))
+
+
+def _tools(tools: Any) -> Any:
+    """Return the tools. Raise ApiError if one is neither a function nor a namespace of functions."""
+    return _of_types(tools, ("function", "namespace"))
+
+
+def _of_types(tools: Any, kinds: tuple[str, ...]) -> Any:
+    for tool in tools if isinstance(tools, list) else []:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in kinds:
+            message = f"a tool of type {kind!r} is not supported: expected functions, which the client runs"
+            raise ApiError(400, message, param="tools")
+    return tools
+
+
 class FunctionTool(Fields):
+    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _FUNCTION
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -134,14 +174,29 @@ class FunctionTool(Fields):
     def as_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
+    def functions(self) -> Iterator[tuple[str | None, FunctionTool]]:
+        """Yield the function, which belongs to no namespace."""
+        yield None, self
 
-def _functions(tools: Any) -> Any:
-    """Return the tools. Raise ApiError if one is no function."""
-    for tool in tools if isinstance(tools, list) else []:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise ApiError(400, f"a tool of type {kind!r} is not supported: expected functions", param="tools")
-    return tools
+
+class NamespaceTool(Fields):
+    """Functions that belong together. Their calls say the namespace, and the model sees it in their names."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], BeforeValidator(_only_functions), Field(min_length=1)]
+
+    def functions(self) -> Iterator[tuple[str | None, FunctionTool]]:
+        """Yield the namespace's name with each function; the first function also has the namespace's description."""
+        about = self.description
+        for function in self.tools:
+            said = "\n\n".join(filter(None, [about, function.description])) or None
+            yield self.name, function.model_copy(update={"description": said})
+            about = None
+
+
+AnyTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
 
 
 class NamedFunction(Fields):
@@ -202,7 +257,7 @@ class ResponsesRequest(Fields):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[FunctionTool], BeforeValidator(_functions)] = Field(default=[])
+    tools: Annotated[list[AnyTool], BeforeValidator(_tools)] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
@@ -210,18 +265,34 @@ class ResponsesRequest(Fields):
     metadata: dict[str, str] = Field(default={})
     service_tier: str = "auto"
 
+    @property
+    def _functions(self) -> dict[str, tuple[str | None, FunctionTool]]:
+        """Return the namespace and the tool of each function, by the name by which the model knows the function."""
+        pairs = [pair for tool in self.tools for pair in tool.functions()]
+        found = {_full_name(namespace, function.name): (namespace, function) for namespace, function in pairs}
+        if len(found) != len(pairs):
+            raise ApiError(400, "two tools have the same name", param="tools")
+        return found
+
+    def name_of_call(self, full_name: str) -> dict[str, str]:
+        """Return the fields that name a function in a call: its name, and its namespace if it has one."""
+        namespace, function = self._functions[full_name]
+        return {"name": function.name} | ({} if namespace is None else {"namespace": namespace})
+
     def as_chat(self, before: Sequence[Item]) -> ChatRequest:
         """Return the chat request that says the same after the items ``before``. Raise ApiError if there is none."""
         turns = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         choice = self.tool_choice
         fields = {
             "model": self.model,
-            "messages": [*turns, *_turns([*before, *self.input])],
+            "messages": [*turns, *with_pictures_after_results(_turns([*before, *self.input]))],
             "stream": self.stream,
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [tool.as_chat() for tool in self.tools],
+            "tools": [
+                function.model_copy(update={"name": name}).as_chat() for name, (_, function) in self._functions.items()
+            ],
             "tool_choice": choice if isinstance(choice, str) else choice.as_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
@@ -256,7 +327,7 @@ def _turns(items: Iterable[Item]) -> list[dict[str, Any]]:
             if last["role"] != "assistant":
                 last = {"role": "assistant", "content": ""}
                 turns.append(last)
-            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            call = {"id": item.call_id, "function": {"name": item.full_name, "arguments": item.arguments}}
             last.setdefault("tool_calls", []).append(call)
         else:
             last = {"role": item.role, "content": item.content}

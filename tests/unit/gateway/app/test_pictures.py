@@ -125,6 +125,25 @@ def test_a_stored_picture_is_seen_again(seeing: Any) -> None:
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("more", ["And now?", ""])
+def test_pictures_in_results_of_tools_are_shown_by_the_user(seeing: Any, more: str) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": RED}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "a file"}]
+    said = [{"type": "text", "text": more}] if more else []
+    client = anthropic.Anthropic(base_url=seeing.url, api_key="none", max_retries=0)
+    blocks = [{"type": "tool_result", "tool_use_id": "t1", "content": content}, *said]
+    client.messages.create(model=DEFAULT_MODEL, max_tokens=50, messages=[{"role": "user", "content": blocks}])
+    shown = "<image>" * TOKENS_PER_PICTURE
+    assert seeing.prompt == f"tool: a file\nuser: {shown}{more}\n"
+    parts = [{"type": "input_image", "image_url": data_url(RED)}, {"type": "input_text", "text": "a file"}]
+    items = [{"type": "function_call_output", "call_id": "t1", "output": parts}]
+    asked = [{"role": "user", "content": more}] if more else []
+    seeing.client().responses.create(model=DEFAULT_MODEL, input=[*items, *asked])
+    assert seeing.prompt == f"tool: a file\nuser: {shown}{more}\n"
+    first, second = (generation.request.pictures["pixel_values"] for generation in seeing.batcher.generations)
+    assert torch.equal(first, second)
+
+
 def data_url(data: str) -> str:
     return f"data:image/png;base64,{data}"
 

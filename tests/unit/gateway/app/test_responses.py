@@ -102,6 +102,20 @@ def test_calls_of_functions(caller: Gateway, stream: bool) -> None:
     assert [item.type for item in one.output] == ["function_call"]
 
 
+def test_functions_in_a_namespace(caller: Gateway) -> None:
+    """The model knows them by longer names, and the client by the names that it gave."""
+    inner = [{**tool, "defer_loading": False} for tool in TOOLS]
+    tools = [TOOLS[1], {"type": "namespace", "name": "sums", "description": "For sums.", "tools": inner}]
+    caller.says(CALLS["qwen"].replace('"add"', '"sums__add"'))
+    response = caller.client().responses.create(**ASK, tools=tools, extra_body={"client_metadata": {"turn": "1"}})
+    assert [(call.namespace, call.name) for call in response.output] == [("sums", "add"), (None, "look")]
+    assert "look {" in caller.prompt and "sums__add {" in caller.prompt and "sums__look {" in caller.prompt
+    result = {"type": "function_call_output", "call_id": response.output[0].call_id, "output": "seven"}
+    items = [item.model_dump(exclude_none=True) for item in response.output]
+    caller.client().responses.create(model=DEFAULT_MODEL, input=[*items, result], tools=tools)
+    assert caller.prompt.startswith('assistant: sums__add({"a": 1, "b": "é"})look({})\ntool: seven\n')
+
+
 def test_what_the_model_reads(caller: Gateway) -> None:
     caller.says("3")
     caller.client().responses.create(
@@ -163,6 +177,15 @@ def test_an_answer_that_follows_a_schema(gateway: Gateway) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "of type 'input_image' is not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "of type 'item_reference' is not supported"),
         ({"tools": [{"type": "web_search"}]}, "of type 'web_search' is not supported"),
+        (
+            {
+                "tools": [
+                    {"type": "namespace", "name": "n", "description": "", "tools": [{"type": "custom", "name": "f"}]}
+                ]
+            },
+            "of type 'custom' is not supported",
+        ),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
         ({"background": True}, "background is not supported"),
         ({"truncation": "auto"}, "truncation is not supported"),
         ({"previous_response_id": "resp_x"}, "no such response"),
