@@ -30,7 +30,7 @@ def _event(content: Any) -> bytes:
     return f"event: {content['type']}\ndata: ".encode() + as_json(content) + b"\n\n"
 
 
-ANTHROPIC = Dialect(EVENT_STREAM, _event, _error)
+ANTHROPIC = Dialect(EVENT_STREAM, _event, _error, _event({"type": "ping"}))
 
 
 class MessageFormat:

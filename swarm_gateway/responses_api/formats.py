@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from swarm_gateway.answers.answer_reader import ToolCall
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.responses_api.requests import ResponsesRequest
-from swarm_gateway.web.http import EVENT_STREAM, OPENAI, Dialect, as_json
+from swarm_gateway.web.http import COMMENT, EVENT_STREAM, OPENAI, Dialect, as_json
 
 
 def _event(content: Any) -> bytes:
@@ -20,7 +20,7 @@ def _event(content: Any) -> bytes:
     return f"event: {content['type']}\ndata: ".encode() + as_json(content) + b"\n\n"
 
 
-RESPONSES = Dialect(EVENT_STREAM, _event, OPENAI.error)
+RESPONSES = Dialect(EVENT_STREAM, _event, OPENAI.error, COMMENT)
 
 
 class ResponseWriter:

@@ -30,6 +30,7 @@ from swarm_protocol.wire.printable import printable
 _logger = logging.getLogger(__name__)
 _MOST_BYTES = 8 * 2**20  # of a request
 EVENT_STREAM = "text/event-stream"
+_MOST_SILENCE_S = 15.0  # of a stream; proxies and clients give up after a minute, and some after less
 _AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # so that proxies pass it on at once
 
 
@@ -85,17 +86,20 @@ class Dialect:
         stream_type: the media type of streams.
         chunk: a function from the content of a stream's chunk to its bytes.
         error: a function from an error to the content of its answer, or of the last chunk of a stream.
+        idle: a chunk that says nothing, for a stream that has been silent for long; empty if the API has none.
     """
 
     stream_type: str
     chunk: Callable[[Any], bytes]
     error: Callable[[ApiError], Any]
+    idle: bytes = b""
 
 
 class ChunkedResponse(Response):
     """A response that sends chunks as they come. It cancels their generator once the client has gone.
 
-    An error before the first chunk has its own HTTP status. A later error is the last event of the stream.
+    An error before the response has begun has its own HTTP status. A later error is the last event of the stream. A
+    stream begins with its first chunk, or with an idle chunk if the first one takes long.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], *, is_stream: bool, dialect: Dialect | None = None) -> None:
@@ -106,27 +110,59 @@ class ChunkedResponse(Response):
         )
         del self.headers["content-length"]  # it counts an empty body
         self._chunks = chunks
+        self._idle = self._dialect.idle if is_stream else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _Body(send, self.raw_headers)
+        idling = [asyncio.create_task(body.keep_alive(self._idle))] if self._idle else []
+        try:
+            error = await self._write_all(body)
+        finally:
+            await end_tasks(idling)
+        if error is not None and not body.has_begun:
+            return await refusal(error, self._dialect)(scope, receive, send)
+        if error is not None:
+            await body.write(self._dialect.chunk(self._dialect.error(error)))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _write_all(self, body: _Body) -> ApiError | None:
+        """Write all chunks. Return the error that ended them, if there was one: a client gets an answer for each."""
         async with aclosing(self._chunks) as chunks:
             try:
-                with any_error_as(as_api_error):  # a client gets an answer for each error
-                    chunk = await anext(chunks)
-            except ApiError as error:
-                return await refusal(error, self._dialect)(scope, receive, send)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            try:
-                with any_error_as(as_api_error):  # the same, in the stream
+                with any_error_as(as_api_error):
                     async for chunk in chunks:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        await body.write(chunk)
             except ApiError as error:
-                last = self._dialect.chunk(self._dialect.error(error))
-                await send({"type": "http.response.body", "body": last, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+                return error
+        return None
+
+
+class _Body:
+    """The body of one response."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._start = {"type": "http.response.start", "status": 200, "headers": headers}
+        self.has_begun = False
+        self._is_silent = True  # since ``keep_alive`` last looked
+
+    async def write(self, chunk: bytes) -> None:
+        self._is_silent = False
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def keep_alive(self, idle: bytes) -> None:
+        """Write ``idle`` whenever nothing has been written for a while."""
+        while True:
+            await asyncio.sleep(_MOST_SILENCE_S)
+            if self._is_silent:
+                await self.write(idle)
+            self._is_silent = True
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -193,4 +229,5 @@ def event(content: Any) -> bytes:
     return b"data: " + as_json(content) + b"\n\n"
 
 
-OPENAI = Dialect(EVENT_STREAM, event, lambda error: error.body)
+COMMENT = b": waiting\n\n"  # of an event stream; clients skip it
+OPENAI = Dialect(EVENT_STREAM, event, lambda error: error.body, COMMENT)

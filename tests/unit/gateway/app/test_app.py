@@ -9,16 +9,19 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
 
+from swarm_client.batching.request import TokenListener
 from swarm_gateway.limits.admission import GatewayLimits
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoRoute
-from tests.unit.gateway.app.conftest import WAIT_S, Gateway, encode
+from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Generation, ScriptedBatcher, Serve, encode
 
 TEXT = "return a list of integers, sorted: 🦊 and é\n"
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}]}
@@ -69,6 +72,49 @@ def test_a_stream_of_a_conversation(gateway: Gateway) -> None:
         assert not any("\N{REPLACEMENT CHARACTER}" in (choice.delta.content or "") for choice in own)
     assert len({chunk.id for chunk in chunks}) == 1
     assert last.choices == [] and last.usage.completion_tokens == 2 * len(gateway.batcher.says)
+
+
+class WaitingBatcher(ScriptedBatcher):
+    """A scripted batcher whose generations say nothing before ``may_say`` is set."""
+
+    def __init__(self, says: list[int]) -> None:
+        super().__init__(says)
+        self.may_say = threading.Event()
+
+    def _generate(self, generation: Generation, listener: TokenListener) -> None:
+        assert self.may_say.wait(WAIT_S)
+        super()._generate(generation, listener)
+
+
+def by_chat(gateway: Gateway) -> Any:
+    return gateway.client().chat.completions.create(**ASK, stream=True)
+
+
+def by_responses(gateway: Gateway) -> Any:
+    return gateway.client().responses.create(model=DEFAULT_MODEL, input="Sort", stream=True)
+
+
+def by_messages(gateway: Gateway) -> Any:
+    client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
+    return client.messages.create(**ASK, max_tokens=50, stream=True)
+
+
+@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
+def test_a_stream_is_kept_alive_before_its_first_token(
+    serve: Serve, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Gateway], Any]
+) -> None:
+    monkeypatch.setattr("swarm_gateway.web.http._MOST_SILENCE_S", 0.01)
+    batcher = WaitingBatcher(encode(tokenizer, "a list"))
+    gateway = serve(batcher=batcher)
+    stream = ask(gateway)  # which has its headers, although nothing has been said
+    batcher.may_say.set()
+    assert "a list" in "".join(said_by(event) for event in stream)
+
+
+def said_by(event: Any) -> str:
+    """The text in an event of a stream of any API."""
+    delta = event.choices[0].delta if getattr(event, "choices", None) else getattr(event, "delta", "")
+    return delta if isinstance(delta, str) else getattr(delta, "content", None) or getattr(delta, "text", None) or ""
 
 
 def test_the_end_of_a_stream_is_said_and_nothing_of_it_is_cached(gateway: Gateway) -> None:
