@@ -1,5 +1,5 @@
 """A hook of MkDocs that fills in ``{{ flags PACKAGE }}``, tables of a command's flags that are made from its parser,
-and ``{{ run file }}``, the example of a run file."""
+and ``{{ run file }}``, the example of a run file. No line of a page ends within a flag."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def on_page_markdown(markdown: str, **_page: object) -> str:
     """Called by MkDocs for every page."""
     markdown = re.sub(r"\{\{ flags ([\w.]+) \}\}", lambda found: "\n".join(lines(found[1])), markdown)
     return re.sub(r"\{\{ run file \}\}", lambda _: example("RUN.toml").rstrip(), markdown)
+
+
+def on_page_content(html: str, **_page: object) -> str:
+    """Called by MkDocs for the HTML of every page: browsers would begin a new line after each hyphen."""
+    flag = r'<span style="white-space: nowrap">\g<0></span>'
+    return re.sub(r"<code>[^<]+</code>", lambda code: re.sub(r"(?<![\w-])--[a-z][\w-]*", flag, code[0]), html)
 
 
 def parser_of(package: str) -> argparse.ArgumentParser:
@@ -51,7 +57,7 @@ def _table(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._HelpAction | argparse._VersionAction):
             continue
         cells = (f"`{_usage(action)}`", (action.help or "").replace("%%", "%"), _default(action.default))
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        yield f"| {' | '.join(cells)} |"  # a | within code is no border of a cell
 
 
 def _usage(action: argparse.Action) -> str:
@@ -65,6 +71,6 @@ def _usage(action: argparse.Action) -> str:
 
 
 def _default(value: object) -> str:
-    if value is None or value is False or value == [] or value is argparse.SUPPRESS:
+    if value is None or value is False or value in ([], "") or value is argparse.SUPPRESS:
         return ""
     return f"`{value if not isinstance(value, Path) else value.name}`"

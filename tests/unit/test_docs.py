@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import re
+import shlex
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import swarm_client
+from swarm_cli.parsers import whole_parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,6 +57,21 @@ def flags_in(text: str) -> set[str]:
     others = r"benchmarks/|python examples/|pip install|\b(?:git|docker|systemctl) |pytest"
     lines = [line for line in text.splitlines() if not re.search(others, line)]
     return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", "\n".join(lines)))
+
+
+@lru_cache
+def parser() -> argparse.ArgumentParser:
+    return whole_parser()
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words after ``swarm`` of each command in a block for a shell, as far as the command is written out."""
+    for block in re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if found := re.search(r"(?:^ *|&& )(swarm [a-z].*)", line):
+                words = shlex.split(found[1], comments=True)[1:]
+                if "…" not in words:
+                    yield list(takewhile(lambda word: word not in ("&", "&&", "|", ">"), words))
 
 
 @lru_cache
@@ -107,6 +126,29 @@ def test_the_architecture_names_every_room() -> None:
 @pytest.mark.parametrize("path", names(TEXTS))
 def test_flags_exist(path: str) -> None:
     assert not flags_in((ROOT / path).read_text()) - known_flags()
+
+
+@pytest.mark.parametrize("path", names(TEXTS))
+def test_commands_are_understood(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands_in((ROOT / path).read_text()):
+        try:
+            parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"swarm {shlex.join(words)}: {capsys.readouterr().err}")
+
+
+def test_commands_are_found() -> None:
+    text = (
+        "```sh\npip install swarm-lm\nswarm up --port \\\n 1 &  # it\nswarm serve …\nswarm chat --model a.b > file\n```"
+    )
+    assert list(commands_in(text)) == [["up", "--port", "1"], ["chat", "--model", "a.b"]]
+    assert len([words for page in TEXTS for words in commands_in(page.read_text())]) > 60
+
+
+@pytest.mark.parametrize("path", names(PAGES))
+def test_a_page_begins_with_what_its_reader_will_have(path: str) -> None:
+    first = (ROOT / path).read_text().split("\n\n")[1]
+    assert first.startswith(("At the end of this page, ", "On this page, you find ")), first
 
 
 def test_every_flag_has_a_row_in_its_table() -> None:
