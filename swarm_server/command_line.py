@@ -107,6 +107,11 @@ _HOSTING = ConfigFlags(
         read=lambda text: tuple(text.split(",")) if text else (),
     ),
     Flag(
+        "tensor_parallel",
+        "with --devices: each device holds some of the rows of all blocks, and all compute at the same time; in int8, "
+        "or with --quant none",
+    ),
+    Flag(
         "group_size",
         "how many processes compute each block together, each with some of its rows; on CPU, in int8 or int4. They are "
         "all on this machine, unless --group-listen is given",

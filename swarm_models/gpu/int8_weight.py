@@ -42,6 +42,12 @@ class GpuInt8Weight(QuantizedWeight):
         self._q, self._scale = q.contiguous(), scale
         self._few_rows, self._most = few_rows, most
 
+    def part(self, rows: slice, device: torch.device, dtype: torch.dtype) -> GpuInt8Weight:
+        """Return a weight with these rows alone, copied to ``device``, for inputs of ``dtype``."""
+        few_rows = None if self._few_rows is None else few_rows_kernel(device, dtype)
+        q, scale = (each[rows].to(device, copy=True) for each in (self._q, self._scale))
+        return GpuInt8Weight(q, scale, few_rows, self._most)
+
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x: [rows, in] of any float dtype -> [rows, out] of the same dtype."""
         if self._few_rows is not None and 0 < len(x) <= self._most:

@@ -29,10 +29,13 @@ _TakeWeight = Callable[[], torch.Tensor]
 
 __all__ = [
     "METHODS",
+    "TRANSPOSED",
+    "GpuInt8Weight",
     "Left",
     "Packed",
     "Report",
     "devices_of",
+    "linear_names",
     "packed_kind",
     "packed_weight",
     "quantize_",
@@ -82,7 +85,7 @@ def quantize_(
                 experts = module.get_submodule(name)
                 module.set_submodule(name, QuantizedExperts(experts, layout, quantizer.linear))
         num_expert_weights = len(quantizer.layers)
-        for name in _linear_names(module):
+        for name in linear_names(module):
             linear: Any = module.get_submodule(name)
             layer = quantizer.linear(partial(_take_weight, linear), linear.bias, eight_bits=name in eight_bits)
             module.set_submodule(name, layer)
@@ -262,7 +265,8 @@ def _take_weight(linear: Any) -> torch.Tensor:
     return weight.T if TRANSPOSED[type(linear).__name__] else weight
 
 
-def _linear_names(block: torch.nn.Module) -> list[str]:
+def linear_names(block: torch.nn.Module) -> list[str]:
+    """Return the names of the layers that may be quantised: they only multiply by their weight, and decide nothing."""
     deciding = deciding_parts(block)
     return [
         name

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from swarm_models.quantization import TRANSPOSED
+from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank
@@ -57,12 +58,10 @@ def linear_features(block: nn.Module, path: str, index: int) -> tuple[int, int]:
         module: Any = block.get_submodule(path)
     except AttributeError:
         raise RequestRejected(f"{place} does not exist: expected one of {_known(block)}") from None
-    if getattr(module, "is_quantised", False):
-        return module.in_features, module.out_features
     kind = type(module).__name__
-    if kind not in TRANSPOSED:
+    if not _is_linear(block, path):
         raise RequestRejected(f"{place} is a {kind}: expected a linear layer, one of {_known(block)}")
-    return (module.nx, module.nf) if TRANSPOSED[kind] else (module.in_features, module.out_features)
+    return (module.nx, module.nf) if TRANSPOSED.get(kind) else (module.in_features, module.out_features)
 
 
 def _require_block(block: int, span: Span) -> None:
@@ -84,11 +83,16 @@ def _place(index: int, path: str) -> str:
     return f"module {shown!a} of block {index}"
 
 
+def _is_linear(block: nn.Module, path: str) -> bool:
+    """Return whether this is a whole linear layer, which several devices may hold together."""
+    module, above = block.get_submodule(path), block.get_submodule(".".join(path.split(".")[:-2]))
+    if isinstance(above, SplitLinear):
+        return False
+    return (
+        isinstance(module, SplitLinear) or getattr(module, "is_quantised", False) or type(module).__name__ in TRANSPOSED
+    )
+
+
 def _known(block: nn.Module) -> str:
-    names = [
-        name
-        for name, module in block.named_modules()
-        if (getattr(module, "is_quantised", False) or type(module).__name__ in TRANSPOSED)
-        and _EXPERTS not in name.split(".")
-    ]
+    names = [name for name, _ in block.named_modules() if _is_linear(block, name) and _EXPERTS not in name.split(".")]
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")

@@ -48,6 +48,7 @@ class ServerConfig:
     dtype: str = "auto"  # of computation; auto: bfloat16 on cuda and xpu, else float32
     device: str = "auto"  # auto: a GPU (cuda, xpu or mps) if torch finds one that runs ``quant``
     devices: tuple[str, ...] = ()  # several devices that share the blocks, such as cuda:0 and cuda:1; empty: ``device``
+    tensor_parallel: bool = False  # each of ``devices`` holds some of the rows of every linear layer of all blocks
     group_size: int = 1  # processes that compute each block together, this one included
     group_listen: str | None = None  # HOST:PORT where the group's followers on other machines come; None: this machine
     group_key: Path | None = None  # file with the secret of a group on several machines
@@ -217,7 +218,13 @@ class ServerConfig:
         if address is not None and not split_address(address, 0)[1]:
             raise ValueError(f"address {address!r} has no port: expected HOST:PORT")
 
+    @property
+    def members(self) -> int:
+        """Return how many processes or devices compute each block together."""
+        return len(self.devices) if self.tensor_parallel else self.group_size
+
     def _check_devices(self) -> None:
+        self._check_tensor_parallel()
         if not self.devices:
             return
         if self.device != "auto":
@@ -231,11 +238,21 @@ class ServerConfig:
             raise ValueError(f"devices {','.join(self.devices)} are of several types: expected one type")
         pinned = self.blocks or self.initial_blocks
         num_blocks = self.num_blocks if pinned is None else len(pinned)
-        if num_blocks is not None and num_blocks < len(self.devices):
+        if num_blocks is not None and num_blocks < len(self.devices) and not self.tensor_parallel:
             raise ValueError(
                 f"{num_blocks} blocks cannot be split over {len(self.devices)} devices: "
                 "expected at least one block for each"
             )
+
+    def _check_tensor_parallel(self) -> None:
+        if not self.tensor_parallel:
+            return
+        if not 2 <= len(self.devices) <= MOST_MEMBERS:
+            raise ValueError(
+                f"tensor_parallel is for several devices: expected 2 to {MOST_MEMBERS}, such as cuda:0,cuda:1"
+            )
+        if self.quant not in ("int8", "none"):
+            raise ValueError(f"tensor_parallel computes with int8 or none, not with quant {self.quant}")
 
 
 _UNITS = {"": 1, "B": 1} | {

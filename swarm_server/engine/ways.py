@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from swarm_models.kernels.attention import AttentionKernel, attention_kernel
+from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import IN_WINDOWS, BlockInput
 from swarm_server.blocks.blocks import BlockStack
@@ -166,6 +167,8 @@ def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:
         return "blocks remember more than keys and values"
     if not stack.row_independent:
         return "the output of a row depends on the other rows"
+    if any(isinstance(module, SplitLinear) for module in stack.modules()):
+        return "the rows of linear layers are on several devices"
     return None
 
 

@@ -18,6 +18,7 @@ from swarm_models.checkpoints.family import max_positions, sees
 from swarm_models.checkpoints.files import HubModel, LocalFiles
 from swarm_models.gpu.devices import best_device, default_dtype, named_device
 from swarm_models.quantization import Report, devices_of, quantize_, require_device
+from swarm_models.quantization.split_linear import split_linears_
 from swarm_protocol.process.logs import shows_progress
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
@@ -208,8 +209,8 @@ class SpanLoader:
         self._closed = threading.Event()
         self._group_lock = threading.Lock()
         setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
-        if config.group_size > 1:
-            setting.append(f"a group of {config.group_size}")
+        if config.members > 1:
+            setting.append(f"a group of {config.members}")
         self._speed_cache = SpeedCache(setting, cores)
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 
@@ -288,6 +289,8 @@ class SpanLoader:
         gc.collect()  # frees the blocks that were hosted before
         block_index, blocks = self._checkpoint.block_index, frozenset(span)
         self._checkpoint.stored(lambda name: block_index(name) in blocks)  # downloads all missing weights at once
+        if self._config.tensor_parallel:
+            return self._load_parts(span, partial(split_linears_, devices=self._devices, dtype=self._dtype))
         if self._config.group_size == 1:
             return self._load_parts(span)
         with self._group_lock:
@@ -321,6 +324,8 @@ class SpanLoader:
         return SplitStack(parts)
 
     def _split(self, span: Span) -> list[tuple[Span, torch.device]]:
+        if self._config.tensor_parallel:
+            return [(span, self._devices[0])]
         sizes = [self._checkpoint.block_parameters(index) for index in span]
         return list(zip(split_span(span, sizes, list(map(available_bytes, self._devices))), self._devices, strict=True))
 

@@ -47,6 +47,10 @@ def test_every_flag_reaches_the_config() -> None:
         (["--adapters", "a/poet", "b/cook/"], ServerConfig(adapters=(Path("a/poet"), Path("b/cook")))),
         (["--adapter-memory", "1GiB"], ServerConfig(adapter_bytes=1 << 30)),
         (["--devices", "cuda:0,cuda:1"], ServerConfig(devices=("cuda:0", "cuda:1"))),
+        (
+            ["--devices", "cuda:0,cuda:1", "--tensor-parallel", "--num-blocks", "1"],
+            ServerConfig(devices=("cuda:0", "cuda:1"), tensor_parallel=True, num_blocks=1),
+        ),
         (["--no-prefix-cache"], ServerConfig(prefix_cache="none")),
     ],
 )
@@ -80,6 +84,11 @@ def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
             "1 blocks cannot be split over 2 devices: expected at least",
         ),
         (["--devices", "cuda:0,cuda:1", "--num-blocks", "1"], "1 blocks cannot be split over 2 devices"),
+        (["--tensor-parallel", "--device", "cuda:0"], "tensor_parallel is for several devices: expected 2 to 16"),
+        (
+            ["--tensor-parallel", "--devices", "cuda:0,cuda:1", "--quant", "nf4"],
+            "tensor_parallel computes with int8 or none, not with quant nf4",
+        ),
         (["--adapter-memory", "0"], "adapter_bytes is 0: expected at least 1"),
         (["--balance-margin", "nan"], "balance_margin is nan: expected a number above 0"),
         (["--initial-blocks", "3"], "blocks '3' are no range of blocks"),

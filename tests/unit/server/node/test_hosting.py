@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.span import Span
 from swarm_server.blocks.split_stack import SplitStack
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.machine.cores import CoreShare
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
+from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
 from tests.zoo import save_checkpoint
 
 CPU = torch.device("cpu")
@@ -40,6 +42,20 @@ def test_a_span_on_two_devices(quant: str, tmp_path: Path, caplog) -> None:
         asyncio.run(scenario())
     assert "blocks 1:3 are on cpu, blocks 3:5 are on cpu" in caplog.text
     assert "blocks 1:5 loaded" in caplog.text
+
+
+def test_all_blocks_on_two_devices_that_share_their_rows(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path, hidden_size=128, num_key_value_heads=4, intermediate_size=320)
+    devices = ("cuda:0", "cuda:1")
+    config = ServerConfig(model=str(tmp_path), quant="none", devices=devices, tensor_parallel=True, num_blocks=1)
+    assert config.members == 2
+    with CoreShare() as cores, SimulatedDevices():
+        checkpoint = ModelCheckpoint.open(tmp_path)
+        loader = SpanLoader(config, checkpoint, cores, (FIRST, SECOND), torch.float32, Counters())
+        stack = loader._load(Span(1, 2))  # in this thread, where the devices are simulated
+        split = [module for module in stack.modules() if isinstance(module, SplitLinear)]
+        assert stack.devices == (FIRST,) and len(split) == 7
+        assert all([part.weight.device for part in module.parts] == [FIRST, SECOND] for module in split)
 
 
 def test_a_device_that_is_not_there() -> None:
