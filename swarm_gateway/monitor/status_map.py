@@ -73,7 +73,7 @@ def _all_columns(status: ModelStatus, servers: Sequence[ServerStatus]) -> list[_
         _Column("KV room", [_room(server) for server in servers], 3, True),
         _Column("RTT", [_rtt(server) for server in servers], 1, True),
         _Column("reached", [_way(server) for server in servers], 7),
-        _Column("quant", [printable(record.quant) for record in records], 5),
+        _Column("quant", [_quant(record) for record in records], 5),
         _Column("address", [_address(record) for record in records], 6),
     ]
 
@@ -110,6 +110,11 @@ def _state(status: ModelStatus, server: ServerStatus) -> str:
 
 def _speed(record: ServerRecord) -> str:
     return f"{record.tokens_per_s:.0f}" if record.tokens_per_s else _UNKNOWN
+
+
+def _quant(record: ServerRecord) -> str:
+    """Return the quantisation, and the number of the group's members if there are several."""
+    return printable(record.quant) + (f" ×{record.members}" if record.members > 1 else "")
 
 
 def _address(record: ServerRecord) -> str:

@@ -157,6 +157,7 @@ def _server_json(seen: Observation, status: ModelStatus, server: ServerStatus) -
         "quant": record.quant,
         "dtype": record.dtype,
         "device": record.device,
+        "members": record.members,
         "adapters": list(record.adapters),
         "address": record.addresses[0] if record.addresses else "",
         "pinned": record.pinned,

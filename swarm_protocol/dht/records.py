@@ -99,6 +99,7 @@ class ServerRecord:
     relay_address: str = ""
     weights: bytes = b""  # digest of the manifest of the files that the server offers
     joins: bool = False  # it computes positions that attend to later ones; see ``BlockInput.joined``
+    members: int = 1  # processes or devices that compute each block together; the speeds are those of all of them
     token: bytes = field(default=b"", repr=False)  # shown by a member of a private swarm
     expires_at: float = field(default=inf, compare=False)  # DHT time (Unix, in seconds); known from the DHT, not sent
 
@@ -142,6 +143,7 @@ class ServerRecord:
             relay_address=self.relay_address,
             weights=self.weights,
             joins=self.joins,
+            members=0 if self.members == 1 else self.members,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 
@@ -191,6 +193,7 @@ class ServerRecord:
             relay_address=message.relay_address,
             weights=message.weights,
             joins=message.joins,
+            members=max(1, message.members),
         )
 
     @classmethod

@@ -720,7 +720,7 @@ class Work(_message.Message):
     def __init__(self, decoded: _Optional[int] = ..., prompts: _Optional[int] = ..., passes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class ServerRecord(_message.Message):
-    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "work", "cache_tokens", "token", "codecs", "relay_address", "weights", "joins")
+    __slots__ = ("peer_id", "wire_version", "software_version", "addresses", "model", "revision", "num_blocks", "blocks", "state", "quant", "dtype", "tokens_per_s", "cache_tokens_left", "queue_delay_s", "tls_fingerprint", "next_hop_rtts_s", "adapters", "max_request_bytes", "forward_tokens_per_s", "network_tokens_per_s", "pinned", "next_blocks", "device", "work", "cache_tokens", "token", "codecs", "relay_address", "weights", "joins", "members")
     class NextHopRttsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -758,6 +758,7 @@ class ServerRecord(_message.Message):
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     wire_version: int
     software_version: str
@@ -788,7 +789,8 @@ class ServerRecord(_message.Message):
     relay_address: str
     weights: bytes
     joins: bool
-    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., cache_tokens: _Optional[int] = ..., token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[_Union[Codec, str]]] = ..., relay_address: _Optional[str] = ..., weights: _Optional[bytes] = ..., joins: bool = ...) -> None: ...
+    members: int
+    def __init__(self, peer_id: _Optional[str] = ..., wire_version: _Optional[int] = ..., software_version: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., num_blocks: _Optional[int] = ..., blocks: _Optional[_Union[Span, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., quant: _Optional[str] = ..., dtype: _Optional[str] = ..., tokens_per_s: _Optional[float] = ..., cache_tokens_left: _Optional[int] = ..., queue_delay_s: _Optional[float] = ..., tls_fingerprint: _Optional[bytes] = ..., next_hop_rtts_s: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., max_request_bytes: _Optional[int] = ..., forward_tokens_per_s: _Optional[float] = ..., network_tokens_per_s: _Optional[float] = ..., pinned: bool = ..., next_blocks: _Optional[_Union[Span, _Mapping]] = ..., device: _Optional[str] = ..., work: _Optional[_Union[Work, _Mapping]] = ..., cache_tokens: _Optional[int] = ..., token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[_Union[Codec, str]]] = ..., relay_address: _Optional[str] = ..., weights: _Optional[bytes] = ..., joins: bool = ..., members: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("swarm_key", "id", "role", "name", "peer_id", "granted_at", "expires_at")

@@ -80,6 +80,7 @@ class Joined:
             quant=config.quant,
             dtype=str(self.starting.dtype).removeprefix("torch."),
             device=self.starting.devices[0].type,
+            members=config.members,
             tls_fingerprint=self.tls_fingerprint,
             software_version=metadata.version("swarm-lm"),
             pinned=config.blocks is not None,

@@ -137,7 +137,7 @@ function details(peerId) {
     Load: milliseconds(server.queue_delay_s),
     "KV room": `${count(server.kv_tokens_free)} of ${count(server.kv_tokens)} tokens free`,
     "Round trip": milliseconds(server.rtt_s),
-    Computes: `${server.quant}, ${server.dtype}, ${server.device}`,
+    Computes: `${server.quant}, ${server.dtype}, ${server.device}${server.members > 1 ? `, a group of ${server.members}` : ""}`,
     Version: `${server.version || NONE}, wire ${server.wire_version}`,
     Up: duration(server.uptime_s),
     Contributed: `${count(server.contributed_tokens)} tokens`,

@@ -16,7 +16,7 @@ const COLUMNS = [
   ["RTT", (s) => milliseconds(s.rtt_s), (s) => s.rtt_s, "round trip from this gateway"],
   ["Up", (s) => duration(s.uptime_s), (s) => s.uptime_s, "since it was started"],
   ["Contributed", (s) => count(s.contributed_tokens), (s) => s.contributed_tokens, "tokens, as if it held the whole model; as the server itself counts"],
-  ["Quant", (s) => `${text(s.quant)} ${s.device}`, (s) => s.quant, "quantisation, and what computes"],
+  ["Quant", (s) => `${text(s.quant)} ${s.device}${s.members > 1 ? ` ×${s.members}` : ""}`, (s) => s.quant, "quantisation, what computes, and how many members of a group"],
   ["Version", (s) => text(s.version), (s) => s.version, ""],
   ["Adapters", (s) => s.adapters.join(", ") || NONE, (s) => s.adapters.length, ""],
   ["Address", (s) => text(s.address), (s) => s.address, ""],

@@ -187,6 +187,11 @@ def test_blocks_of_deep_models_share_columns(width):
     assert all(len(line) <= width for line in lines[:-1])
 
 
+def test_a_group_is_seen():
+    lines = shown(model(server("aaaaaa", "0:10", quant="int8", members=2), server("bbbbbb", "10:20")), width=140)
+    assert "int8 ×2" in line_of(lines, "…aaaaaa") and "×" not in line_of(lines, "…bbbbbb")
+
+
 def test_strangers_do_not_steer_the_terminal():
     evil = model(server("aaaaaa", "0:10", quant="\x1b[2J", addresses=("\r\x07",)))
     lines = shown(dataclasses.replace(evil, model="\x1b]0;title\x07"), width=140)

@@ -62,6 +62,7 @@ records = st.builds(
     relay_address=texts,
     weights=st.binary(max_size=32),
     joins=st.booleans(),
+    members=st.integers(1, 2**32 - 1),
     work=st.builds(
         WorkTotals, st.integers(0, 2**50), st.integers(0, 2**50), st.integers(0, 2**50), st.floats(2e7, 1e9, width=32)
     ),
@@ -78,10 +79,11 @@ def test_every_field_of_the_contract_is_written() -> None:
         revision="r", quant="int8", cache_tokens_left=1, queue_delay_s=0.5, tls_fingerprint=b"f", adapters=("a",),
         next_hop_rtts_s={"other": 0.25}, software_version="1", forward_tokens_per_s=2.0, network_tokens_per_s=3.0,
         pinned=True, next_span=Span(1, 2), token=b"t", work=WorkTotals(1, 2, 3, 4.0), cache_tokens=9, codecs=("int4",),
-        relay_address="/ip4/192.0.2.1/tcp/1/p2p/QmRelay", weights=b"w", joins=True,
+        relay_address="/ip4/192.0.2.1/tcp/1/p2p/QmRelay", weights=b"w", joins=True, members=2,
     )  # fmt: skip
     written = {field.name for field, _ in record.to_proto().ListFields()}
     assert written == {field.name for field in pb.ServerRecord.DESCRIPTOR.fields}
+    assert not server_record().to_proto().members  # what it was before there were groups
 
 
 def malformed(**fields: object) -> bytes:

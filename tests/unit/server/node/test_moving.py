@@ -281,6 +281,9 @@ class TestPresence:
         assert (record.tokens_per_s, record.cache_tokens_left, record.next_hop_rtts_s) == (20.0, 7, {"near": 0.01})
         assert record.network_tokens_per_s == 4096.0 / (4 * 16)
 
+    def test_the_record_says_how_many_members_a_group_has(self) -> None:
+        assert [Life(**config).presence.record().members for config in ({}, dict(group_size=3))] == [1, 3]
+
     def test_a_given_throughput_is_not_limited_by_the_network(self) -> None:
         life = Life(throughput=5.0)
         life.serve()
