@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 import grpc
@@ -23,6 +23,7 @@ _TIMEOUT_S = 3.0
 _FIRST_ECHO_BYTES, _MOST_ECHO_BYTES = 16 * 1024, 256 * 1024
 _ECHO_TIMEOUT_S = 10.0
 _ECHOES = 2  # of each size
+_SHORTEST_OF = 8  # round trips
 _QUICK_S = 0.1  # sending a payload must take longer than round trips vary
 _LEAST_S = 1e-5
 _MAX_ECHOES = 2  # servers whose bandwidth is measured
@@ -92,6 +93,15 @@ class NetworkProbe:
             if server.peer_id in silent or server.expires_at <= self._silent.get(server.peer_id, -inf)
         }
         return SwarmView(tuple(server for server in present if server.peer_id not in silent))
+
+    async def shortest_rtts_s(self, servers: Sequence[ServerRecord]) -> dict[str, float]:
+        """Return the shortest of several round-trip times to each server that answers, by peer id, one by one."""
+        found = {}
+        for server in servers:
+            rtts_s = [await self._rtt_s(server) for _ in range(_SHORTEST_OF)]
+            if None not in rtts_s:
+                found[server.peer_id] = min(filter(None, rtts_s))
+        return found
 
     async def _rtt_s(self, server: ServerRecord) -> float | None:
         """Return the round-trip time, or None if the server does not answer."""

@@ -31,6 +31,7 @@ from swarm_server.blocks.weight_cache import WeightCache
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
+from swarm_server.engine.preloaded import load_adapters
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.engine.ways import can_join
@@ -44,7 +45,6 @@ from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.memory import available_bytes, hosted_bytes
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
-from swarm_server.node.preloaded import load_adapters
 from swarm_server.placement.device_split import split_span
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.services import SpanServices

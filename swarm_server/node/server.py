@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from swarm_models.sharing.obtaining import SharingSwarm, open_from_swarm
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.records import REFRESH_S, ServerRecord
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
@@ -36,9 +38,11 @@ from swarm_server.blocks.products import described, multiplied_by
 from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
+from swarm_server.engine.preloaded import check_adapters
 from swarm_server.group.links import GroupEnded
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.heap import HeapTrimmer
+from swarm_server.machine.memory import hosted_bytes
 from swarm_server.metrics.live_line import LiveLine, has_live_line, keep_live_line
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.network_probe import NetworkProbe
@@ -47,8 +51,8 @@ from swarm_server.node.addresses import bind
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from swarm_server.node.joining import SwarmMembership, join
 from swarm_server.node.moving import PeerMonitor, SpanMover, num_hosted
-from swarm_server.node.preloaded import check_adapters
 from swarm_server.node.presence import RecordPublisher
+from swarm_server.node.proposing import could_lead, group_proposal, near_servers
 from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
 from swarm_server.reach.reach import Reach
@@ -140,6 +144,8 @@ class Server:
                 line = LiveLine(sys.stderr)
                 showing = asyncio.ensure_future(keep_live_line(line, presence.record, lambda: presence.sessions))
                 cleanup.push_async_callback(end_tasks, [showing])
+            proposing = asyncio.ensure_future(_propose_group(joined, presence.record(), monitor, network_probe))
+            cleanup.push_async_callback(end_tasks, [proposing])
             await self._serve(presence, mover, judge, [losing_daemon, losing_group])
             await mover.drain()
         for losing in (losing_daemon, losing_group):
@@ -289,11 +295,29 @@ def _model_flag(asked: str, served: str) -> str:
     return "" if asked == ServerConfig.model else f" --model {shlex.quote(asked)}"
 
 
+def _same_swarm(config: ServerConfig, served: str) -> str:
+    """Return the flags by which other commands select the same model and swarm."""
+    return _model_flag(config.model, served) + ("" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}")
+
+
+async def _propose_group(joined: Joined, own: ServerRecord, monitor: PeerMonitor, probe: NetworkProbe) -> None:
+    """Log a proposal if near servers of the swarm would be faster as a group with this one."""
+    with logged_errors(_logger, "whether a group would be faster could not be found out"):
+        config, checkpoint = joined.starting.config, joined.starting.checkpoint
+        if not could_lead(own):
+            return
+        near = near_servers(own, (await monitor.view(own)).servers)
+        block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
+        rtts_s = await probe.shortest_rtts_s(near)
+        proposal = group_proposal(own, near, rtts_s, block_bytes, checkpoint.family.hidden_size)
+        if proposal is not None:
+            _logger.info("%s", proposal.sentence(typed("server") + _same_swarm(config, own.model)))
+
+
 async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: int) -> None:
     config, membership = joined.starting.config, joined.membership
     peer = (await membership.dht.addresses())[0]
-    swarm = "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
-    model = _model_flag(config.model, record.model)
+    same = _same_swarm(config, record.model)
     fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))
@@ -316,7 +340,7 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
         _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")
     else:
         known = peer if membership.dht.serves_others else membership.members()[0]
-        _logger.info("on the next machine: %s%s%s --initial-peers %s", typed("server"), model, swarm, known)
+        _logger.info("on the next machine: %s%s --initial-peers %s", typed("server"), same, known)
     if joined.starting.access.control is not None:
         _logger.info("only members of swarm %s are let in", joined.starting.access.control.swarm_key)
-    _logger.info('try it: %s%s%s "Return a list of"', typed("generate"), model, swarm)
+    _logger.info('try it: %s%s "Return a list of"', typed("generate"), same)

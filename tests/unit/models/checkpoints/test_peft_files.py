@@ -17,7 +17,7 @@ from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.peft_files import CONFIG_NAME, WEIGHTS_NAME, named_patterns, read_adapter
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.span import Span
-from swarm_server.node.preloaded import check_adapters
+from swarm_server.engine.preloaded import check_adapters
 from tests.adapted import LocalModel
 from tests.unit.client.adapters.test_lora import TARGETS
 from tests.zoo import BLOCKS, make_config, save_checkpoint

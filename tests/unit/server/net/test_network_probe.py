@@ -116,3 +116,15 @@ def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
     probe = run_virtually(story())
     assert max(map(len, asked[1:])) == MAX_ANNOUNCED + 2
     assert min(probe.rtts_s, key=probe.rtts_s.__getitem__) == "other7"
+
+
+def test_the_shortest_of_several_round_trips_counts() -> None:
+    async def story(line: Line) -> dict[str, float]:
+        loop: Any = asyncio.get_running_loop()
+        with patch.object(time, "perf_counter", loop.time):
+            return await NetworkProbe(line).shortest_rtts_s([OTHER])  # type: ignore[arg-type]
+
+    assert run_virtually(story(Line(MBIT, 0.05, delays_s=[0.3, 0.1]))) == {"other": pytest.approx(0.05)}
+    gone = Line(MBIT)
+    gone.is_gone = True
+    assert run_virtually(story(gone)) == {}
