@@ -33,11 +33,11 @@ class ActivationLimit:
 
     def __enter__(self) -> ActivationLimit:
         self._hooks.__enter__()
-        _active.limit = self
+        _active.begin(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _active.limit = None
+        _active.end()
         self._hooks.__exit__(*exception)
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -54,15 +54,28 @@ class ActivationLimit:
         return None if self.exceeded else tensor.detach()
 
 
-_active = threading.local()  # ``limit``: the one that counts in this thread at present, or None
+class _ActiveLimit(threading.local):
+    """The limit that counts in a thread at present, or None."""
+
+    def __init__(self) -> None:
+        self.limit: ActivationLimit | None = None
+
+    def begin(self, limit: ActivationLimit) -> None:
+        assert self.limit is None, "only one limit counts at a time"
+        self.limit = limit
+
+    def end(self) -> None:
+        self.limit = None
+
+
+_active = _ActiveLimit()
 _NODE_BYTES = 1024  # about what autograd takes to save a tensor, besides the tensor's memory
 
 
 def count_saved(tensor: torch.Tensor) -> None:
     """Count a tensor that a layer keeps for its backward pass where autograd does not see it."""
-    limit = getattr(_active, "limit", None)
-    if limit is not None:
-        limit.count(tensor)
+    if _active.limit is not None:
+        _active.limit.count(tensor)
 
 
 def _unpack(packed: torch.Tensor | None) -> torch.Tensor:

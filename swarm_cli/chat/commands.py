@@ -92,7 +92,7 @@ def _named(choice: ModelChoice) -> str:
 
 def _system(chat: Chat, text: str, say: Say) -> None:
     if text:
-        chat.conversation.system = "" if text == NONE else text
+        chat.conversation.set_system("" if text == NONE else text)
     else:
         say(chat.conversation.system or "there is no system prompt")
 
@@ -109,7 +109,7 @@ def _save_over(chat: Chat, name: str, say: Say) -> None:
 
 def _load(chat: Chat, name: str, say: Say) -> None:
     messages = transcript.load(Path(name).expanduser())
-    chat.conversation.messages = messages
+    chat.conversation.load(messages)
     if chat.conversation.system and not chat.conversation.has_template:
         say("this model has no chat template: the system prompt is left out")
     say(f"{sum(message['role'] == 'user' for message in messages)} turns, which the model reads at the next one")

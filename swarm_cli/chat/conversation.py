@@ -108,11 +108,11 @@ class Conversation:
 
     @property
     def system(self) -> str:
-        """Return the system prompt, or an empty string. Setting one raises ValueError if the template takes none."""
+        """Return the system prompt, or an empty string."""
         return self._system
 
-    @system.setter
-    def system(self, text: str) -> None:
+    def set_system(self, text: str) -> None:
+        """Set the system prompt. Raise ValueError if the template takes none."""
         if text and not self.has_template:
             raise ValueError("this model has no chat template, and so takes no system prompt")
         if text:
@@ -129,8 +129,8 @@ class Conversation:
         """Return the system prompt, if there is one, and all turns."""
         return self._with_system(self._messages, always=True)
 
-    @messages.setter
-    def messages(self, messages: list[Message]) -> None:
+    def load(self, messages: list[Message]) -> None:
+        """Replace the system prompt and all turns."""
         self._system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
         self._replace([message for message in messages if message["role"] != "system"])
 

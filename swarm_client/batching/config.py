@@ -36,15 +36,12 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     stock: Any = model
     if not request.prompt:
         raise RequestRejected("the prompt is empty: expected at least one token")
-    given = copy.deepcopy(request.config)
-    writes_nothing = given.max_new_tokens == 0
-    if writes_nothing:
-        given.max_new_tokens = 1  # because ``generate`` does not know 0
+    writes_nothing = request.config.max_new_tokens == 0
+    given = with_values(request.config, **({"max_new_tokens": 1} if writes_nothing else {}))  # ``generate`` knows no 0
     config: Any = stock._prepare_generation_config(given)[0]
     _require_batched(config)
-    if writes_nothing:
-        config.max_new_tokens = 0
-    total, limit = len(request.prompt) + config.max_new_tokens, model.blocks.max_positions
+    num_new = 0 if writes_nothing else config.max_new_tokens
+    total, limit = len(request.prompt) + num_new, model.blocks.max_positions
     if limit is not None and total > limit:
         raise RequestRejected(
             f"prompt and new tokens need {total} positions, but the model has {limit}: shorten the prompt or ask "
@@ -53,12 +50,20 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     vocabulary = stock.get_input_embeddings().num_embeddings
     if not all(0 <= token_id < vocabulary for token_id in request.prompt):
         raise RequestRejected(f"token ids must be from 0 to {vocabulary - 1}")
-    config.max_length = total
+    values: dict[str, Any] = {"max_new_tokens": num_new, "max_length": total}
     if config.min_new_tokens is not None:
-        config.min_length = len(request.prompt) + config.min_new_tokens
-    config.eos_token_id = config.eos_token_id or None  # an empty list has no token for padding
-    stock._prepare_special_tokens(config, True, device="cpu")
-    return config  # type: ignore[no-any-return]
+        values["min_length"] = len(request.prompt) + config.min_new_tokens
+    values["eos_token_id"] = config.eos_token_id or None  # an empty list has no token for padding
+    checked = with_values(config, **values)
+    stock._prepare_special_tokens(checked, True, device="cpu")
+    return checked
+
+
+def with_values(config: GenerationConfig, **values: Any) -> GenerationConfig:
+    """Return a copy of ``config`` with these values, as they are: ``GenerationConfig.update`` refuses 0 new tokens."""
+    copied = copy.deepcopy(config)
+    vars(copied).update(values)
+    return copied
 
 
 def _require_batched(config: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swarm_models.kernels.int8_linear import Int8Linear
+from swarm_models.kernels.int8_linear import Int8Linear, fastest, quantize_rows
 
 
 class Int8Head(Int8Linear):
@@ -19,7 +19,9 @@ class Int8Head(Int8Linear):
     ``tied`` says whether the input embedding shared that weight. The embedding itself is not rounded.
     """
 
-    tied = False
+    def __init__(self, head: nn.Linear, tied: bool) -> None:
+        super().__init__(fastest()(*quantize_rows(head.weight.detach())), head.bias)
+        self.tied = tied
 
 
 def check_head_quant(head_quant: str, device: torch.device) -> None:
@@ -40,10 +42,8 @@ def quantize_head_(model: PreTrainedModel) -> None:
         raise ValueError(
             f"the head of this model is a {type(head).__name__}, expected a Linear: choose head_quant 'none'"
         )
-    int8 = Int8Head.from_float(head.weight, head.bias)
     embeddings: Any = model.get_input_embeddings()
-    int8.tied = head.weight is embeddings.weight
-    _replace(model, head, int8)
+    _replace(model, head, Int8Head(head, tied=head.weight is embeddings.weight))
 
 
 @contextmanager

@@ -233,9 +233,8 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             owner = family.owner_of(base)
             first = getattr(owner, family.blocks)[0]
             block_class = type(first)
-            blocks = _as(block_class, RemoteBlocks)(family.returns_tuple)
-            others = _as(block_class, BlockModule)
-            blocks.modules_in_place += [others(blocks, index) for index in range(1, family.num_blocks)]
+            others = _as(block_class, BlockModule), family.num_blocks - 1
+            blocks = _as(block_class, RemoteBlocks)(family.returns_tuple, *others)
             for module in blocks.modules_in_place:  # a family's own code may read a block's type
                 vars(module).update({name: value for name, value in vars(first).items() if isinstance(value, str)})
             setattr(owner, family.blocks, BlockList(blocks.modules_in_place))

@@ -108,7 +108,7 @@ def notes_on_training(model: RemoteModelMixin) -> list[str]:
     """Return what a command reports before it trains ``model``, and turn off the router logits in its config."""
     notes = [text] if (text := model.no_dropout.said(model.config)) else []
     if getattr(model.config, "output_router_logits", False):
-        model.config.output_router_logits = False
+        model.config.update({"output_router_logits": False})
         notes.append("the loss is without the routers' auxiliary part (output_router_logits in the model's config)")
     return notes
 

@@ -42,7 +42,7 @@ def _mask_facts(
 ) -> MaskFacts:
     """Return what servers need to know of the mask that transformers describes by these arguments."""
     mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(MaskFacts)
-    mask.padding, mask.joined = attention_mask, None
+    joined = None
     if mask_function is not None and q_length > 1:
         padding = prepare_padding_mask(attention_mask, q_length, q_offset)
 
@@ -50,7 +50,8 @@ def _mask_facts(
             seen = torch.as_tensor(mask_function(rows, 0, queries, keys))
             return seen if padding is None else seen & (padding[rows, queries] != 0) & (padding[rows, keys] != 0)
 
-        mask.joined = _joined(sees, batch_size, q_offset, q_length, device)
+        joined = _joined(sees, batch_size, q_offset, q_length, device)
+    mask.padding, mask.joined = attention_mask, joined
     return mask
 
 

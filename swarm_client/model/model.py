@@ -230,7 +230,9 @@ def _with_one_block(whole: PreTrainedConfig, text: PreTrainedConfig) -> PreTrain
     """Return a copy of ``whole`` in which the language model, whose config is ``text``, has one block."""
     one_block = slice_config(text, Span(0, 1))
     if hasattr(text, "layer_types"):
-        one_block.layer_types = text.layer_types  # the model makes a rotary embedding for every type of block
+        one_block.update(
+            {"layer_types": text.layer_types}
+        )  # the model makes a rotary embedding for every type of block
     if text is whole:
         return one_block
     name = next(name for name, part in vars(whole).items() if part is text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -205,12 +205,14 @@ class RemoteBlocks(BlockModule):
         modules_in_place: the modules that stand for the blocks, one for each block.
     """
 
-    def __init__(self, returns_tuple: bool) -> None:
+    def __init__(self, returns_tuple: bool, block_class: type[BlockModule], num_others: int) -> None:
+        """Create the modules of all blocks: this one, and ``num_others`` of ``block_class``."""
         BlockModule.__init__(self, self, 0)
         self.modules_in_place: list[BlockModule] = [self]
+        self.modules_in_place += [block_class(self, index) for index in range(1, num_others + 1)]
         self._returns_tuple = returns_tuple
         self._remote: list[RemoteSpan] = []  # in a list, so that it is not part of the module
-        self._context = threading.local()
+        self._context = _ForwardContext()
         self._salt = secrets.token_bytes(32)
         self.prompts: Prompts | None = None
         self.hollow: HollowBlocks | None = None
@@ -261,10 +263,9 @@ class RemoteBlocks(BlockModule):
         """
         modules = self.modules_in_place
         starts = starts_of(modules, every_block)
-        num_wanted = getattr(self._context, "num_wanted", None) if len(starts) == 1 else None
+        num_wanted = self._context.num_wanted if len(starts) == 1 else None
         starts = [block for block in starts if block < len(modules)]
-        self._context.has_virtual = self.prompts is not None and (session is None or not session.length)
-        self._context.value = ModelPass(
+        model_pass = ModelPass(
             self.remote,
             attention_mask,
             position_ids,
@@ -276,10 +277,11 @@ class RemoteBlocks(BlockModule):
             deep_stack,
             joined,
         )
+        self._context.begin(model_pass, self.prompts is not None and (session is None or not session.length))
 
     def end(self, output: Any) -> Any:
         """End the forward, and return its output without virtual tokens. ``output`` is None if the forward failed."""
-        ended, self._context.value = getattr(self._context, "value", None), None  # else the thread keeps a session
+        ended = self._context.end()
         if output is None:
             return None
         if ended is not None:
@@ -289,7 +291,7 @@ class RemoteBlocks(BlockModule):
     @torch.compiler.disable  # the compiler cannot look into coroutines
     def through(self, block: int, hidden: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, None]:
         """Return the output of this block's module for ``hidden``, [batch, new, hidden_size]; some return a tuple."""
-        model_pass = getattr(self._context, "value", None)
+        model_pass = self._context.model_pass
         if model_pass is None:
             raise RequestRejected(
                 f"block {block} is computed on servers: call model.blocks[{block}:{block + 1}](hidden), not the module "
@@ -298,11 +300,37 @@ class RemoteBlocks(BlockModule):
         output = model_pass.through(block, hidden)
         return (output, None) if self._returns_tuple else output
 
+    def only_last(self, num_wanted: int | None) -> AbstractContextManager[None]:
+        """Make sessions in this thread return only the last ``num_wanted`` positions, with zeros before; None: all."""
+        return self._context.only_last(num_wanted)
+
+
+class _ForwardContext(threading.local):
+    """The forward that a thread runs at present.
+
+    Attributes:
+        model_pass: its pass through the blocks; None between two forwards.
+        has_virtual: whether its output begins with virtual tokens.
+        num_wanted: how many of the last positions it needs; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.model_pass: ModelPass | None = None
+        self.has_virtual = False
+        self.num_wanted: int | None = None
+
+    def begin(self, model_pass: ModelPass, has_virtual: bool) -> None:
+        self.model_pass, self.has_virtual = model_pass, has_virtual
+
+    def end(self) -> ModelPass | None:
+        """Return the pass that ends, and drop it, because otherwise the thread would keep a session."""
+        ended, self.model_pass = self.model_pass, None
+        return ended
+
     @contextmanager
     def only_last(self, num_wanted: int | None) -> Iterator[None]:
-        """Make sessions in this thread return only the last ``num_wanted`` positions, with zeros before; None: all."""
-        self._context.num_wanted = num_wanted
+        self.num_wanted = num_wanted
         try:
             yield
         finally:
-            self._context.num_wanted = None
+            self.num_wanted = None

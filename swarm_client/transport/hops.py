@@ -327,10 +327,7 @@ class HopSession:
     async def reroute(self, to: HopSession, resend: Sequence[pb.Step], codec: pb.Codec) -> None:
         """Send outputs to another hop in this codec from now on, beginning with those of the steps in ``resend``."""
         self.route += 1  # counted even if the call fails: the server may have received it
-        key, route = self.session_key, self.route
-        onward = to.as_next()
-        onward.codec = codec
-        first = pb.RerouteRequest(session_key=key, next=onward, route=route)
+        first = pb.RerouteRequest(session_key=self.session_key, next=to.as_next(codec), route=self.route)
         more = [pb.RerouteRequest(resend=steps) for steps in in_messages(resend)]
         await self._server.reroute([first, *more], self.span, self._timeouts.open_s)
         self.held = False
@@ -341,9 +338,9 @@ class HopSession:
         request = pb.CopyRequest(session_key=self.session_key, to=to.as_next())
         await self._server.copy(request, self.span, timeout_s or self._timeouts.open_s)
 
-    def as_next(self) -> pb.NextHop:
-        """Return the address by which other servers reach this session."""
-        return next_hop(self.hop.server, self.session_key)
+    def as_next(self, codec: pb.Codec | None = None) -> pb.NextHop:
+        """Return where other servers reach this session. ``codec``: of what they send; None: as opened."""
+        return next_hop(self.hop.server, self.session_key, codec)
 
     async def _say_goodbye(self) -> None:
         async with self._writing:
@@ -430,6 +427,6 @@ class HopSession:
         return BadReply(f"server {server.short_id} answered out of turn", server.peer_id, self.hop.span)
 
 
-def next_hop(server: ServerRecord, session_key: bytes) -> pb.NextHop:
+def next_hop(server: ServerRecord, session_key: bytes, codec: pb.Codec | None = None) -> pb.NextHop:
     """Return how another server reaches a session on this one. The session's key itself is not passed on."""
-    return pb.NextHop(peer_id=server.peer_id, push_key=push_key_of(session_key))
+    return pb.NextHop(peer_id=server.peer_id, push_key=push_key_of(session_key), codec=codec)

@@ -328,24 +328,21 @@ class ServerConnection:
             summand: the sum to which the server may add the adapter's gradients; if it does, None is returned for them.
         """
         part = context.adapter.part(span)
-        expected = [hidden.header, *expected_grads(part)]
+        expected, codec = [hidden.header, *expected_grads(part)], grad.header.codec
 
         async def work(
             first: pb.BackwardRequest, parts: Sequence[bytes] = ()
         ) -> tuple[WireTensor, list[WireTensor] | None]:
-            first.codec = grad.header.codec
-            if summand is not None:
-                first.summand.CopyFrom(summand)
             return await watch(self._watched(self._passes.backward(span, first, parts, grad, expected), span))
 
         async def whole(name: pb.AdapterName | None) -> tuple[WireTensor, list[WireTensor] | None]:
             forward = self._forward_message(span, hidden, context, name)
-            return await work(pb.BackwardRequest(forward=forward), hidden.parts)
+            return await work(pb.BackwardRequest(forward=forward, codec=codec, summand=summand), hidden.parts)
 
         if kept_key:
             kept = pb.KeptForward(contract=self._contract(span), key=kept_key)
             with contextlib.suppress(CacheMiss):
-                return await work(pb.BackwardRequest(kept=kept))
+                return await work(pb.BackwardRequest(kept=kept, codec=codec, summand=summand))
         return await self._uploader.use(part, span, whole)
 
     async def take_sum(self, span: Span, request: pb.TakeSum, adapter: AdapterPart) -> list[WireTensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -27,7 +27,7 @@ class ToolCall:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
 
-@dataclass
+@dataclass(frozen=True)
 class AnswerPiece:
     """A piece of an answer."""
 
@@ -101,9 +101,7 @@ class AnswerReader:
         if self._parser is None:
             return AnswerPiece()
         found = self._read(self._parser, None)
-        if is_cut and self._is_part_of_call(found.text):
-            found.text = ""
-        return found
+        return replace(found, text="") if is_cut and self._is_part_of_call(found.text) else found
 
     def _is_part_of_call(self, text: str) -> bool:
         """Return whether ``text`` is the beginning of a call, rather than JSON that the user asked for."""
@@ -118,11 +116,12 @@ class AnswerReader:
                 if event["type"] == "region_open":
                     self._open(event["field"])
                 elif event["type"] == "region_chunk":
-                    self._add(event["field"], event["text"], found)
+                    found += self._chunk(event["field"], event["text"])
                 else:
-                    self._close(event["field"], event["value"], found, is_marked=text is not None)
+                    found += self._close(event["field"], event["value"], is_marked=text is not None)
         except (ValueError, KeyError):  # this is no call, and everything that follows is text
-            self._parser, found.text = None, found.text + self._unread
+            self._parser = None
+            found += AnswerPiece(self._unread)
         return found
 
     def _open(self, region: str) -> None:
@@ -130,36 +129,38 @@ class AnswerReader:
         if region not in (_TEXT, _CALLS):  # the text of a call is kept until it is known to be one
             self._unread = ""
 
-    def _add(self, region: str, text: str, found: AnswerPiece) -> None:
-        """Add text from a region to ``found``."""
+    def _chunk(self, region: str, text: str) -> AnswerPiece:
+        """Return what text from a region adds to the answer."""
         if region == _CALLS:
-            return
+            return AnswerPiece()
         self._unread = self._unread[len(text) :]
         if region == _REASONING:
             text = self._space + text if self._has_thought else text.lstrip()
             said = text.rstrip()
             self._has_thought |= bool(said)
             self._space = text[len(said) :]
-            found.reasoning += said
-        elif region in (_TEXT, _ANSWER):
+            return AnswerPiece(reasoning=said)
+        if region in (_TEXT, _ANSWER):
             text = text.lstrip() if self._skips_space else text
             self._skips_space &= not text
-            found.text += text
+            return AnswerPiece(text)
+        return AnswerPiece()
 
-    def _close(self, region: str, value: Any, found: AnswerPiece, *, is_marked: bool) -> None:
-        """Add what a region means as a whole to ``found``. Raise ValueError if it should be a call and is none.
+    def _close(self, region: str, value: Any, *, is_marked: bool) -> AnswerPiece:
+        """Return what a region means as a whole. Raise ValueError if it should be a call and is none.
 
         ``is_marked`` says that the text has the region's end: only JSON shows without this that it is complete.
         """
-        self._region = _TEXT
+        self._region, calls = _TEXT, []
         if region == _CALLS:
             if not (is_marked or self._calls_are_json):
                 raise ValueError("the call is not complete")
-            found.calls += self._calls(value)
+            calls = self._calls(value)
         if region == _REASONING:
             self._space, self._skips_space = "\n\n", True  # before more reasoning, and before text
         if region != _TEXT:
             self._unread = ""
+        return AnswerPiece(calls=calls)
 
     def _calls(self, value: Any) -> list[ToolCall]:
         """Return the calls in a region. Raise ValueError if it contains anything else."""

@@ -172,9 +172,16 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
             self.should_exit = True
 
     # Uvicorn's own logging would write a line for each request.
-    options = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="on", ws="none")
-    options.timeout_graceful_shutdown = _DRAIN_S
-    options.http = protocol_of(IncomingRequests.of_this_process())
+    options = uvicorn.Config(
+        app,
+        http=protocol_of(IncomingRequests.of_this_process()),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_DRAIN_S,
+    )
     server = GatewayServer(options)
     with signals.held(server.end):
         server.run([listener])

@@ -86,5 +86,5 @@ def _read_line(number: int, text: bytes, endpoint: str) -> BatchLine:
     if getattr(asked, "stream", False):
         raise ApiError(400, "answers in a batch are no streams: leave stream out", param="body.stream")
     if not isinstance(asked, EmbeddingRequest):
-        asked.service_tier = "flex"
+        asked = asked.model_copy(update={"service_tier": "flex"})
     return BatchLine(number, line.custom_id, asked, len(text))

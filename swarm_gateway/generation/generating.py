@@ -132,7 +132,7 @@ class _Writer:
         if reason is not None:
             piece += self._reader.end(is_cut=reason == "length")
         if piece.calls and not self._reader.several:
-            piece.calls, reason = piece.calls[:1], "stop"
+            return replace(piece, calls=piece.calls[:1]), "stop"
         return piece, reason
 
 

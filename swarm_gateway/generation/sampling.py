@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
 
+from swarm_client.batching.config import with_values
 from swarm_client.batching.request import Request
 from swarm_client.generation.templates import first_tokens
 from swarm_gateway.generation.conversation import conversation_text, grammar_of
@@ -68,11 +69,11 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
     grammar = grammar_of(asked, model, prompts[0][0]) if isinstance(asked, ChatRequest) else None
     requests: list[Request] = []
     for prompt, pictures in prompts:
-        config = generation_config(asked, model.generation_config)
-        config.max_new_tokens = _num_tokens(asked, model, len(prompt))
-        processors = _processors(asked, bias, len(prompt))
+        values: dict[str, Any] = {"max_new_tokens": _num_tokens(asked, model, len(prompt))}
         if grammar is not None:
-            config.eos_token_id = [*grammar.end_ids, *asked.stop_token_ids]
+            values["eos_token_id"] = [*grammar.end_ids, *asked.stop_token_ids]
+        config = with_values(generation_config(asked, model.generation_config), **values)
+        processors = _processors(asked, bias, len(prompt))
         token_ids = tuple(prompt)
         requests += [
             Request(
@@ -142,21 +143,23 @@ def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationCon
 
     A temperature of 0 takes the likeliest token. No temperature does the same if ``own`` says not to sample.
     """
-    config = copy.deepcopy(own)
+    values: dict[str, Any] = {}
     repetition_penalty = asked.repetition_penalty or asked.repeat_penalty
     if repetition_penalty is not None:
-        config.repetition_penalty = repetition_penalty
+        values["repetition_penalty"] = repetition_penalty
     if asked.ignore_eos or asked.stop_token_ids:
-        config.eos_token_id = [*([] if asked.ignore_eos else end_ids(own)), *asked.stop_token_ids]
-    config.do_sample = asked.temperature != 0 and not (asked.temperature is None and own.do_sample is False)
-    if not config.do_sample:
-        config.temperature = config.top_p = config.top_k = config.min_p = None
-        return config
-    config.temperature = _first(asked.temperature, own.temperature, 1.0)
-    config.top_p = _first(asked.top_p, own.top_p, 1.0)
-    config.top_k = max(0, int(_first(asked.top_k, own.top_k, 0)))
-    config.min_p = asked.min_p if asked.min_p is not None else own.min_p
-    return config
+        values["eos_token_id"] = [*([] if asked.ignore_eos else end_ids(own)), *asked.stop_token_ids]
+    if asked.temperature == 0 or (asked.temperature is None and own.do_sample is False):
+        return with_values(own, **values, do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None)
+    return with_values(
+        own,
+        **values,
+        do_sample=True,
+        temperature=_first(asked.temperature, own.temperature, 1.0),
+        top_p=_first(asked.top_p, own.top_p, 1.0),
+        top_k=max(0, int(_first(asked.top_k, own.top_k, 0))),
+        min_p=asked.min_p if asked.min_p is not None else own.min_p,
+    )
 
 
 def _first(*values: float | None) -> float:

@@ -143,7 +143,7 @@ def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
             computed[name] = getattr(config, name)[span.start : span.end]
     if computed:
         sliced.__class__ = type(type(config).__name__, (type(config),), computed)
-    sliced.num_hidden_layers = len(span)
+    sliced.update({"num_hidden_layers": len(span)})
     return sliced
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm_models.kernels.library import kernel
+from swarm_models.kernels.library import declare, instruction_sets, kernel
 
 _ROWS: list[type] = [c_void_p, c_void_p, c_long, c_void_p, c_void_p]
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -80,16 +80,9 @@ class AttentionKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind the functions; raise AttributeError if the library was compiled without attention."""
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+        declare(library, _SIGNATURES)
         self._store, self._attend = library.swarm_store, library.swarm_attend
-        self._numbers: dict[str, int] = {}
-        number = 0
-        while (isa := library.swarm_attention_isa_name(number)) is not None:
-            if library.swarm_attention_isa_runs_here(number):
-                self._numbers[isa.decode()] = number
-            number += 1
+        self._numbers = instruction_sets(library.swarm_attention_isa_name, library.swarm_attention_isa_runs_here)
         self.names = list(self._numbers)
         self.choose(self.names[0])
 

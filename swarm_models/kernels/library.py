@@ -6,8 +6,9 @@ import ctypes
 import functools
 import importlib.machinery
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_int, c_long, c_void_p
+from itertools import count, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,19 @@ class Address(NamedTuple):
     scale: int
 
 
+def declare(library: ctypes.CDLL, signatures: Mapping[str, tuple[type | None, list[type]]]) -> None:
+    """Declare the results and arguments of functions; raise AttributeError if the library lacks one of them."""
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def instruction_sets(name_of: Callable[[int], bytes | None], runs_here: Callable[[int], int]) -> dict[str, int]:
+    """Return the numbers of the instruction sets that run here, by name, best first."""
+    names = takewhile(lambda name: name is not None, map(name_of, count()))
+    return {name.decode(): number for number, name in enumerate(names) if name is not None and runs_here(number)}
+
+
 class Kernel:
     """The compiled functions, and the instruction set to use.
 
@@ -48,16 +62,9 @@ class Kernel:
     def __init__(self, path: Path) -> None:
         """Load the library; raise OSError or AttributeError if it is no library, or of another version."""
         library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+        declare(library, _SIGNATURES)
         self._library = self.library = library
-        self._numbers: dict[str, int] = {}
-        number = 0
-        while (name := library.swarm_isa_name(number)) is not None:
-            if library.swarm_isa_runs_here(number):
-                self._numbers[name.decode()] = number
-            number += 1
+        self._numbers = instruction_sets(library.swarm_isa_name, library.swarm_isa_runs_here)
         self.isa = next(iter(self._numbers.values()))
         gomp_parallel = _gomp_parallel()
         if gomp_parallel is not None:

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 
 from swarm_models.kernels.attention import attention_kernel
-from swarm_models.kernels.library import kernel
+from swarm_models.kernels.library import declare, kernel
 
 MAX_DIMENSIONS = 4
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "swarm_run_program": (c_long, [c_void_p, c_long, c_void_p, c_int, c_int, c_int, c_void_p])
+}
 
 
 class Opcode(enum.IntEnum):
@@ -118,8 +121,8 @@ def _function() -> ctypes._NamedFuncPointer | None:
     if compiled is None or attention_kernel() is None:
         return None
     try:
-        function = compiled.library.swarm_run_program
+        declare(compiled.library, _SIGNATURES)
     except AttributeError:  # the library is older than this file
         return None
-    function.restype, function.argtypes = c_long, [c_void_p, c_long, c_void_p, c_int, c_int, c_int, c_void_p]
+    function: ctypes._NamedFuncPointer = compiled.library.swarm_run_program
     return function

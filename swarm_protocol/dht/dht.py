@@ -172,8 +172,8 @@ class Dht:
     def serves_others(self) -> bool:
         return not self._node.protocol.client_mode
 
-    @serves_others.setter
-    def serves_others(self, serves: bool) -> None:
+    def serve_others(self, serves: bool) -> None:
+        """Set whether other nodes may query this node; a node that is not reachable should only query."""
         dht_node.set_serving(self._node, serves)
 
     def move(self, host: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 
@@ -46,14 +46,15 @@ class Places:
 class BandwidthBudget:
     """A budget of bytes per second for all its users, in the order of their requests."""
 
-    def __init__(self, bytes_per_s: float = inf) -> None:
-        self.bytes_per_s = bytes_per_s  # applies to later calls of ``take``
+    def __init__(self, bytes_per_s: Callable[[], float] = lambda: inf) -> None:
+        """Create the budget; ``bytes_per_s`` returns the present rate, which counts for bytes that are taken now."""
+        self._bytes_per_s = bytes_per_s
         self._free_s = -inf  # the time when all bytes taken so far have passed
         self.num_bytes = 0  # total
 
     async def take(self, num_bytes: int) -> None:
         """Wait until these bytes may pass. A cancelled call returns them to the budget."""
-        now_s, takes_s = asyncio.get_running_loop().time(), num_bytes / self.bytes_per_s
+        now_s, takes_s = asyncio.get_running_loop().time(), num_bytes / self._bytes_per_s()
         self.num_bytes += num_bytes
         self._free_s = max(self._free_s, now_s - _BURST_S) + takes_s
         if self._free_s > now_s:

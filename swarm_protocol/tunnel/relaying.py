@@ -52,7 +52,7 @@ class Relay:
     _tunnels: dict[str, set[Stream]] = field(default_factory=dict)  # to the servers
 
     def __post_init__(self) -> None:
-        self.budget = BandwidthBudget(self.limits.bytes_per_s or inf)
+        self.budget = BandwidthBudget(lambda: self.limits.bytes_per_s or inf)
         self._reservations = Places("servers behind this relay", self.limits.servers, _RESERVATIONS_OF_ONE)
         self._places = Places("tunnels through this relay", self.limits.tunnels, self.limits.tunnels_of_caller)
 

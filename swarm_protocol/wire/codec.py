@@ -50,28 +50,30 @@ def encode(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> tuple[pb.Tensor, l
     Raises:
         RequestRejected: the tensor's dtype has no wire form.
     """
+    data = _bytes_of(tensor, codec)
+    first, *more = parts_of(data) if data else [b""]
+    return _message(tensor, codec, len(data), first), more
+
+
+def encode_whole(tensor: torch.Tensor) -> pb.Tensor:
+    """Encode a tensor like ``encode``, with all its bytes in the one message."""
+    data = _bytes_of(tensor, pb.RAW)
+    return _message(tensor, pb.RAW, len(data), data)
+
+
+def _bytes_of(tensor: torch.Tensor, codec: pb.Codec) -> bytes:
     if tensor.dtype not in _WIRE_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
-    data = _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else _raw_bytes(tensor)
-    parts = parts_of(data)
-    wire = pb.Tensor(
-        dtype=_WIRE_DTYPES[tensor.dtype],
-        shape=tensor.shape,
-        codec=codec,
-        size_bytes=len(data),
-        data=next(parts, b""),
+    return _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else _raw_bytes(tensor)
+
+
+def _message(tensor: torch.Tensor, codec: pb.Codec, size_bytes: int, data: bytes) -> pb.Tensor:
+    return pb.Tensor(
+        dtype=_WIRE_DTYPES[tensor.dtype], shape=tensor.shape, codec=codec, size_bytes=size_bytes, data=data
     )
-    return wire, list(parts)
-
-
-def encode_whole(tensor: torch.Tensor) -> pb.Tensor:
-    """Encode a tensor like ``encode``, with all its bytes in the one message."""
-    wire, parts = encode(tensor)
-    wire.data = b"".join([wire.data, *parts])
-    return wire
 
 
 def parts_of(data: bytes) -> Iterator[bytes]:

@@ -91,6 +91,15 @@ class Counters:
         """Count a restart of the libp2p daemon."""
         self.daemon_restarts += 1
 
+    def run_block(self, *_call: object) -> None:
+        """Count a run of a block, as a hook of its module."""
+        self.blocks_run += 1
+
+    def finish(self, kind: str, seconds: float) -> None:
+        """Count a batch of the compute thread."""
+        self.batches += 1
+        self.compute_s[kind] += seconds
+
     def work(self) -> WorkTotals:
         """Return the work done, for the server's record."""
         done = self.block_positions

@@ -73,7 +73,7 @@ class Engine:
         self.meter: BatchMeter | None = None
         self.counters = Counters()
         for index in stack.span:
-            stack.original(index).register_forward_hook(self._count_block)
+            stack.original(index).register_forward_hook(self.counters.run_block)
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
         self._token_by_token = False
@@ -229,9 +229,6 @@ class Engine:
             num_blocks = max(len(work.session.blocks) for work in computed)
             num_rows = sum(work.num_rows for work in computed)
             self.meter.add(num_blocks, num_rows, num_tokens, seconds, len(computed))
-
-    def _count_block(self, *_call: object) -> None:
-        self.counters.blocks_run += 1
 
     def _count(self, batch: Collection[Prepared]) -> None:
         positions, num_rows = self.counters.positions, 0

@@ -62,7 +62,7 @@ class WorkItem:
     session: Session | None = None
     step: SessionStep | None = None
     call: Callable[[], Any] | None = None
-    submitted_s: float = 0.0
+    submitted_s: float = field(default_factory=time.monotonic)
     client: str = ""
     user: str = ""
     cost: int = 1
@@ -326,7 +326,6 @@ class Scheduler:
         self._thread.join()
 
     async def _submit(self, work: WorkItem) -> Any:
-        work.submitted_s = time.monotonic()
         with self._changed:
             if self._stopping:
                 raise PeerBusy("the server is shutting down")
@@ -371,8 +370,7 @@ class Scheduler:
 
     def _count(self, batch: list[WorkItem], seconds: float) -> None:
         kind = batch[0].kind
-        self._counters.batches += 1
-        self._counters.compute_s[kind.name.lower()] += seconds
+        self._counters.finish(kind.name.lower(), seconds)
         if batch[0].call is not None and kind is not WorkKind.TRAINING:
             return  # a short call says nothing about the pace of steps
         pace_s = seconds / max(1, sum(work.cost for work in batch))

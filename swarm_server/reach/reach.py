@@ -163,7 +163,7 @@ class Reach:
         wanted_relays, self._wants_relays = self._wants_relays, is_unreachable(said, direct)
         self._takes_tunnels = self._wants_relays and not is_unreachable(said, [libp2p])
         self.is_reachable = serves_others(said, direct, self.is_reachable)
-        self._dht.serves_others = serves_others(said, [libp2p], self._dht.serves_others)
+        self._dht.serve_others(serves_others(said, [libp2p], self._dht.serves_others))
         if self._wants_relays and not wanted_relays:
             _logger.warning(
                 "others cannot connect to this server at %s: it looks for relays among them; to be reached directly, "

@@ -69,14 +69,13 @@ async def forward(
         ]
         services.counters.positions["forward"] += _num_positions(asked.inputs.hidden)
         output = torch.cat(outputs)
-        first, *more = _in_parts(output, asked.codec)
+        encoded, statement = encode(output, asked.codec), None
         if asked.sign:
             if signer is None:
                 raise RequestRejected("this server makes no statements")
             statement = await asyncio.to_thread(signer.sign, asked.blocks, asked.inputs, output[0])
-            first.statement.CopyFrom(statement)
-        first.kept = kept is not None and services.training.keep(asked.keep_key, kept)
-        return [first, *more]
+        is_kept = kept is not None and services.training.keep(asked.keep_key, kept)
+        return _in_parts(*encoded, statement=statement, kept=is_kept)
 
 
 def _forward_rows(
@@ -108,16 +107,19 @@ async def backward(
     message = await incoming.first("forward", "kept", "take_sum")
     if message.WhichOneof("kind") == "take_sum":
         blocks = services.validator.blocks(message.take_sum.contract)
-        return [reply for sum_ in services.sums.take(message.take_sum, blocks, client) for reply in _in_parts(sum_)]
+        return [
+            reply for sum_ in services.sums.take(message.take_sum, blocks, client) for reply in _in_parts(*encode(sum_))
+        ]
     services.validator.codec(message.codec)
     if message.HasField("summand"):
         require_summand(message.summand)
     blocks, hidden_grad, of_adapter = await _go_back(services, client, incoming, request, message)
-    first, *more = _in_parts(hidden_grad, message.codec)
+    encoded, is_summed = encode(hidden_grad, message.codec), False
     if message.HasField("summand") and of_adapter:
-        first.summed = services.sums.add(message.summand, blocks, of_adapter, client)
-    grads = () if first.summed else of_adapter
-    return [first, *more, *(reply for grad in grads for reply in _in_parts(grad))]
+        is_summed = services.sums.add(message.summand, blocks, of_adapter, client)
+    grads = () if is_summed else of_adapter
+    replies = _in_parts(*encoded, summed=is_summed)
+    return [*replies, *(reply for grad in grads for reply in _in_parts(*encode(grad)))]
 
 
 async def _go_back(
@@ -240,6 +242,14 @@ def _block_input(validator: RequestValidator, message: pb.Forward, hidden: torch
     return BlockInput(hidden, mask, positions, message.packed, joined=joined)
 
 
-def _in_parts(tensor: torch.Tensor, codec: pb.Codec = pb.RAW) -> list[pb.TensorReply]:
-    wire, parts = encode(tensor, codec)
-    return [pb.TensorReply(output=wire), *(pb.TensorReply(more=part) for part in parts)]
+def _in_parts(
+    wire: pb.Tensor,
+    parts: Sequence[bytes],
+    *,
+    statement: pb.SignedStatement | None = None,
+    kept: bool = False,
+    summed: bool = False,
+) -> list[pb.TensorReply]:
+    """Return the messages of an encoded tensor. The first one also has what else the client is to know."""
+    first = pb.TensorReply(output=wire, statement=statement, kept=kept, summed=summed)
+    return [first, *(pb.TensorReply(more=part) for part in parts)]

@@ -84,7 +84,7 @@ class Offering:
         self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
         self._offered: _Offered | None = None
         self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # the places of these bytes, by digest
-        self._budget = BandwidthBudget()
+        self._budget = BandwidthBudget(self._bytes_per_s)
         self._places = Places("pieces of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
         self._offers = Places("offers of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
 
@@ -166,7 +166,7 @@ class Offering:
             held = {file.key: await self._held(offered, file) for file in offered.manifest.files}
             data = HeldPieces(offered.manifest, held).to_proto().SerializeToString()
             for part in parts_of(data):
-                await self._pass(len(part))
+                await self._budget.take(len(part))
                 yield part
 
     async def piece(self, caller: Caller, digest: bytes) -> AsyncGenerator[bytes, None]:
@@ -185,12 +185,8 @@ class Offering:
             end = index * PIECE_BYTES + file.piece_bytes(index)
             for at in range(index * PIECE_BYTES, end, _SENT_BYTES):
                 size_bytes = min(_SENT_BYTES, end - at)
-                await self._pass(size_bytes)
+                await self._budget.take(size_bytes)
                 yield await asyncio.to_thread(_read, self._path(offered, file), at, size_bytes)
-
-    async def _pass(self, size_bytes: int) -> None:
-        self._budget.bytes_per_s = self._bytes_per_s()
-        await self._budget.take(size_bytes)
 
     def _bytes_per_s(self) -> float:
         return rate_beside(self._load()) if self._rate is None else self._rate

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from swarm_training.optim.gradients import clear_gradients, set_gradients
+
 
 @dataclass(frozen=True)
 class LocalSteps:
@@ -55,8 +57,7 @@ class InnerSteps:
         """Take the gradients, which are means over ``samples`` samples, and clear them. Return False if they are left
         out, because they are not finite."""
         gradients = [None if each.grad is None else each.grad.detach() for each in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        clear_gradients(self._parameters)
         if not all(gradient is None or bool(torch.isfinite(gradient).all()) for gradient in gradients):
             return False
         self._samples += samples
@@ -68,13 +69,12 @@ class InnerSteps:
         """Step if the batch is complete. Return the samples of the step; 0: there was none."""
         if self._samples < self._local.batch_size:
             return 0
-        for parameter, mean in zip(self._parameters, self._means, strict=True):
-            parameter.grad = None if mean is None else mean.to(parameter.dtype)
+        pairs = zip(self._parameters, self._means, strict=True)
+        set_gradients(self._parameters, [None if mean is None else mean.to(own.dtype) for own, mean in pairs])
         if self._max_norm:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
         self._local.inner.step()
-        for parameter in self._parameters:
-            parameter.grad = None
+        clear_gradients(self._parameters)
         samples = self._samples
         self._clear()
         return samples

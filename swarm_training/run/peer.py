@@ -183,8 +183,7 @@ class TrainingPeer:
     ) -> None:
         """Offer the present state, which is that of a checkpoint, until this peer has loaded another one.
         ``evaluations``: as for ``found``."""
-        self._own_offer.digest = state_digest
-        self._own_offer.evaluations = (evaluations or EvaluationHistory()).up_to(moment.step)
+        self._own_offer.begin(moment, state_digest, evaluations)
         self.show_offers([OfferedCheckpoint(0, offer_of(moment, state_digest))])
 
     async def await_offers(self, addresses: Sequence[str]) -> None:
@@ -429,7 +428,7 @@ class TrainingPeer:
 
     def withdraw_offers(self) -> None:
         """Publish no checkpoints in ``stored`` any more, and give none."""
-        self._own_offer.digest = b""
+        self._own_offer.withdraw()
         if self.own.offers:
             self.show_offers(())
             self.stored.forget()

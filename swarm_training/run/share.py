@@ -42,7 +42,7 @@ class GradientAccumulator:
             None: nobody has reported a loss.
     """
 
-    def __init__(self, peer: TrainingPeer, state: TrainedState) -> None:
+    def __init__(self, peer: TrainingPeer, state: TrainedState, evaluation: Evaluation | None = None) -> None:
         self.samples = 0
         self.last_group: tuple[str, ...] = ()
         self.last_batch_size = 0
@@ -52,7 +52,7 @@ class GradientAccumulator:
         self._sum = torch.zeros(state.length)  # gradients times samples
         self._losses, self._loss_samples = NO_LOSS  # the sum of loss times samples, and the number of these samples
         self._computed = 0  # samples since the last call of ``report``
-        self.evaluation: Evaluation | None = None
+        self.evaluation = evaluation
 
     def add(self, samples: int, loss: float | None = None) -> None:
         """Take the parameters' gradients, which are means over ``samples`` samples, like ``loss``. Gradients that are
@@ -240,8 +240,15 @@ class LocalShare(GradientAccumulator):
     counted them already. Older ones are dropped, as gradients are.
     """
 
-    def __init__(self, peer: TrainingPeer, state: TrainedState, local: LocalSteps, max_norm: float = 0.0) -> None:
-        super().__init__(peer, state)
+    def __init__(
+        self,
+        peer: TrainingPeer,
+        state: TrainedState,
+        local: LocalSteps,
+        max_norm: float = 0.0,
+        evaluation: Evaluation | None = None,
+    ) -> None:
+        super().__init__(peer, state, evaluation)
         self._sum = torch.zeros(0)  # the sum of the steps is in the parameters
         self._inner = InnerSteps(local, state.parameters, max_norm)
         self._may_be_counted = False
@@ -327,8 +334,5 @@ def make_share(
     """Return the share of a peer that averages with a delay, or takes local steps, or does neither."""
     if local is not None:
         kind = DelayedLocalShare if config.delay else LocalShare
-        share: GradientAccumulator = kind(peer, state, local, config.max_norm)
-    else:
-        share = (DelayedShare if config.delay else GradientAccumulator)(peer, state)
-    share.evaluation = evaluation
-    return share
+        return kind(peer, state, local, config.max_norm, evaluation)
+    return (DelayedShare if config.delay else GradientAccumulator)(peer, state, evaluation)

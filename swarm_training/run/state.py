@@ -22,6 +22,7 @@ from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.core.moment import Moment
 from swarm_training.numerics.reproducible import exact_sum, squared_norm
+from swarm_training.optim.gradients import clear_gradients, set_gradients
 from swarm_training.optim.weight_average import AVERAGE, average_of, averaged_tensors, forget_averages, update_averages
 
 _PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
@@ -107,7 +108,7 @@ class TrainedState:
         for parameter, (start, stop) in self._spans():
             if parameter.grad is not None:
                 vector[start:stop].add_(parameter.grad.detach().reshape(-1).to("cpu", torch.float32), alpha=weight)
-                parameter.grad = None
+        clear_gradients(self.parameters)
 
     def squared_norm(self, gradient: Tensor, without: Collection[tuple[int, int]] = ()) -> tuple[float, ...]:
         """Return a gradient's squared norm without rounding it, as ``exact_sum`` does: all peers have the same bits.
@@ -130,17 +131,19 @@ class TrainedState:
             scale = min(1.0, self.max_norm / (sqrt(own) + _CLIP_EPSILON))
         with self._lock:
             self.restore()
-            for parameter, (start, stop) in self._spans():
-                part = gradient[start:stop].view(parameter.shape)
-                part = part if scale == 1.0 else part * scale
-                parameter.grad = part.to(parameter.device, parameter.dtype, copy=True)
+            set_gradients(self.parameters, (self._part_of(gradient, *each, scale) for each in self._spans()))
             self._optimizer.step()
             if self.average_decay:
                 update_averages(self._optimizer, self.parameters, self.average_decay)
             self._share()
             self.moment = replace(self.moment, step=self.step + 1)
-            for parameter in self.parameters:
-                parameter.grad = None
+            clear_gradients(self.parameters)
+
+    @staticmethod
+    def _part_of(gradient: Tensor, parameter: nn.Parameter, span: tuple[int, int], scale: float) -> Tensor:
+        """Return a copy of the part of a whole gradient that is for this parameter, times ``scale``."""
+        part = gradient[slice(*span)].view(parameter.shape)
+        return (part if scale == 1.0 else part * scale).to(parameter.device, parameter.dtype, copy=True)
 
     @torch.no_grad()
     def drift(self) -> Tensor:

@@ -106,6 +106,13 @@ class OwnOffer:
         self.digest = b""
         self.evaluations = EvaluationHistory()
 
+    def begin(self, moment: Moment, digest: bytes, evaluations: EvaluationHistory | None) -> None:
+        """Offer the present state, which is that of ``moment``, with the losses up to then."""
+        self.digest, self.evaluations = digest, (evaluations or EvaluationHistory()).up_to(moment.step)
+
+    def withdraw(self) -> None:
+        self.digest = b""
+
     def read(self, digest: bytes) -> bytes | None:
         return self._state.to_bytes()[1] if digest == self.digest else None
 

@@ -215,7 +215,8 @@ def test_a_conversation_is_saved_and_loaded(talk, tmp_path, continued):
     ],
 )
 def test_what_cannot_be_loaded_changes_nothing(talk, tmp_path, content, sentence):
-    talk.chat.conversation.messages = before = [{"role": r, "content": "x"} for r in ("system", "user", "assistant")]
+    before = [{"role": r, "content": "x"} for r in ("system", "user", "assistant")]
+    talk.chat.conversation.load(before)
     path = tmp_path / "talk.json"
     if content is not None:
         path.write_text(content)

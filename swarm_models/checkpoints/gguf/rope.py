@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import pi
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -16,19 +17,19 @@ OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def complete_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> None:
-    """Write the rope scaling of Llama 3.1 and later into ``config``, in place.
+def missing_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> dict[str, Any]:
+    """Return what ``config`` lacks: the rope scaling of Llama 3.1 and later, or nothing.
 
     Raises:
         UnsupportedModel: the file scales rotary embeddings in another way, which the config does not have.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
-        return
+        return {}
     _require_no_other_scaling(header, path)
     stored = header.tensors.get(FACTORS)
     if stored is None:
-        return
+        return {}
     if "rope_theta" not in rope or not stored.shape or 0 in stored.shape:
         raise UnsupportedModel(f"{path} holds {FACTORS}, which does not fit a model of type {config.model_type!r}")
     if TYPES[stored.type][0] != "F32":
@@ -38,7 +39,7 @@ def complete_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> N
     expected = _llama3_factors(len(factors), float(rope["rope_theta"]), **scaling)
     if not torch.allclose(factors, expected, rtol=1e-3):
         raise UnsupportedModel(f"{path} scales rotary embeddings by factors of its own: expected those of Llama 3.1")
-    config.rope_parameters = {**rope, "rope_type": "llama3", **scaling}
+    return {"rope_parameters": {**rope, "rope_type": "llama3", **scaling}}
 
 
 def _require_no_other_scaling(header: GgufHeader, path: Path) -> None:

@@ -21,7 +21,7 @@ from swarm_models.checkpoints.files import CheckpointFiles
 from swarm_models.checkpoints.formats.packed import PackedTensor
 from swarm_models.checkpoints.gguf.header import TYPES, GgufHeader, GgufTensor, read_header
 from swarm_models.checkpoints.gguf.names import ModelNames, model_names
-from swarm_models.checkpoints.gguf.rope import FACTORS, OTHER_FACTORS, complete_rope
+from swarm_models.checkpoints.gguf.rope import FACTORS, OTHER_FACTORS, missing_rope
 from swarm_models.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_protocol.failures import any_error_as, one_line
@@ -65,8 +65,8 @@ class GgufWeights:
             raise CheckpointError(f"{self._path} is damaged: it does not say its general.architecture")
         self.config = _read_config(self._path, first)
         if "output.weight" in stored and first.architecture not in _ALWAYS_TIED:
-            self.config.tie_word_embeddings = False  # transformers looks for it in the first file only
-        complete_rope(self.config, first, self._path)
+            self.config.update({"tie_word_embeddings": False})  # transformers looks for it in the first file only
+        self.config.update(missing_rope(self.config, first, self._path))
         self._model = _names_of(self.config, first.architecture, self._path)
         self._parts: dict[str, dict[str, GgufTensor]] = {}
         for key, tensor in stored.items():
@@ -127,9 +127,10 @@ def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     expert_size = header.values.get(f"{header.architecture}.expert_feed_forward_length")
     if expert_size is not None and hasattr(config, "moe_intermediate_size"):
-        config.moe_intermediate_size = expert_size  # transformers keeps its default
+        config.update({"moe_intermediate_size": expert_size})  # transformers keeps its default
     if config.model_type == "gemma2" and config.num_hidden_layers == _GEMMA2_27B_LAYERS:
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads  # the file does not contain it
+        scalar = config.hidden_size // config.num_attention_heads  # the file does not contain it
+        config.update({"query_pre_attn_scalar": scalar})
     require_model_numbers(json.loads(config.to_json_string()), path, type(config).attribute_map)
     return config
 

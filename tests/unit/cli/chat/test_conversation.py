@@ -114,7 +114,7 @@ def test_the_model_reads_a_system_prompt_where_there_is_one_and_a_template_for_i
     model = Model(tokenizer.encode(" integers", add_special_tokens=False))
     conversation = Conversation(model, tokenizer, TextOptions())
     given = [{"role": "system", "content": system}] if system else []
-    conversation.messages = given
+    conversation.load(given)
     conversation.answer("A list of")
     text = "<user>A list of</s><assistant>" if template else "A list of"
     if template and system:

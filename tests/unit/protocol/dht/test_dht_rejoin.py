@@ -155,7 +155,7 @@ def test_a_server_that_others_cannot_reach_any_more_publishes_though_they_know_i
         server = await Dht.join(SWARM, await other.addresses(), Identity.generate(), host=HOST)
         assert await server.publish(server_record(server.peer_id))
         await until(lambda: known(other, server))
-        server.serves_others = False  # from here on, the other one may tell it of itself
+        server.serve_others(False)  # from here on, the other one may tell it of itself
         assert await server.publish(server_record(server.peer_id))
         await sees(other, server)
         for node in (server, other):

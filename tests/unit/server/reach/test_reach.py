@@ -25,6 +25,9 @@ class FakeDht:
     def __init__(self) -> None:
         self.peer_id, self.serves_others = "own", True
 
+    def serve_others(self, serves: bool) -> None:
+        self.serves_others = serves
+
     async def addresses(self) -> list[str]:
         return [f"/ip4/{OWN}/tcp/1/p2p/{PEER_ID}"]
 

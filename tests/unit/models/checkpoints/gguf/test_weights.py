@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.gguf.header import TYPES, GgufHeader, read_header
-from swarm_models.checkpoints.gguf.rope import complete_rope
+from swarm_models.checkpoints.gguf.rope import missing_rope
 from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarm_models.checkpoints.gguf.weights import _dequantize, _read_config
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
@@ -168,7 +168,7 @@ def test_the_scaling_of_llama_3_is_read(tmp_path: Path) -> None:
 def test_scaling_that_transformers_does_not_read_is_refused(values: dict[str, Any], is_scaled: bool) -> None:
     header = GgufHeader({"general.architecture": "llama", **values}, {})
     with pytest.raises(UnsupportedModel, match="scales rotary") if is_scaled else nullcontext():
-        complete_rope(LlamaConfig(), header, Path("tiny.gguf"))
+        missing_rope(LlamaConfig(), header, Path("tiny.gguf"))
 
 
 @pytest.mark.parametrize(("num_layers", "scalar"), [(2, 256), (46, 16)])
