@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.averaging.round import AveragingRound
-from swarm_training.meeting.attending import Attendance
-from swarm_training.run.meetings import Meetings
+from swarm_training.meeting.attending import MeetingClient
+from swarm_training.run.meetings import Averager
 from swarm_training.run.state import TrainedState
 
 MOMENTS = {
-    "meeting": (Attendance, "attend"),
+    "meeting": (MeetingClient, "attend"),
     "reducing": (AveragingRound, "serve_reduce"),
     "reducing as led": (AveragingRound, "serve_reduce"),
     "repairing": (AveragingRound, "repair"),
@@ -118,9 +118,9 @@ def say(event: str, **facts: Any) -> None:
 
 def watch(orders: Orders) -> None:
     """Has averagings say how long they took, and moments look whether they are to be struck."""
-    average = Meetings.average
+    average = Averager.average
 
-    async def timed(self: Meetings, gradient: Tensor) -> Any:
+    async def timed(self: Averager, gradient: Tensor) -> Any:
         arrived_s = time.monotonic()
         averaged = await average(self, gradient)
         got_s = time.monotonic()
@@ -128,7 +128,7 @@ def watch(orders: Orders) -> None:
             say("averaged", arrived_s=arrived_s, got_s=got_s, mean=float(averaged.gradient.mean()))
         return averaged
 
-    Meetings.average = timed  # type: ignore[method-assign]
+    Averager.average = timed  # type: ignore[method-assign]
     for moment, (kind, method) in MOMENTS.items():
         setattr(kind, method, _struck(getattr(kind, method), moment, orders))
 

@@ -25,7 +25,7 @@ from swarm_training.averaging.grid_attempt import GridAttempt
 from swarm_training.averaging.group import Group
 from swarm_training.compression.codecs import Codec
 from swarm_training.compression.compressor import Encoder
-from swarm_training.core.network import Network, ReduceTalk, Talk
+from swarm_training.core.network import MessageStream, Network, ReduceStream
 from swarm_training.pb import training_pb2 as pb
 
 _GIVE_UP = 1.5  # deadlines to wait for an owner, which itself waits for stragglers
@@ -140,21 +140,21 @@ class AveragingRound:
         redone = self._try(self._flat(redo))
         await asyncio.gather(redone, *(self._fetch(member, numbers) for member, numbers in wanted.items()))
 
-    async def serve_reduce(self, member: int, number: int, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
+    async def serve_reduce(self, member: int, number: int, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None:
         """Receive a member's parts of this member's chunks, and send it the means."""
         async with self._opened:
             async with asyncio.timeout(self.group.deadline_s):
                 await self._opened.wait_for(lambda: len(self._attempts) > number)
         attempt = self._attempts[number]
-        taking = asyncio.create_task(self._take_parts(member, attempt, talk))
+        taking = asyncio.create_task(self._take_parts(member, attempt, stream))
         try:
             for chunk in attempt.serves(member):
                 data = await attempt.mean_of(chunk)
                 if data is None:
                     continue  # no part has arrived for the chunk, or it is lost
-                await talk.send(pb.Chunk(index=chunk, data=data))
+                await stream.send(pb.Chunk(index=chunk, data=data))
                 self.bytes_sent += len(data)
-            await talk.finish()
+            await stream.finish()
         finally:
             taking.cancel()
 
@@ -215,15 +215,15 @@ class AveragingRound:
         numbers = attempt.targets[target]
         across = _across(attempt, target)
         try:
-            async with self._network.reduce(self.group.members[target].record) as talk:
-                await talk.send(pb.ReduceRequest(open=opening))
-                sends = (
-                    self._send_parts(talk, numbers, index) if across is None else self._send_rows(talk, numbers, across)
-                )
-                sending = asyncio.create_task(sends)
+            async with self._network.reduce(self.group.members[target].record) as stream:
+                await stream.send(pb.ReduceRequest(open=opening))
+                if across is None:
+                    sending = asyncio.create_task(self._send_parts(stream, numbers, index))
+                else:
+                    sending = asyncio.create_task(self._send_rows(stream, numbers, across))
                 try:
                     for _ in numbers:
-                        message = await talk.receive()
+                        message = await stream.receive()
                         if message is None:
                             break
                         self._take_mean(message, numbers)
@@ -237,23 +237,23 @@ class AveragingRound:
             if across is not None:
                 across.close(target)
 
-    async def _send_parts(self, talk: ReduceTalk, numbers: Sequence[int], attempt: int) -> None:
+    async def _send_parts(self, stream: ReduceStream, numbers: Sequence[int], attempt: int) -> None:
         with suppress(PeerUnavailable):  # the task that reads the stream notices too
             for number in numbers if self.group.members[self._me].weight else ():
                 data = self._encode("part", number, self._part(number), is_first=attempt == 0)
-                await talk.send(pb.ReduceRequest(chunk=pb.Chunk(index=number, data=data)))
+                await stream.send(pb.ReduceRequest(chunk=pb.Chunk(index=number, data=data)))
                 self.bytes_sent += len(data)
-            await talk.finish()
+            await stream.finish()
 
-    async def _send_rows(self, talk: ReduceTalk, numbers: Sequence[int], attempt: GridAttempt) -> None:
+    async def _send_rows(self, stream: ReduceStream, numbers: Sequence[int], attempt: GridAttempt) -> None:
         with suppress(PeerUnavailable):
             for number in numbers:
                 mean, weight = await attempt.row_mean(number)
                 data = b"" if mean is None else self._encode("row", number, mean, is_first=True)
                 row = pb.RowMean(chunk=pb.Chunk(index=number, data=data), weight=weight)
-                await talk.send(pb.ReduceRequest(row=row))
+                await stream.send(pb.ReduceRequest(row=row))
                 self.bytes_sent += len(data)
-            await talk.finish()
+            await stream.finish()
 
     def _take_mean(self, message: pb.Chunk, numbers: Iterable[int]) -> None:
         if message.index not in numbers or len(message.data) != self._size_bytes(message.index):
@@ -262,12 +262,12 @@ class AveragingRound:
         self.bytes_received += len(message.data)
 
     async def _take_parts(
-        self, member: int, attempt: DirectAttempt | GridAttempt, talk: Talk[pb.Chunk, pb.ReduceRequest]
+        self, member: int, attempt: DirectAttempt | GridAttempt, stream: MessageStream[pb.Chunk, pb.ReduceRequest]
     ) -> None:
         across = _across(attempt, member)
         numbers = attempt.serves(member)
         try:
-            while (message := await talk.receive()) is not None:
+            while (message := await stream.receive()) is not None:
                 chunk = message.chunk if across is None else message.row.chunk
                 if message.WhichOneof("kind") != ("chunk" if across is None else "row") or chunk.index not in numbers:
                     return

@@ -13,7 +13,7 @@ Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In", covariant=True)
 
 
-class Talk(Protocol[Out, In]):
+class MessageStream(Protocol[Out, In]):
     """One side of an open stream."""
 
     async def send(self, message: Out) -> None:
@@ -26,8 +26,8 @@ class Talk(Protocol[Out, In]):
         """Announce that no more messages will be sent."""
 
 
-MeetTalk = Talk[pb.MeetRequest, pb.MeetReply]
-ReduceTalk = Talk[pb.ReduceRequest, pb.Chunk]
+MeetStream = MessageStream[pb.MeetRequest, pb.MeetReply]
+ReduceStream = MessageStream[pb.ReduceRequest, pb.Chunk]
 
 
 class Network(Protocol):
@@ -35,9 +35,9 @@ class Network(Protocol):
 
     async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
 
-    def meet(self, peer: Progress) -> AbstractAsyncContextManager[MeetTalk]: ...
+    def meet(self, peer: Progress) -> AbstractAsyncContextManager[MeetStream]: ...
 
-    def reduce(self, peer: Progress) -> AbstractAsyncContextManager[ReduceTalk]: ...
+    def reduce(self, peer: Progress) -> AbstractAsyncContextManager[ReduceStream]: ...
 
     def fetch(self, peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]: ...
 
@@ -54,9 +54,9 @@ class PeerHandlers(Protocol):
 
     async def exchange(self, peer_id: str, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
 
-    async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None: ...
+    async def meet(self, peer_id: str, stream: MessageStream[pb.MeetReply, pb.MeetRequest]) -> None: ...
 
-    async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None: ...
+    async def reduce(self, peer_id: str, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None: ...
 
     def fetch(self, peer_id: str, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]: ...
 

@@ -18,7 +18,7 @@ from swarm_training.compression.compressor import Phases
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.core.network import MeetTalk
+from swarm_training.core.network import MeetStream
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.judging import digest_of
 
@@ -109,13 +109,13 @@ class WentBack:
     group: Group
 
 
-class Attendance:
-    """One peer's part in one meeting."""
+class MeetingClient:
+    """The client of one meeting, with which one peer takes part in it."""
 
     def __init__(
         self,
         peer_id: str,
-        talk: MeetTalk,
+        stream: MeetStream,
         ballots: Ballots,
         rounds: Rounds,
         make_round: MakeRound,
@@ -127,7 +127,7 @@ class Attendance:
         ``checkpoint``: returns the state that a group goes back to, or None for this peer's own; raises if this peer
         disagrees. ``is_leader``: whether the leader should still lead; until a group forms, a better one may come."""
         self._peer_id = peer_id
-        self._talk = talk
+        self._stream = stream
         self._ballots = ballots
         self._rounds = rounds
         self._make_round = make_round
@@ -149,7 +149,7 @@ class Attendance:
             ValueError: the leader has sent an invalid message.
         """
         try:
-            await self._talk.send(pb.MeetRequest(join=join))
+            await self._stream.send(pb.MeetRequest(join=join))
             listening = asyncio.create_task(self._listen())
             talking = asyncio.create_task(self._keep_alive())
             watching = asyncio.create_task(self._watch_leader())
@@ -170,7 +170,7 @@ class Attendance:
         while True:
             try:
                 async with asyncio.timeout(self._silence_s):
-                    reply = await self._talk.receive()
+                    reply = await self._stream.receive()
             except TimeoutError:
                 raise PeerUnavailable("the leader is silent") from None
             if reply is None:
@@ -189,7 +189,7 @@ class Attendance:
         with suppress(PeerUnavailable):
             while True:
                 await asyncio.sleep(self._heartbeat_s)
-                await self._talk.send(_ALIVE)
+                await self._stream.send(_ALIVE)
 
     async def _watch_leader(self) -> None:
         """Return once another peer should lead, unless a group has been formed."""
@@ -234,7 +234,7 @@ class Attendance:
 
     async def _decided(self, phase: int, digest: bytes) -> pb.Commit:
         """Report the result, and wait until the leader confirms that a quorum holds it."""
-        await self._talk.send(pb.MeetRequest(report=pb.Report(phase=phase, digest=digest)))
+        await self._stream.send(pb.MeetRequest(report=pb.Report(phase=phase, digest=digest)))
         commit = (await self._next("commit")).commit
         if commit.digest != digest:
             raise Dismissed("most members have got another result")
@@ -252,7 +252,7 @@ class Attendance:
             await current.first_attempt()
         attempt = 0
         while True:
-            await self._talk.send(pb.MeetRequest(report=_report_of(current, attempt)))
+            await self._stream.send(pb.MeetRequest(report=_report_of(current, attempt)))
             plan = (await self._next("plan")).plan
             if plan.phase == phase + 1:
                 if not current.is_complete:

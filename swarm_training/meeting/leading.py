@@ -13,13 +13,13 @@ from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.core.network import Talk
+from swarm_training.core.network import MessageStream
 from swarm_training.core.record import Progress
 from swarm_training.ledger.crediting import Crediting
 from swarm_training.meeting.leader import Leader, LeaderContext, MeetingState, Replies
 from swarm_training.pb import training_pb2 as pb
 
-MemberTalk = Talk[pb.MeetReply, pb.MeetRequest]
+MemberStream = MessageStream[pb.MeetReply, pb.MeetRequest]
 _TICK_S = 0.1
 _ALIVE = pb.MeetReply(alive=pb.Alive())
 _logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ class Leading:
         self._ticked_s: WeakKeyDictionary[Leader, float] = WeakKeyDictionary()
         self._outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = {}
 
-    async def serve(self, peer_id: str, talk: MemberTalk) -> None:
+    async def serve(self, peer_id: str, stream: MemberStream) -> None:
         """Serve one member, from its joining to the end of the meeting.
 
         Raises:
             RequestRejected: the caller does not join, joins as another peer, or contradicts its record.
         """
         async with asyncio.timeout(self._silence_s):
-            first = await talk.receive()
+            first = await stream.receive()
         if first is None or first.WhichOneof("kind") != "join":
             raise RequestRejected("a stream to a leader must begin with `join`")
         join = first.join
@@ -70,7 +70,7 @@ class Leading:
             raise RequestRejected("the caller joins with other micro-batches than its record says")
         referral = self._referral(join)
         if referral is not None:
-            await talk.send(pb.MeetReply(dismissal=referral))
+            await stream.send(pb.MeetReply(dismissal=referral))
             return
         self._crediting.check(peer_id, join)
         leader = self._leader_at(Moment(join.rollbacks, join.step))
@@ -78,8 +78,8 @@ class Leading:
         self._outboxes[leader, peer_id] = outbox
         leader.join(peer_id, join, record, _now())
         self._ticked_s.pop(leader, None)  # tick now: this member may complete the group
-        writing = asyncio.create_task(self._write(talk, outbox))
-        reading = asyncio.create_task(self._read(leader, peer_id, talk))
+        writing = asyncio.create_task(self._write(stream, outbox))
+        reading = asyncio.create_task(self._read(leader, peer_id, stream))
         ticking = asyncio.create_task(self._tick(leader))
         try:
             await asyncio.wait([writing, reading], return_when=asyncio.FIRST_COMPLETED)
@@ -96,7 +96,7 @@ class Leading:
             self._gathering = gathering = Leader(self._run, moment, name, self._crediting.countersign)
         return gathering
 
-    async def _write(self, talk: MemberTalk, outbox: asyncio.Queue[pb.MeetReply | None]) -> None:
+    async def _write(self, stream: MemberStream, outbox: asyncio.Queue[pb.MeetReply | None]) -> None:
         with suppress(PeerUnavailable):
             while True:
                 try:
@@ -106,16 +106,16 @@ class Leading:
                     reply = _ALIVE
                 if reply is None:
                     return
-                await talk.send(reply)
+                await stream.send(reply)
                 if reply.WhichOneof("kind") in ("commit", "dismissal"):
-                    await talk.finish()
+                    await stream.finish()
                     return
 
-    async def _read(self, leader: Leader, peer_id: str, talk: MemberTalk) -> None:
+    async def _read(self, leader: Leader, peer_id: str, stream: MemberStream) -> None:
         with suppress(PeerUnavailable, TimeoutError):
             while True:
                 async with asyncio.timeout(self._silence_s):
-                    request = await talk.receive()
+                    request = await stream.receive()
                 if request is None:
                     return
                 if request.WhichOneof("kind") == "report":

@@ -12,7 +12,7 @@ import grpc
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.rpc.channels import PinnedChannels, translated
 from swarm_protocol.wire.status import FirstStatus, from_status
-from swarm_training.core.network import MeetTalk, ReduceTalk
+from swarm_training.core.network import MeetStream, ReduceStream
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.pb.training_pb2_grpc import TrainingStub
@@ -22,7 +22,7 @@ In = TypeVar("In")
 _PROBE_TIMEOUT_S = 1.0
 
 
-class _CallTalk(Generic[Out, In]):
+class _CallStream(Generic[Out, In]):
     """The caller's side of a stream."""
 
     def __init__(self, call: Any) -> None:
@@ -61,10 +61,10 @@ class GrpcNetwork:
             reply: pb.ExchangeReply = await stub.Exchange(request)
             return reply
 
-    def meet(self, peer: Progress) -> AbstractAsyncContextManager[MeetTalk]:
+    def meet(self, peer: Progress) -> AbstractAsyncContextManager[MeetStream]:
         return self._stream(peer, lambda stub: stub.Meet())
 
-    def reduce(self, peer: Progress) -> AbstractAsyncContextManager[ReduceTalk]:
+    def reduce(self, peer: Progress) -> AbstractAsyncContextManager[ReduceStream]:
         return self._stream(peer, lambda stub: stub.Reduce())
 
     async def fetch(self, peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
@@ -101,10 +101,12 @@ class GrpcNetwork:
         await self._channels.close()
 
     @asynccontextmanager
-    async def _stream(self, peer: Progress, opens: Callable[[TrainingStub], Any]) -> AsyncIterator[_CallTalk[Any, Any]]:
+    async def _stream(
+        self, peer: Progress, opens: Callable[[TrainingStub], Any]
+    ) -> AsyncIterator[_CallStream[Any, Any]]:
         call = opens(await self._stub(peer))
         try:
-            yield _CallTalk(call)
+            yield _CallStream(call)
         finally:
             call.cancel()
 

@@ -20,7 +20,7 @@ Out = TypeVar("Out")
 In = TypeVar("In")
 
 
-class _ServedTalk(Generic[Out, In]):
+class _ServedStream(Generic[Out, In]):
     """The called peer's side of a stream."""
 
     def __init__(self, context: _Context) -> None:
@@ -66,12 +66,12 @@ class TrainingService(TrainingServicer):
     async def Meet(self, _: object, context: _Context) -> None:
         async with errors_as_status(context):
             peer_id = admitted(context, self._access)
-            await self._handlers.meet(peer_id, _ServedTalk(context))
+            await self._handlers.meet(peer_id, _ServedStream(context))
 
     async def Reduce(self, _: object, context: _Context) -> None:
         async with errors_as_status(context):
             peer_id = admitted(context, self._access)
-            await self._handlers.reduce(peer_id, _ServedTalk(context))
+            await self._handlers.reduce(peer_id, _ServedStream(context))
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> None:
         async with errors_as_status(context):

@@ -19,13 +19,13 @@ from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor, Encoder
 from swarm_training.core.config import TrainingConfig
-from swarm_training.core.local_talk import talk_pair
+from swarm_training.core.local_stream import stream_pair
 from swarm_training.core.moment import Moment
-from swarm_training.core.network import Network, Talk
+from swarm_training.core.network import MessageStream, Network
 from swarm_training.core.record import LEFT, MEETING, TRAINING, Progress
 from swarm_training.evaluation.evaluator import Evaluator
 from swarm_training.ledger.book import Book
-from swarm_training.meeting.attending import Attendance, Averaged, Ballots, Dismissed, WentBack
+from swarm_training.meeting.attending import Averaged, Ballots, Dismissed, MeetingClient, WentBack
 from swarm_training.meeting.leader import LeaderContext
 from swarm_training.meeting.leading import Leading
 from swarm_training.pb import training_pb2 as pb
@@ -70,8 +70,8 @@ class GradientCompression:
     encoder: Encoder | None = None
 
 
-class Meetings:
-    """The meetings that one peer attends or leads."""
+class Averager:
+    """The averager of one peer, which attends meetings or leads them."""
 
     def __init__(
         self,
@@ -194,16 +194,16 @@ class Meetings:
 
     # ------------------------------------------------------------ requests of other peers
 
-    async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None:
+    async def meet(self, peer_id: str, stream: MessageStream[pb.MeetReply, pb.MeetRequest]) -> None:
         self._standing.require_admitted(peer_id)
-        await self._leading.serve(peer_id, talk)
+        await self._leading.serve(peer_id, stream)
 
-    async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
-        first = await talk.receive()
+    async def reduce(self, peer_id: str, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None:
+        first = await stream.receive()
         if first is None or first.WhichOneof("kind") != "open":
             raise RequestRejected("a stream of parts must begin with `open`")
         found = await self._rounds.find(first.open.group, first.open.phase, self._config.straggler_s)
-        await found.serve_reduce(_number_of(peer_id, found.group), first.open.attempt, talk)
+        await found.serve_reduce(_number_of(peer_id, found.group), first.open.attempt, stream)
 
     async def fetch(self, peer_id: str, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
         found = await self._rounds.find(request.group, request.phase, self._config.straggler_s)
@@ -239,10 +239,10 @@ class Meetings:
             is_moot = is_moot or (self._standing.own.counts_exactly and self._has_shrunk(view))
             return not is_moot and best is not None and best.peer_id == leader.peer_id
 
-        def attendance(talk: Talk[pb.MeetRequest, pb.MeetReply]) -> Attendance:
-            return Attendance(
+        def client(stream: MessageStream[pb.MeetRequest, pb.MeetReply]) -> MeetingClient:
+            return MeetingClient(
                 self._standing.own.peer_id,
-                talk,
+                stream,
                 self._ballots,
                 self._rounds,
                 self._make_round,
@@ -255,14 +255,14 @@ class Meetings:
             self._compression.encoder.rollback()  # discards the errors of a failed meeting
         phases = self._compression.compressor.phases(gradient)
         if leader.peer_id != self._standing.own.peer_id:
-            async with self._network.meet(leader) as talk:
-                return await attendance(talk).attend(join, phases)
-        own_talk, served_talk = talk_pair(pb.MeetRequest, pb.MeetReply)
-        serving = asyncio.ensure_future(self._leading.serve(self._standing.own.peer_id, served_talk))
+            async with self._network.meet(leader) as stream:
+                return await client(stream).attend(join, phases)
+        own_stream, served_stream = stream_pair(pb.MeetRequest, pb.MeetReply)
+        serving = asyncio.ensure_future(self._leading.serve(self._standing.own.peer_id, served_stream))
         try:
-            return await attendance(own_talk).attend(join, phases)
+            return await client(own_stream).attend(join, phases)
         finally:
-            own_talk.break_off()
+            own_stream.break_off()
             await asyncio.gather(serving, return_exceptions=True)
 
     @property

@@ -40,7 +40,7 @@ from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
 from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.rollback.stored import StoredCheckpoints, copies_directory, stage_directory
-from swarm_training.run.meetings import NO_LOSS, Decisions, Environment, GradientCompression, Meetings
+from swarm_training.run.meetings import NO_LOSS, Averager, Decisions, Environment, GradientCompression
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import PeerState, now, smoothed
 from swarm_training.run.state import TrainedState, digest_of
@@ -119,7 +119,7 @@ class TrainingPeer:
             self.ledger, crediting, known.archive, network, lambda: self.view().others, self._newest, in_thread, rng
         )
         self.evaluator = Evaluator(config.evaluation, self, in_thread)
-        self._meetings = Meetings(
+        self._averager = Averager(
             config,
             self._standing,
             environment,
@@ -128,8 +128,8 @@ class TrainingPeer:
             Decisions(self.rollbacks, self.evaluator),
             self._book,
         )
-        self.average = self._meetings.average
-        self.meet, self.reduce, self.fetch = self._meetings.meet, self._meetings.reduce, self._meetings.fetch
+        self.average = self._averager.average
+        self.meet, self.reduce, self.fetch = self._averager.meet, self._averager.reduce, self._averager.fetch
         self._measured_s: float | None = None
         self._averaging: asyncio.Task[Averaged | WentBack | None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -348,11 +348,11 @@ class TrainingPeer:
             AccessDenied: a moderator has banned this peer.
         """
         self._standing.require_admitted(self.own.peer_id)
-        self._meetings.set_loss(loss, loss_samples)
+        self._averager.set_loss(loss, loss_samples)
         self._standing.update(samples=samples)
         if loss == inf:
             self._standing.update(loss=loss, loss_samples=loss_samples)
-        self.gossip.tell(urgent=self._meetings.is_due(self.view()))
+        self.gossip.tell(urgent=self._averager.is_due(self.view()))
 
     async def report_micro_batches(self, done: Collection[int], loss: float, loss_samples: int) -> None:
         """Publish which micro-batches of the batch are in this peer's sums. The rest is as in ``report``."""
@@ -382,7 +382,7 @@ class TrainingPeer:
 
         The roster of the last step decides about the next one, because no other peers are known to be there.
         """
-        self._meetings.took_over_state()
+        self._averager.took_over_state()
         self.rollbacks.took_over(LossHistory(), moment.step)
         self.rollbacks.kept.discard_after(moment.step)
         self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
@@ -435,7 +435,7 @@ class TrainingPeer:
 
     async def is_due(self) -> bool:
         """Return whether this peer must average or load the state before the next batch."""
-        return self._meetings.is_due(self.view()) or self._standing.is_lost
+        return self._averager.is_due(self.view()) or self._standing.is_lost
 
     async def is_lost(self) -> bool:
         """Return whether the other peers have gone on without this peer, or have another state."""
@@ -448,7 +448,7 @@ class TrainingPeer:
     async def _average_while_due(self, gradient: Tensor) -> Averaged | WentBack | None:
         """Repeat ``average`` while it is due, since a meeting may fail, for example if its leader has fallen behind."""
         while (averaged := await self.average(gradient)) is None and not self._standing.is_lost:
-            if not self._meetings.is_due(self.view()):
+            if not self._averager.is_due(self.view()):
                 return None
         return averaged
 
@@ -471,7 +471,7 @@ class TrainingPeer:
     ) -> None:
         """Record that the average was applied. ``loss``: the mean over ``loss_samples`` of this peer's samples.
         ``global_squared_norm``: that of the averages of all runs that step together, if they clip by it."""
-        sent, received = self._meetings.stepped(averaged)
+        sent, received = self._averager.stepped(averaged)
         loss, loss_samples = (loss, loss_samples) if isfinite(loss) else NO_LOSS
         self._standing.update(loss=loss, loss_samples=loss_samples, bytes_sent=sent, bytes_received=received)
         group = averaged.group
@@ -484,7 +484,7 @@ class TrainingPeer:
 
     async def went_back(self, back: WentBack, state_digest: bytes, skipped_batches: int = 0) -> None:
         """Record that the state of the checkpoint was taken over. ``skipped_batches``: see ``skip_batches``."""
-        self._meetings.took_over_state()
+        self._averager.took_over_state()
         self.rollbacks.went_back(back.group)
         self.evaluator.took_over(self.evaluator.history.up_to(back.group.next_moment.step))
         self._standing.update(skipped_batches=skipped_batches, loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
@@ -591,7 +591,7 @@ class TrainingPeer:
         self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
         if arrival.moment.rollbacks != self.own.rollbacks:
             self.rollbacks.kept.discard_after(-1)  # the run may have gone back further in between
-        self._meetings.took_over_state()
+        self._averager.took_over_state()
         self.rollbacks.took_over(arrival.history, arrival.went_back_to)
         self.evaluator.took_over(arrival.evaluations, has_ended=arrival.has_ended)
         await self._arrive(arrival, state_digest)
@@ -662,7 +662,7 @@ class TrainingPeer:
         return None if self.own.state == JOINING else self.own.moment
 
     async def _arrive(self, arrival: Arrival, state_digest: bytes) -> None:
-        self._meetings.forget()
+        self._averager.forget()
         self._standing.set_roster(arrival.roster)
         self._state_server.remember(arrival)
         self._measured_s = now()

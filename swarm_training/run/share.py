@@ -23,7 +23,7 @@ from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState, digest_of, require_finite
 
-Asking = Generator[Coroutine[Any, Any, Any], Any, None]
+PeerCalls = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
 
 
@@ -68,13 +68,13 @@ class GradientAccumulator:
             self._loss_samples += samples
         self._computed += samples
 
-    def report(self) -> Asking:
+    def report(self) -> PeerCalls:
         """Publish the progress, and step together with the other peers if the batch is complete."""
         yield from self._measure()
         yield self._tell()
         yield from self.catch_up()
 
-    def catch_up(self) -> Asking:
+    def catch_up(self) -> PeerCalls:
         while (yield self._peer.is_due()):
             if (yield self._peer.is_lost()):
                 yield from self.load()
@@ -85,7 +85,7 @@ class GradientAccumulator:
                 self._clear()
                 yield from self._apply(decided, losses)
 
-    def start_again(self, resumed_at: Moment, addresses: Sequence[str], evaluations: EvaluationHistory) -> Asking:
+    def start_again(self, resumed_at: Moment, addresses: Sequence[str], evaluations: EvaluationHistory) -> PeerCalls:
         """Found the run again at the newest checkpoint that is known: the present state, which is that of
         ``resumed_at``, or one that peers offer meanwhile. ``addresses``: those by which they join. ``evaluations``: see
         ``TrainingPeer.found``."""
@@ -105,7 +105,7 @@ class GradientAccumulator:
             break
         yield self._peer.found(self._state.digest(), resumed_at, evaluations=evaluations)
 
-    def load(self) -> Asking:
+    def load(self) -> PeerCalls:
         """Take over the state that most other peers have, and drop gradients that belong to an older state."""
         downloaded = yield self._peer.download()
         if downloaded is None:
@@ -137,11 +137,11 @@ class GradientAccumulator:
     def _tell(self) -> Coroutine[Any, Any, None]:
         return self._peer.report(self.samples, self._losses / max(self._loss_samples, 1), self._loss_samples)
 
-    def _measure(self) -> Asking:
+    def _measure(self) -> PeerCalls:
         computed, self._computed = self._computed, 0
         yield self._peer.measure(computed)
 
-    def _apply(self, decided: Averaged | WentBack, losses: tuple[float, int]) -> Asking:
+    def _apply(self, decided: Averaged | WentBack, losses: tuple[float, int]) -> PeerCalls:
         """Apply the average or go back. ``losses``: the sum over this peer's averaged samples, and their number."""
         if isinstance(decided, WentBack):
             yield from self._go_back(decided)
@@ -156,7 +156,7 @@ class GradientAccumulator:
         yield self._peer.stepped(decided, digest, total / max(samples, 1), samples)
         yield from self._evaluate()
 
-    def _evaluate(self) -> Asking:
+    def _evaluate(self) -> PeerCalls:
         """Hold the parameters of this step if it is evaluated, and this peer may have to do it."""
         peer, moment = self._peer, self._state.moment
         if self.evaluation is None or peer.own.has_ended or not peer.evaluator.is_due(moment.step):
@@ -166,7 +166,7 @@ class GradientAccumulator:
         held = self.evaluation.snapshot(self._state.shared_parameters) if is_one else None
         yield peer.evaluate(PendingEvaluation(moment, evaluators, held))
 
-    def _go_back(self, back: WentBack) -> Asking:
+    def _go_back(self, back: WentBack) -> PeerCalls:
         """Take over the checkpoint, and drop the gradients of the abandoned moment."""
         self._clear()
         self._state.go_to(back.group.next_moment, back.state)
@@ -187,7 +187,7 @@ class DelayedShare(GradientAccumulator):
     _given_samples = 0
     _given_losses = NO_LOSS
 
-    def report(self) -> Asking:
+    def report(self) -> PeerCalls:
         yield from self._measure()
         if self._given is not None:
             if self.samples < self._given_samples and not (yield self._peer.has_averaged()):
@@ -196,7 +196,7 @@ class DelayedShare(GradientAccumulator):
         yield self._tell()
         yield from self.catch_up()
 
-    def catch_up(self) -> Asking:
+    def catch_up(self) -> PeerCalls:
         """Start averaging if the batch is complete, without waiting for the result."""
         while (yield self._peer.is_due()):
             if (yield self._peer.is_lost()):
@@ -209,7 +209,7 @@ class DelayedShare(GradientAccumulator):
             yield self._peer.start_averaging(contribution)
             return
 
-    def _finish(self) -> Asking:
+    def _finish(self) -> PeerCalls:
         """Apply the average; if there is none, take what was given for it back into this share."""
         decided = yield self._peer.averaged()
         assert self._given is not None
@@ -225,7 +225,7 @@ class DelayedShare(GradientAccumulator):
     def _given_for(self, contribution: Tensor) -> Tensor:
         return self._sum.clone()
 
-    def _apply_late(self, decided: Averaged | WentBack, given: Tensor) -> Asking:
+    def _apply_late(self, decided: Averaged | WentBack, given: Tensor) -> PeerCalls:
         yield from self._apply(decided, self._given_losses)
 
     def _take_back(self, given: Tensor) -> None:
@@ -253,7 +253,7 @@ class LocalShare(GradientAccumulator):
         self._inner = InnerSteps(local, state.parameters, max_norm)
         self._may_be_counted = False
 
-    def load(self) -> Asking:
+    def load(self) -> PeerCalls:
         before, kept = self._peer.own, (self.samples, self._losses, self._loss_samples)
         is_whole = self.samples > 0 and self._losses < inf and not self._may_be_counted
         drift = self._state.drift() if is_whole else None
@@ -289,7 +289,7 @@ class LocalShare(GradientAccumulator):
         self._may_be_counted = True
         return self._state.drift()
 
-    def _go_back(self, back: WentBack) -> Asking:
+    def _go_back(self, back: WentBack) -> PeerCalls:
         self._inner.forget()
         yield from super()._go_back(back)
 
@@ -313,7 +313,7 @@ class DelayedLocalShare(DelayedShare, LocalShare):
     def _given_for(self, contribution: Tensor) -> Tensor:
         return contribution
 
-    def _apply_late(self, decided: Averaged | WentBack, given: Tensor) -> Asking:
+    def _apply_late(self, decided: Averaged | WentBack, given: Tensor) -> PeerCalls:
         later = self._state.drift() - given
         yield from super()._apply_late(decided, given)
         if isinstance(decided, Averaged):

@@ -34,7 +34,7 @@ from swarm_training.progress import policy
 from swarm_training.rollback.saving import load_newest, save, save_servable
 from swarm_training.run.meetings import GradientCompression
 from swarm_training.run.presence import PeerProcess
-from swarm_training.run.share import Asking, make_share
+from swarm_training.run.share import PeerCalls, make_share
 from swarm_training.run.state import TrainedState, digest_of, require_steps
 
 if TYPE_CHECKING:
@@ -336,16 +336,16 @@ class TrainingRun:
     async def _withdraw_offers(self) -> None:
         self._presence.peer.withdraw_offers()
 
-    def _drive(self, asking: Asking) -> None:
-        """Run each coroutine that ``asking`` yields on the network loop, and send its result back to ``asking``."""
+    def _drive(self, calls: PeerCalls) -> None:
+        """Run each coroutine that ``calls`` yields on the network loop, and send its result back to ``calls``."""
         answer: Any = None
         try:
             while True:
-                answer = network_loop.run(asking.send(answer))
+                answer = network_loop.run(calls.send(answer))
         except StopIteration:
             return
         finally:
-            asking.close()
+            calls.close()
 
     async def _view(self) -> policy.LocalView:
         return self._presence.peer.view()

@@ -19,13 +19,13 @@ from swarm_protocol.access.membership import MemberCredentials
 from swarm_training import LocalSteps, TrainingConfig, TrainingRun
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound
-from swarm_training.meeting.attending import Attendance
+from swarm_training.meeting.attending import MeetingClient
 from swarm_training.progress.policy import rank
 from swarm_training.run.state import TrainedState
 
 RUN = "toy"
 MOMENTS = {
-    "meeting": (Attendance, "attend"),
+    "meeting": (MeetingClient, "attend"),
     "reducing": (AveragingRound, "serve_reduce"),
     "repairing": (AveragingRound, "repair"),
     "stepping": (TrainedState, "apply"),

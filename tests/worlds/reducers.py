@@ -32,9 +32,9 @@ class Reducer:
         self.peer = self
         world.peers[peer_id] = self  # type: ignore[assignment]
 
-    async def reduce(self, caller: str, talk: Any) -> None:
-        opening = (await talk.receive()).open
-        await self.round.serve_reduce(self.round.group.peer_ids.index(caller), opening.attempt, talk)
+    async def reduce(self, caller: str, stream: Any) -> None:
+        opening = (await stream.receive()).open
+        await self.round.serve_reduce(self.round.group.peer_ids.index(caller), opening.attempt, stream)
 
 
 def make_round(

@@ -15,7 +15,7 @@ import torch
 from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
-from swarm_training.core.local_talk import LocalTalk, talk_pair
+from swarm_training.core.local_stream import LocalStream, stream_pair
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.evaluation.evaluation import Evaluation
@@ -51,7 +51,7 @@ class World:
         self.log: list[tuple[float, str, str, str]] = []
         self.on_message: Callable[[str, str, Any], None] = lambda source, target, message: None
         self.delay: Callable[[str, str, Any], float] = lambda source, target, message: 0.0
-        self.streams: list[tuple[str, str, LocalTalk[Any, Any]]] = []
+        self.streams: list[tuple[str, str, LocalStream[Any, Any]]] = []
 
     def board(self, own: str) -> Board:
         return Board(own, self.records, self.orders)
@@ -69,19 +69,19 @@ class World:
         peer = self.peers[peer_id]
         for task in (*peer.tasks, *peer.peer._tasks):
             task.cancel()
-        for source, target, talk in self.streams:
+        for source, target, stream in self.streams:
             if peer_id in (source, target):
-                talk.break_off()
+                stream.break_off()
 
 
 @dataclass
 class _Link:
-    """A talk whose messages take time, or do not arrive."""
+    """A stream whose messages take time, or do not arrive."""
 
     world: World
     source: str
     target: str
-    inner: LocalTalk[Any, Any]
+    inner: LocalStream[Any, Any]
     _on_way: deque[Any] = field(default_factory=deque)
     _delay_s: float = 0.0  # of the last message; nothing overtakes it
 
@@ -142,7 +142,7 @@ class SimulatedNetwork:
     @asynccontextmanager
     async def _stream(self, peer: Progress, kind: str, out: type, into: type) -> AsyncIterator[_Link]:
         called = await self._reach(peer)
-        near, far = talk_pair(out, into)
+        near, far = stream_pair(out, into)
         entry = (self.own, peer.peer_id, near)
         self.world.streams.append(entry)
 

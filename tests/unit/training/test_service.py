@@ -21,7 +21,7 @@ from swarm_training.averaging.group import Group, GroupMember
 from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.config import TrainingConfig
-from swarm_training.core.network import Talk
+from swarm_training.core.network import MessageStream
 from swarm_training.core.record import Progress
 from swarm_training.core.signing import sign
 from swarm_training.ledger.book import MAX_REPLY_BYTES
@@ -43,11 +43,11 @@ class Echo:
         self.callers.append(peer_id)
         return pb.ExchangeReply(until=request.since + 1)
 
-    async def meet(self, peer_id: str, talk: Talk[pb.MeetReply, pb.MeetRequest]) -> None:
-        while (request := await talk.receive()) is not None:
-            await talk.send(pb.MeetReply(dismissal=pb.Dismissal(reason=f"{peer_id} {request.join.step}")))
+    async def meet(self, peer_id: str, stream: MessageStream[pb.MeetReply, pb.MeetRequest]) -> None:
+        while (request := await stream.receive()) is not None:
+            await stream.send(pb.MeetReply(dismissal=pb.Dismissal(reason=f"{peer_id} {request.join.step}")))
 
-    async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
+    async def reduce(self, peer_id: str, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None:
         raise RequestRejected("the caller is no member of the group")
 
     async def fetch(self, peer_id: str, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
@@ -90,12 +90,12 @@ def test_the_called_peer_knows_the_caller() -> None:
     async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
         assert (await network.exchange(peer, pb.ExchangeRequest(since=4))).until == 5
         assert echo.callers == [identity(1).peer_id]
-        async with network.meet(peer) as talk:
+        async with network.meet(peer) as stream:
             for step in (1, 2):
-                await talk.send(pb.MeetRequest(join=pb.Join(step=step)))
-                assert (await talk.receive()).dismissal.reason == f"{identity(1).peer_id} {step}"
-            await talk.finish()
-            assert await talk.receive() is None
+                await stream.send(pb.MeetRequest(join=pb.Join(step=step)))
+                assert (await stream.receive()).dismissal.reason == f"{identity(1).peer_id} {step}"
+            await stream.finish()
+            assert await stream.receive() is None
         chunks = [chunk.index async for chunk in network.fetch(peer, pb.FetchRequest(chunks=[3, 1]))]
         assert chunks == [3, 1]
 
@@ -124,9 +124,9 @@ def test_every_member_may_ask_for_rounds_and_nobody_else() -> None:
 
 def test_errors_travel() -> None:
     async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
-        async with network.reduce(peer) as talk:
+        async with network.reduce(peer) as stream:
             with pytest.raises(RequestRejected, match="no member of the group"):
-                await talk.receive()
+                await stream.receive()
         with pytest.raises(PeerUnavailable, match="gone on"):
             [part async for part in network.state(peer, pb.StateRequest())]
 
@@ -136,11 +136,11 @@ def test_errors_travel() -> None:
 def test_errors_travel_to_who_is_sending() -> None:
     async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
         for _ in range(10):
-            async with network.reduce(peer) as talk:
+            async with network.reduce(peer) as stream:
                 with pytest.raises(RequestRejected, match="no member of the group"):
                     for index in range(100):
-                        await talk.send(pb.ReduceRequest(chunk=pb.Chunk(index=index, data=bytes(1 << 20))))
-                    await talk.receive()
+                        await stream.send(pb.ReduceRequest(chunk=pb.Chunk(index=index, data=bytes(1 << 20))))
+                    await stream.receive()
 
     with_network(scenario)
 
@@ -202,7 +202,7 @@ def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
         members = tuple(GroupMember(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
         mine = AveragingRound(peer._network, group, 0, 0, torch.zeros(8), VectorCoding(codec_of("fp32"), 4))
-        await peer._meetings._rounds.add(mine)
+        await peer._averager._rounds.add(mine)
         opening = pb.ReduceRequest(open=pb.ReduceOpen(group="g"))
         with pytest.raises(RequestRejected, match="no member"):
             await peer.reduce(stranger, _Silent(opening))
@@ -235,10 +235,10 @@ class _Averaging(Echo):
 
     round: AveragingRound
 
-    async def reduce(self, peer_id: str, talk: Talk[pb.Chunk, pb.ReduceRequest]) -> None:
-        first = await talk.receive()
+    async def reduce(self, peer_id: str, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None:
+        first = await stream.receive()
         assert first is not None
-        await self.round.serve_reduce(self.round.group.peer_ids.index(peer_id), first.open.attempt, talk)
+        await self.round.serve_reduce(self.round.group.peer_ids.index(peer_id), first.open.attempt, stream)
 
 
 def test_row_means_and_large_chunks_travel_on_a_grid() -> None:

@@ -11,8 +11,8 @@ Out = TypeVar("Out")
 In = TypeVar("In")
 
 
-class LocalTalk(Generic[Out, In]):
-    """One side of a stream; see ``talk_pair``."""
+class LocalStream(Generic[Out, In]):
+    """One side of a stream; see ``stream_pair``."""
 
     def __init__(
         self, outbox: asyncio.Queue[Out | None], inbox: asyncio.Queue[In | None], broken: asyncio.Event
@@ -50,9 +50,9 @@ class LocalTalk(Generic[Out, In]):
         self._inbox.put_nowait(None)
 
 
-def talk_pair(out: type[Out], into: type[In]) -> tuple[LocalTalk[Out, In], LocalTalk[In, Out]]:
+def stream_pair(out: type[Out], into: type[In]) -> tuple[LocalStream[Out, In], LocalStream[In, Out]]:
     """Return both sides of a new stream; the first side sends messages of the first type."""
     there: asyncio.Queue[Out | None] = asyncio.Queue()
     back: asyncio.Queue[In | None] = asyncio.Queue()
     broken = asyncio.Event()
-    return LocalTalk[Out, In](there, back, broken), LocalTalk[In, Out](back, there, broken)
+    return LocalStream[Out, In](there, back, broken), LocalStream[In, Out](back, there, broken)
