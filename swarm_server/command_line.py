@@ -287,6 +287,14 @@ def check_files(config: ServerConfig) -> None:
         raise ValueError("--metrics-port needs one more package: pip install 'swarm-lm[metrics]'")
     if config.identity is not None and not config.identity.parent.is_dir():
         raise ValueError(f"identity {config.identity} cannot be made: {config.identity.parent} is no directory")
+    for path in config.adapters:
+        if not path.is_dir():
+            raise ValueError(f"adapter {path} is no directory: expected one in PEFT's format")
+    _check_keys(config)
+
+
+def _check_keys(config: ServerConfig) -> None:
+    """Raise ValueError if this server cannot be a member of its private swarm, or of its group on other machines."""
     if config.swarm_key or config.membership or config.open_to_clients or os.environ.get(ENVIRONMENT):
         from swarm_protocol.access.swarm_access import read_member
         from swarm_protocol.access.tokens import Role
@@ -294,9 +302,6 @@ def check_files(config: ServerConfig) -> None:
         read_member(Role.SERVER, config.membership, config.swarm_key, open_to_clients=config.open_to_clients)
     if config.group_key is not None:
         read_group_key(config.group_key, create=config.follow is None)
-    for path in config.adapters:
-        if not path.is_dir():
-            raise ValueError(f"adapter {path} is no directory: expected one in PEFT's format")
 
 
 async def serve(server: Server) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -58,22 +59,15 @@ def load_block(
         if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
             late.update(_take_out_linears(block, stored))
             experts = take_out_experts(block, stored) if layers is not None and layers.takes_experts else []
-            taken = {tensor.name for tensor in (*_all_tensors_of(late, stored), *experts)}
-            for name in [name for name, tensor in tensors.items() if tensor.name in taken]:
-                del tensors[name]
+            _leave_out(tensors, [*_all_tensors_of(late, stored), *experts])
         if dtype == torch.float32:
             _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
 
     everything = dict(tensors)
-    try:
+    with _explained(checkpoint, everything):
         hollow, info = load_hollow_model(
             family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype, prepare=prepare
         )
-    except RuntimeError as error:  # transformers could not fuse tensors; it only logs which
-        problem = _odd_one_out(everything)
-        if problem is None:
-            raise
-        raise CheckpointError(f"{checkpoint.location} {problem}") from error
     checkpoint.require_fit(info)
     block = getattr(family.owner_of(hollow), family.blocks)[index]
     if dtype == torch.float32:
@@ -82,6 +76,24 @@ def load_block(
         assert replace is not None  # nothing is late without it
         _put_back(late, block, stored, lambda linear, kinds: replace(_filled(linear, kinds, dtype)), layers)
     return block
+
+
+def _leave_out(tensors: dict[str, StoredTensor], taken: Collection[StoredTensor]) -> None:
+    names = {tensor.name for tensor in taken}
+    for name in [name for name, tensor in tensors.items() if tensor.name in names]:
+        del tensors[name]
+
+
+@contextmanager
+def _explained(checkpoint: ModelCheckpoint, tensors: Mapping[str, StoredTensor]) -> Iterator[None]:
+    """Raise CheckpointError if transformers could not fuse the block's tensors; it only logs which."""
+    try:
+        yield
+    except RuntimeError as error:
+        problem = _odd_one_out(tensors)
+        if problem is None:
+            raise
+        raise CheckpointError(f"{checkpoint.location} {problem}") from error
 
 
 def _put_back(

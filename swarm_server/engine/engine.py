@@ -18,7 +18,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
 from swarm_protocol.wire.block_input import ACROSS_WINDOWS
 from swarm_protocol.wire.constants import PAGE_TOKENS
-from swarm_server.adapters.lora import Patches, PlacedAdapter, shares_of
+from swarm_server.adapters.lora import AdapterRows, Patches, PlacedAdapter, shares_of
 from swarm_server.adapters.targets import require_fit
 from swarm_server.blocks.recording import all_finite_together, require_finite
 from swarm_server.blocks.split_stack import Stack
@@ -450,20 +450,33 @@ class Engine:
 
     def _run_part(self, blocks: Span, batch: list[Prepared], hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run blocks of one device, through which all sessions of the batch go; return each session's output."""
-        view = self._stack.view(blocks)
-        device = view.device
+        device = self._stack.view(blocks).device
         hidden = [rows if rows.device == device else rows.to(device) for rows in hidden]
-        num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
-        length = max(work.state.length for work in batch)
-        places, slots, ways = block_runs(blocks, batch), batch[0].slots(blocks), self.ways
-        layers = self._state_layers(blocks, batch, slots, device)
+        places, num_new = block_runs(blocks, batch), hidden[0].shape[1]
         positions, joined = batch_positions(batch, num_new), batch_joined(batch, num_new)
         shares = shares_of(
             [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
         )
         output = None if shares or joined is not None else self._run_graph(blocks, batch, hidden, positions, places)
-        if output is not None:
-            return list(output.split(num_rows))
+        if output is None:
+            output = self._run_blocks(blocks, batch, hidden, positions, joined, places, shares)
+        return list(output.split([work.num_rows for work in batch]))
+
+    def _run_blocks(
+        self,
+        blocks: Span,
+        batch: list[Prepared],
+        hidden: list[torch.Tensor],
+        positions: torch.Tensor,
+        joined: torch.Tensor | None,
+        places: list[BlockRuns],
+        shares: list[AdapterRows],
+    ) -> torch.Tensor:
+        """Return the output of the blocks' own code, and keep the states after it."""
+        view, ways, device = self._stack.view(blocks), self.ways, hidden[0].device
+        num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
+        slots, length = batch[0].slots(blocks), max(work.state.length for work in batch)
+        layers = self._state_layers(blocks, batch, slots, device)
         mask = batch_mask(batch, length)
         cache = RowsCache(places, length, num_new, ways.in_place, layers if any(slots) else (), ways.attention)
         in_place = attention_in_place(cache, view.configs) if ways.in_place else nullcontext()
@@ -477,7 +490,7 @@ class Engine:
             )
         for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
             work.states.update(zip(blocks, states, strict=True))
-        return list(output.split(num_rows))
+        return output
 
     def _run_graph(
         self,

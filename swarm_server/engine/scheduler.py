@@ -165,7 +165,11 @@ class WorkQueue:
         is_due = background > 0 and self._num_urgent >= _OTHERS_PER_BACKGROUND
         if decode and (self._num_others >= num_between or not (prefill or training or is_due)):
             return WorkKind.DECODE
-        if is_due or not (prefill or training):
+        return WorkKind.BACKGROUND if is_due else self._kind_between(prefill, training)
+
+    def _kind_between(self, prefill: int, training: int) -> WorkKind:
+        """Return the kind of a turn that neither decoding takes nor background work that is due."""
+        if not (prefill or training):
             return WorkKind.BACKGROUND
         if training and (not prefill or self._num_prefills >= _PREFILLS_PER_TRAINING):
             return WorkKind.TRAINING

@@ -119,8 +119,7 @@ class OperationRecorder(TorchDispatchMode):
             return result
         if not outputs:
             raise NotCapturable(f"{func} looks at values")
-        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-        within = all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
+        within = _shares_storage(outputs, inputs)
         if within and not func._schema.is_mutable:
             return result  # only a view of an input
         if within and not all(map(self.depends, outputs)):
@@ -134,6 +133,12 @@ class OperationRecorder(TorchDispatchMode):
 
     def _described(self, leaf: Any) -> Any:
         return self.view(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _shares_storage(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether all outputs are in the memory of inputs."""
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.untyped_storage()._cdata in storages for tensor in outputs)
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -52,19 +52,16 @@ def as_json(view: RunView) -> dict[str, Any]:
 
 def picture(view: RunView, now: float) -> list[RenderableType]:
     """Return the parts of one picture. ``now``: Unix time in seconds, to show how long bans still last."""
-    loss = "" if view.loss is None else f"   loss {view.loss:.4f}" if isfinite(view.loss) else "   loss not finite"
-    back = f"   rollbacks {view.rollbacks}" if view.rollbacks else ""
     speed, what = view.samples_per_s, "micro-batches" if view.stages else "samples"
     soon = "nobody computes" if view.next_step_s is None else f"next step in {_duration(view.next_step_s)}"
     share = view.samples / view.target_batch_size
     rate = "" if view.learning_rate is None else f"   learning rate {view.learning_rate:.3g}"
-    computing = "" if view.computing is None else f"   about {view.computing:.0%} of the time spent computing"
-    kept = "" if view.checkpoint is None else f"   newest checkpoint: step {view.checkpoint}"
+    details = _details(view)
     parts: list[RenderableType] = [
-        Text(f"run {printable(view.run)}   step {view.step}{back}{loss}", "bold"),
+        Text(_title(view), "bold"),
         Text(f"{view.samples} of {view.target_batch_size} {what} ({share:.0%}), {speed:.3g} {what}/s: {soon}"),
         Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all{rate}", "dim"),
-        *([Text(f"{computing}{kept}".strip(), "dim")] if computing or kept else []),
+        *([Text(details, "dim")] if details else []),
         *([_stages_table(view), _stage_peers_table(view.stages)] if view.stages else [_peers_table(view.peers)]),
     ]
     if view.held_out is not None:
@@ -75,6 +72,18 @@ def picture(view: RunView, now: float) -> list[RenderableType]:
         parts.append(_bans_table(view.bans, now))
     parts += [Text(f"{_duration(now - event.at)} ago: {event.text}", "dim") for event in view.events[-_SHOWN_EVENTS:]]
     return parts
+
+
+def _title(view: RunView) -> str:
+    loss = "" if view.loss is None else f"   loss {view.loss:.4f}" if isfinite(view.loss) else "   loss not finite"
+    back = f"   rollbacks {view.rollbacks}" if view.rollbacks else ""
+    return f"run {printable(view.run)}   step {view.step}{back}{loss}"
+
+
+def _details(view: RunView) -> str:
+    computing = "" if view.computing is None else f"about {view.computing:.0%} of the time spent computing   "
+    kept = "" if view.checkpoint is None else f"newest checkpoint: step {view.checkpoint}"
+    return f"{computing}{kept}".strip()
 
 
 def _held_out(view: RunView) -> str:

@@ -192,14 +192,18 @@ def _check(record: Progress) -> None:
         raise ValueError("the loss in a record of progress is no number")
     if max(_counts(record)) > _MAX_COUNT or record.state not in pb.PeerState.values():
         raise ValueError("a number in a record of progress is out of range")
-    if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):
-        raise ValueError("a name in a record of progress is too long, or not printable")
-    if len(record.excludes) > MAX_EXCLUDED or not all(map(_is_peer_id, record.excludes)):
-        raise ValueError(f"a record of progress excludes others than up to {MAX_EXCLUDED} peers")
     if not is_squared_norm(record.squared_norm) or not is_squared_norm((record.global_squared_norm or 0.0,)):
         raise ValueError("a norm in a record of progress is no number, or negative")
     if not _fits_batch(record):
         raise ValueError("the micro-batches in a record of progress are not a part of its batch")
+    _check_names(record)
+
+
+def _check_names(record: Progress) -> None:
+    if any(len(text) > _MAX_TEXT or not text.isprintable() for text in (record.run, record.address)):
+        raise ValueError("a name in a record of progress is too long, or not printable")
+    if len(record.excludes) > MAX_EXCLUDED or not all(map(_is_peer_id, record.excludes)):
+        raise ValueError(f"a record of progress excludes others than up to {MAX_EXCLUDED} peers")
 
 
 def _counts(record: Progress) -> tuple[int, ...]:
