@@ -33,7 +33,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         groups = [{"is_hidden": False, **group} for group in groups]
         hidden = [group for group in groups if group["is_hidden"]]
         others = [group for group in groups if not group["is_hidden"]]
-        options = {"lr": lr, "weight_decay": weight_decay}
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         self._parts: list[torch.optim.Optimizer] = []
         if hidden:
             self._parts.append(kind(hidden, momentum=momentum, adjust_lr_fn="match_rms_adamw", **options))
