@@ -118,8 +118,6 @@ proto: $(VENV)/.proto
 	    swarm_training/pb/training.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. \
 	    swarm_training/pb/training_ledger.proto
-	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
-	    swarm_training/pb/training_robust.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/experts/pb=protos -Iswarm_protocol/pb=protos --python_out=. \
 	    --pyi_out=. --grpc_python_out=. swarm_training/experts/pb/experts.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_training/stages/pb=protos --python_out=. --pyi_out=. \

@@ -11,10 +11,8 @@ if TYPE_CHECKING:
     from swarm_training.checkpoints.store import CheckpointDirectory
     from swarm_training.core.config import RollbackPolicy, TrainingConfig
     from swarm_training.core.moment import Moment
-    from swarm_training.core.robust_config import RobustConfig
     from swarm_training.evaluation.evaluation import Evaluation
     from swarm_training.optim.local_steps import LocalSteps
-    from swarm_training.robust_run.robust_run import RobustRun
     from swarm_training.run.training_run import TrainingRun
     from swarm_training.volunteering import volunteer
 
@@ -24,8 +22,6 @@ __all__ = [
     "Evaluation",
     "LocalSteps",
     "Moment",
-    "RobustConfig",
-    "RobustRun",
     "RollbackPolicy",
     "TrainingConfig",
     "TrainingRun",
@@ -39,8 +35,6 @@ _MODULES = {
     "Evaluation": "evaluation.evaluation",
     "LocalSteps": "optim.local_steps",
     "Moment": "core.moment",
-    "RobustConfig": "core.robust_config",
-    "RobustRun": "robust_run.robust_run",
     "RollbackPolicy": "core.config",
     "TrainingConfig": "core.config",
     "TrainingRun": "run.training_run",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from swarm_training.robust.centered_clip import centered_clip
+from swarm_training.numerics.centered_clip import centered_clip
 
 _MOST_WEIGHT = 2.0  # times the median: 3 of 10 members weigh less than the others, whatever samples they claim
 
@@ -169,8 +169,8 @@ def clipped_mean(parts: Tensor, weights: Tensor) -> Tensor:
     their coordinatewise median.
 
     This centre depends on the present step alone, so that any owner of a chunk can compute it, even a new one. It lies
-    among the honest parts while most members are honest. BTARD takes distances to the last step's aggregate, a state
-    that new members do not have.
+    among the honest parts while most members are honest. The usual centre, the last step's aggregate, is a state that
+    new members do not have.
     """
     centre = (parts.median(0).values.double() - (-parts).median(0).values.double()) / 2  # lower and upper median
     tau = statistics.median(float((part.double() - centre).norm()) for part in parts)

@@ -19,7 +19,6 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.rpc.serving import start_server
 from swarm_training.core.config import TrainingConfig
-from swarm_training.core.robust_config import RobustConfig
 from swarm_training.ledger.orders import Orders
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.progress.board import DhtPeerRegistry
@@ -27,7 +26,6 @@ from swarm_training.progress.board import DhtPeerRegistry
 _LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9
 _GRACE_S = 0.2
-PeerConfig = TrainingConfig | RobustConfig
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,11 @@ class RunMembership:
     access: AccessControl | None = None
     token: bytes = field(default=b"", repr=False)
 
-    async def find_host(self, config: PeerConfig) -> str:
+    async def find_host(self, config: TrainingConfig) -> str:
         """Return the host to listen on, see ``listening_host``."""
         return await asyncio.to_thread(listening_host, config.host, self.initial_peers)
 
-    async def join(self, run: str, config: PeerConfig, host: str | None = None) -> DhtPeerRegistry:
+    async def join(self, run: str, config: TrainingConfig, host: str | None = None) -> DhtPeerRegistry:
         """Join the run's DHT, as ``DhtPeerRegistry.join``. Without ``host``, the node only queries."""
         listening = Listening(host, config.dht_port, config.announce_host)
         return await DhtPeerRegistry.join(run, self.initial_peers, self.identity, listening, config.join_timeout_s)
@@ -59,7 +57,7 @@ class RunMembership:
     async def connect(
         self,
         run: str,
-        config: PeerConfig,
+        config: TrainingConfig,
         resources: AsyncExitStack,
         host: str | None = None,
         board: DhtPeerRegistry | None = None,
@@ -81,7 +79,7 @@ class RunMembership:
 
 
 async def serve(
-    add_services: Callable[[grpc.aio.Server], None], config: PeerConfig, host: str, resources: AsyncExitStack
+    add_services: Callable[[grpc.aio.Server], None], config: TrainingConfig, host: str, resources: AsyncExitStack
 ) -> tuple[str, bytes]:
     """Start a server that stops with ``resources``. Return its address for other peers, and its TLS fingerprint.
 

@@ -111,15 +111,14 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["data", "web"],
         ["reports"],
         ["contract"],
-        ["robust_run"],
         ["run"],
         ["net"],
         ["meeting"],
         ["rollback"],
         ["checkpoints"],
         ["evaluation"],
-        ["averaging", "broadcast"],
-        ["progress", "compression", "optim", "robust", "models", "ledger", "losses"],
+        ["averaging"],
+        ["progress", "compression", "optim", "models", "ledger", "losses"],
         ["core", "numerics"],
         ["pb"],
     ],
@@ -151,8 +150,7 @@ UPWARDS = {
 }
 ACYCLIC = [  # rooms whose modules import one way
     *("swarm_server/node", "swarm_server/rpc", "swarm_server/sessions"),
-    *("swarm_training/averaging", "swarm_training/meeting", "swarm_training/run"),
-    *("swarm_training/broadcast", "swarm_training/robust_run", "swarm_training/stages/peer"),
+    *("swarm_training/averaging", "swarm_training/meeting", "swarm_training/run", "swarm_training/stages/peer"),
 ]
 POLICIES = [
     "swarm_client/failover/failover.py",

@@ -25,11 +25,9 @@ from swarm_protocol.span import Span
 from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_training.broadcast.signed import SignedStatement, endorse
 from swarm_training.core import signing
 from swarm_training.core.record import Progress
 from swarm_training.ledger.signing import ContentKind, sign
-from swarm_training.pb.training_robust_pb2 import Said
 from tests.worlds.identities import identity
 
 ROOT = Path(__file__).parents[2]
@@ -44,14 +42,12 @@ def signed() -> dict[str, bytes]:
     Signer(own, lambda: pb.ServerRecord(model="m"), lambda: 1.5).sign(Span(0, 2), BlockInput(states), states[0])
     RelayCredentials(own, b"token").shown("caller", "relay")
     signing.sign(Progress("run", own.peer_id, step=3), own)
-    SignedStatement.make(Said(step=1, aggregate_opened=b"digest"), own)
-    endorse(SignedStatement(b"content", b"key", b"signature"), own)
     for kind in ContentKind:
         sign(kind, pb.Span(start=1, end=2), own, b"token")
     key, grant = OrganiserKey(Ed25519PrivateKey.from_private_bytes(bytes(32))), bytes(ID_BYTES)
     signed.append(Grant(key.public, grant, Role.SERVER, "name", "peer", 1.0, 2.0).signed(key))
     signed.append(Revocation(key.public, grant, 2.0).signed(key))
-    names = "answer", "member", "progress", "broadcast", "endorsement", *(kind.name for kind in ContentKind)
+    names = "answer", "member", "progress", *(kind.name for kind in ContentKind)
     return {f"signed: {name}": data for name, data in zip((*names, "grant", "revocation"), signed, strict=True)}
 
 

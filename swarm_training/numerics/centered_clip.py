@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 _TOLERANCE = 1e-5  # relative to tau
@@ -41,11 +40,3 @@ def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | 
         if float(step.norm()) <= _TOLERANCE * tau * float(w.sum()):
             break
     return v.float()
-
-
-def clip(difference: Tensor, tau: float) -> Tensor:
-    """Return the difference, [n], as float64: shortened to length tau if it is longer, zeros if it is not finite."""
-    d = difference.double()
-    if not bool(d.isfinite().all()):
-        return torch.zeros_like(d)
-    return d * min(1.0, tau / max(float(d.norm()), 1e-300))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_training.robust.centered_clip import centered_clip, clip
+from swarm_training.numerics.centered_clip import centered_clip
 
 ONES = torch.ones(10)
 
@@ -39,8 +39,9 @@ def test_it_is_where_the_formula_stops(tau: float, weights: Tensor) -> None:
     x, _ = vectors(5.0)
     v = centered_clip(x, weights, tau)
     torch.testing.assert_close(v.double(), by_the_formula(x, weights, tau), rtol=0, atol=1e-3 * tau)
-    left = sum(w * clip(row - v, tau) for w, row in zip(weights.tolist(), x, strict=True))
-    assert float(left.norm()) < 2e-5 * tau * float(weights.sum())
+    differences = x.double() - v
+    clipped = differences * (tau / differences.norm(dim=1, keepdim=True)).clamp(max=1)
+    assert float((weights.double() @ clipped).norm()) < 2e-5 * tau * float(weights.sum())
 
 
 @pytest.mark.parametrize("scale", [1, 10, 1000, 1e30])
@@ -73,19 +74,12 @@ def test_vectors_that_are_not_finite_do_not_count(value: float) -> None:
     spoilt = x.clone()
     spoilt[9, 3] = value
     torch.testing.assert_close(centered_clip(spoilt, ONES, 0.3), centered_clip(x[:9], ONES[:9], 0.3))
-    assert not clip(spoilt[9], 0.3).any()
 
 
 def test_the_start_does_not_matter() -> None:
     x, _ = vectors(10.0)
     far = centered_clip(x, ONES, 0.5, start=torch.full((500,), 3.0))
     torch.testing.assert_close(far, centered_clip(x, ONES, 0.5), rtol=0, atol=1e-4)
-
-
-def test_clipped_vectors_keep_their_direction() -> None:
-    d = torch.tensor([3.0, 4.0])
-    torch.testing.assert_close(clip(d, 1.0), torch.tensor([0.6, 0.8], dtype=torch.float64))
-    torch.testing.assert_close(clip(d, 10.0), d.double())
 
 
 @pytest.mark.parametrize(
