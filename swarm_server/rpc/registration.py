@@ -1,22 +1,20 @@
-"""Registration of the service with a gRPC server: it maps errors to gRPC statuses. Bytes that are not a valid message
-are refused like any bad request."""
+"""Registration of the service with a gRPC server: it maps errors to gRPC statuses, and counts calls and bytes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message_factory import GetMessageClass
 
 from swarm_protocol.errors import AccessDenied, PeerError, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.rpc.serving import stream_handler
 from swarm_protocol.telemetry.tracing import UNRECORDED, TraceSpan, tracing
-from swarm_protocol.wire.parsing import parse
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import end_with, status_of
 from swarm_server.core.counters import Counters
@@ -65,35 +63,19 @@ def _span(method: MethodDescriptor, context: _Context) -> AbstractContextManager
 
 
 def _handler(service: BlocksService, method: MethodDescriptor, counters: Counters) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return a stream handler for any method; a stream of one message looks the same on the wire as a single message.
-
-    A gRPC handler for a single message would neither answer nor end a call whose message never comes.
-    """
+    """Return the handler of a method, which counts its calls, refusals and bytes."""
     answer = getattr(service, method.name)
 
     async def answer_one(requests: AsyncIterator[Any], context: _Context) -> Any:
         return await answer(await service.only_request(requests), context)
 
-    async def answer_all(requests: AsyncIterator[Any], context: _Context) -> None:
+    async def answer_counted(requests: AsyncIterator[Any], context: _Context) -> Any:
         counters.calls[method.name] += 1
-        generator = cast(AsyncGenerator[Any, None], aiter(requests))
-        # The generator is in a reference cycle, and keeps the last message alive until it is closed or collected.
-        async with errors_as_status(context, counters), aclosing(generator) as messages:
-            with _span(method, context):
-                reply = await (answer if method.client_streaming else answer_one)(messages, context)
-            if reply is not None:  # None: the handler wrote its replies itself, or refused
-                await context.write(reply)
+        with _span(method, context):
+            return await (answer if method.client_streaming else answer_one)(requests, context)
 
-    parse_input = partial(parse, GetMessageClass(method.input_type))
-    serialise = GetMessageClass(method.output_type).SerializeToString
+    def note_sent(size_bytes: int) -> None:
+        counters.sent_bytes["reply"] += size_bytes
 
-    def read(data: bytes) -> Any:
-        counters.receive(len(data))
-        return parse_input(data)
-
-    def write(message: Any) -> bytes:
-        data: bytes = serialise(message)
-        counters.sent_bytes["reply"] += len(data)
-        return data
-
-    return grpc.stream_stream_rpc_method_handler(answer_all, read, write)
+    errors = partial(errors_as_status, counters=counters)
+    return stream_handler(method, answer_counted, errors, counters.receive, note_sent)

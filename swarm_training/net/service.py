@@ -9,10 +9,9 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import PeerUnavailable
-from swarm_protocol.rpc.serving import admitted, errors_as_status
+from swarm_protocol.rpc.serving import add_service, admitted
 from swarm_training.core.network import PeerHandlers
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.pb.training_pb2_grpc import TrainingServicer, add_TrainingServicer_to_server
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,7 +47,7 @@ class _ServedStream(Generic[Out, In]):
         """Do nothing, because the stream ends when its handler returns."""
 
 
-class TrainingService(TrainingServicer):
+class TrainingService:
     def __init__(self, handlers: PeerHandlers, access: AccessControl | None) -> None:
         """Serve ``handlers``. ``access``: the access control of a private run; None: any peer may take part."""
         self._handlers = handlers
@@ -56,36 +55,30 @@ class TrainingService(TrainingServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add the service to a server that has not started."""
-        add_TrainingServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        add_service(self, pb.DESCRIPTOR.services_by_name["Training"], server)
 
     async def Exchange(self, request: pb.ExchangeRequest, context: _Context) -> pb.ExchangeReply:
-        async with errors_as_status(context):
-            peer_id = admitted(context, self._access)
-            return await self._handlers.exchange(peer_id, request)
+        peer_id = admitted(context, self._access)
+        return await self._handlers.exchange(peer_id, request)
 
     async def Meet(self, _: object, context: _Context) -> None:
-        async with errors_as_status(context):
-            peer_id = admitted(context, self._access)
-            await self._handlers.meet(peer_id, _ServedStream(context))
+        peer_id = admitted(context, self._access)
+        await self._handlers.meet(peer_id, _ServedStream(context))
 
     async def Reduce(self, _: object, context: _Context) -> None:
-        async with errors_as_status(context):
-            peer_id = admitted(context, self._access)
-            await self._handlers.reduce(peer_id, _ServedStream(context))
+        peer_id = admitted(context, self._access)
+        await self._handlers.reduce(peer_id, _ServedStream(context))
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> None:
-        async with errors_as_status(context):
-            peer_id = admitted(context, self._access)
-            async for chunk in self._handlers.fetch(peer_id, request):
-                await context.write(chunk)
+        peer_id = admitted(context, self._access)
+        async for chunk in self._handlers.fetch(peer_id, request):
+            await context.write(chunk)
 
     async def State(self, request: pb.StateRequest, context: _Context) -> None:
-        async with errors_as_status(context):
-            peer_id = admitted(context, self._access)
-            async for part in self._handlers.state(peer_id, request):
-                await context.write(part)
+        peer_id = admitted(context, self._access)
+        async for part in self._handlers.state(peer_id, request):
+            await context.write(part)
 
     async def Rounds(self, request: pb.RoundsRequest, context: _Context) -> pb.RoundsReply:
-        async with errors_as_status(context):
-            peer_id = admitted(context, self._access, Role.CLIENT)  # every member may sum up contributions
-            return await self._handlers.rounds(peer_id, request)
+        peer_id = admitted(context, self._access, Role.CLIENT)  # every member may sum up contributions
+        return await self._handlers.rounds(peer_id, request)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.tls import ClientCredentials
-from swarm_protocol.rpc.serving import errors_as_status
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
@@ -59,13 +58,11 @@ class LossyService(StagesService):
         return self.dice is not None and self.dice.random() < self.loss / 2
 
     async def Commit(self, request: Any, context: Any) -> Any:
-        async with errors_as_status(context):
-            if self._is_lost():
-                raise PeerUnavailable("the request is lost")
+        if self._is_lost():
+            raise PeerUnavailable("the request is lost")
         reply = await super().Commit(request, context)
-        async with errors_as_status(context):
-            if self._is_lost():
-                raise PeerUnavailable("the answer is lost")
+        if self._is_lost():
+            raise PeerUnavailable("the answer is lost")
         return reply
 
     async def _serve(self, requests: Any, context: Any, *, is_backward: bool) -> None:

@@ -11,12 +11,12 @@ import grpc
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.net.tls import Certificate
-from swarm_protocol.rpc.serving import admitted, errors_as_status, start_server
+from swarm_protocol.rpc.serving import add_service, admitted, start_server
 from swarm_training.experts.pb import experts_pb2 as pb
-from swarm_training.experts.pb.experts_pb2_grpc import ExpertsServicer, add_ExpertsServicer_to_server
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
+_SERVICE = pb.DESCRIPTOR.services_by_name["Experts"]
 
 
 class ExpertHandlers(Protocol):
@@ -37,7 +37,7 @@ class ReplicaHandlers(Protocol):
     def fetch(self, request: pb.FetchReplicaRequest) -> AsyncIterator[pb.FetchReplicaReply]: ...
 
 
-class ExpertsService(ExpertsServicer):
+class ExpertsService:
     def __init__(self, handlers: ExpertHandlers, replicas: ReplicaHandlers, access: AccessControl | None) -> None:
         """Create the service; ``access`` is the access control of a private swarm, or None if everybody may call."""
         self._handlers = handlers
@@ -45,33 +45,24 @@ class ExpertsService(ExpertsServicer):
         self._access = access
 
     async def Forward(self, request: pb.ForwardRequest, context: _Context) -> pb.ForwardReply:
-        async with errors_as_status(context):
-            return await self._handlers.forward(admitted(context, self._access, Role.CLIENT), request)
-        return pb.ForwardReply()  # the status has the error
+        return await self._handlers.forward(admitted(context, self._access, Role.CLIENT), request)
 
     async def Backward(self, request: pb.BackwardRequest, context: _Context) -> pb.BackwardReply:
-        async with errors_as_status(context):
-            return await self._handlers.backward(admitted(context, self._access, Role.TRAINER), request)
-        return pb.BackwardReply()
+        return await self._handlers.backward(admitted(context, self._access, Role.TRAINER), request)
 
     async def KeepReplica(
         self, requests: AsyncIterator[pb.KeepReplicaRequest], context: _Context
     ) -> pb.KeepReplicaReply:
-        async with errors_as_status(context):
-            return await self._replicas.keep(admitted(context, self._access, Role.SERVER), requests)
-        return pb.KeepReplicaReply()
+        return await self._replicas.keep(admitted(context, self._access, Role.SERVER), requests)
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, context: _Context) -> pb.ListReplicasReply:
-        async with errors_as_status(context):
-            admitted(context, self._access, Role.SERVER)
-            return await self._replicas.listed(request)
-        return pb.ListReplicasReply()
+        admitted(context, self._access, Role.SERVER)
+        return await self._replicas.listed(request)
 
     async def FetchReplica(self, request: pb.FetchReplicaRequest, context: _Context) -> None:
-        async with errors_as_status(context):
-            admitted(context, self._access, Role.SERVER)
-            async for part in self._replicas.fetch(request):
-                await context.write(part)
+        admitted(context, self._access, Role.SERVER)
+        async for part in self._replicas.fetch(request):
+            await context.write(part)
 
 
 async def start_service(
@@ -88,4 +79,4 @@ async def start_service(
         ValueError: the server cannot listen at the address.
     """
     service = ExpertsService(handlers, replicas, access)
-    return await start_server(partial(add_ExpertsServicer_to_server, service), certificate, host, port)
+    return await start_server(partial(add_service, service, _SERVICE), certificate, host, port)

@@ -14,7 +14,7 @@ from torch import Tensor
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import PeerMoved, RequestRejected
 from swarm_protocol.net.identity import Identity
-from swarm_protocol.rpc.serving import admitted, errors_as_status
+from swarm_protocol.rpc.serving import add_service, admitted
 from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
 from swarm_training.stages.audit.statements import (
@@ -27,7 +27,6 @@ from swarm_training.stages.audit.statements import (
 from swarm_training.stages.audit.testimony import AuditAnswer, Testimony, Tolerance, agree
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsServicer, add_AuditsServicer_to_server
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
 from swarm_training.stages.rpc.forms import FORMS
 from swarm_training.stages.rpc.hosting import StageHost
@@ -73,7 +72,7 @@ class Witness:
     precision: str = "fp32"
 
 
-class AuditService(AuditsServicer):
+class AuditService:
     def __init__(
         self, run: str, witness: Witness, limits: StageLimits | None = None, access: AccessControl | None = None
     ) -> None:
@@ -86,32 +85,28 @@ class AuditService(AuditsServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add the service to a server that has not started."""
-        add_AuditsServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        add_service(self, audit_pb.DESCRIPTOR.services_by_name["Audits"], server)
 
     async def Attest(self, request: audit_pb.AttestRequest, context: _Context) -> audit_pb.AttestReply:
-        reply = audit_pb.AttestReply()
-        async with errors_as_status(context):
-            trainer = admitted(context, self._access)
-            check_micro_batch(request.micro_batch, self._run, self._witness.host)
-            reply.statement.CopyFrom((await self._statement(trainer, request)).signed(self._witness.identity))
-            if request.withdraws:
-                self._witness.pending.withdraw(request.micro_batch.number, trainer)
-        return reply
+        trainer = admitted(context, self._access)
+        check_micro_batch(request.micro_batch, self._run, self._witness.host)
+        statement = (await self._statement(trainer, request)).signed(self._witness.identity)
+        if request.withdraws:
+            self._witness.pending.withdraw(request.micro_batch.number, trainer)
+        return audit_pb.AttestReply(statement=statement)
 
     async def Accuse(self, requests: AsyncIterator[audit_pb.AccuseRequest], context: _Context) -> audit_pb.AccuseReply:
-        is_upheld = False
-        async with errors_as_status(context):
-            trainer = admitted(context, self._access)
-            with self._room.request(trainer) as reservation:
-                async with asyncio.timeout(self._limits.read_s):
-                    statement, reader, replies = await self._read(requests, reservation)
-                is_upheld = statement.peer_id in self._witness.mates.banned() or await self._is_wrong(
-                    statement, await asyncio.to_thread(reader.tensors), replies
-                )
-            if is_upheld and statement.peer_id not in self._witness.mates.banned():
-                self._witness.mates.exclude(statement.peer_id)
-            elif not is_upheld:
-                _logger.warning("trainer %s has accused %s, whose answer is right", trainer, statement.peer_id)
+        trainer = admitted(context, self._access)
+        with self._room.request(trainer) as reservation:
+            async with asyncio.timeout(self._limits.read_s):
+                statement, reader, replies = await self._read(requests, reservation)
+            is_upheld = statement.peer_id in self._witness.mates.banned() or await self._is_wrong(
+                statement, await asyncio.to_thread(reader.tensors), replies
+            )
+        if is_upheld and statement.peer_id not in self._witness.mates.banned():
+            self._witness.mates.exclude(statement.peer_id)
+        elif not is_upheld:
+            _logger.warning("trainer %s has accused %s, whose answer is right", trainer, statement.peer_id)
         return audit_pb.AccuseReply(is_upheld=is_upheld)
 
     async def _read(

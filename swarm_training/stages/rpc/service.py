@@ -16,10 +16,9 @@ from torch import Tensor
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
-from swarm_protocol.rpc.serving import admitted, errors_as_status
+from swarm_protocol.rpc.serving import add_service, admitted
 from swarm_training.core.moment import Moment
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.pb.stages_pb2_grpc import StagesServicer, add_StagesServicer_to_server
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
 from swarm_training.stages.rpc.forms import encode_as
 from swarm_training.stages.rpc.framing import pack
@@ -47,7 +46,7 @@ class AnswerNotes(Protocol):
     ) -> None: ...
 
 
-class StagesService(StagesServicer):
+class StagesService:
     """The service of a stage peer for trainers.
 
     Attributes:
@@ -81,7 +80,7 @@ class StagesService(StagesServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Add the service to a server that has not started."""
-        add_StagesServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        add_service(self, pb.DESCRIPTOR.services_by_name["Stages"], server)
 
     def close(self) -> None:
         for silence in self._silences.values():
@@ -89,23 +88,19 @@ class StagesService(StagesServicer):
         self._silences.clear()
 
     async def Forward(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context) -> None:
-        async with errors_as_status(context):
-            await self._serve(requests, context, is_backward=False)
+        await self._serve(requests, context, is_backward=False)
 
     async def Backward(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context) -> None:
-        async with errors_as_status(context):
-            await self._serve(requests, context, is_backward=True)
+        await self._serve(requests, context, is_backward=True)
 
     async def Commit(self, request: pb.CommitRequest, context: _Context) -> pb.CommitReply:
-        is_committed = False
-        async with errors_as_status(context):
-            trainer = self._heard(context)
-            check_micro_batch(request.micro_batch, self._run, self._host)
-            which = request.micro_batch
-            if request.is_not_finite:
-                is_committed = await self._note_not_finite(trainer, request)
-            else:
-                is_committed = await asyncio.shield(self._host.commit(which.step, which.number, trainer))
+        trainer = self._heard(context)
+        check_micro_batch(request.micro_batch, self._run, self._host)
+        which = request.micro_batch
+        if request.is_not_finite:
+            is_committed = await self._note_not_finite(trainer, request)
+        else:
+            is_committed = await asyncio.shield(self._host.commit(which.step, which.number, trainer))
         return pb.CommitReply(is_committed=is_committed)
 
     async def _note_not_finite(self, trainer: str, request: pb.CommitRequest) -> bool:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -120,6 +121,20 @@ def test_every_member_may_ask_for_rounds_and_nobody_else() -> None:
 
     with_network(as_a_member, AccessControl(organiser.public), grant.signed(organiser))
     with_network(as_a_stranger, AccessControl(organiser.public))
+
+
+def test_bytes_that_are_no_message_are_refused_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+        channel = await network.channel(peer)
+        for method, message in (("Exchange", "ExchangeRequest"), ("Meet", "MeetRequest"), ("Fetch", "FetchRequest")):
+            call = channel.stream_stream(f"/swarm.training.v1.Training/{method}")()
+            await call.write(b"\xff\xff\n")
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == f"the bytes sent are no message: expected a {message}"
+        assert not echo.callers
+
+    with_network(scenario)
+    assert "Traceback" not in caplog.text
 
 
 def test_errors_travel() -> None:
