@@ -41,6 +41,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         codec=averaging.codec,
         aggregation=averaging.aggregation,
         delay=averaging.delay,
+        max_samples=averaging.max_samples,
         max_norm=who.max_norm,
         average_decay=who.average_decay,
         restart_wait_s=who.restart_wait_s,
@@ -87,7 +88,7 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     from swarm_training.ledger.ledger import LAST, Ledger, LedgerLimits
     from swarm_training.run.moderation import Moderation
 
-    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
+    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size, who.averaging.max_samples), who.organiser)
     member, resources = who.membership(), AsyncExitStack()
     known: list[Progress] = []
     moderation = Moderation(member.orders(who.run))
@@ -127,7 +128,7 @@ def read_ledger(who: Joining) -> Ledger:
     from swarm_training.ledger.collecting import pull
     from swarm_training.ledger.ledger import Ledger, LedgerLimits
 
-    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size), who.organiser)
+    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size, who.averaging.max_samples), who.organiser)
 
     async def take(data: bytes) -> bool:
         return ledger.add(data) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 
@@ -91,6 +91,11 @@ class Group:
             num_micro_batches,
             tuple(message.evaluations),
         )
+
+    def limited(self, max_samples: int) -> Group:
+        """Return the group in which no member has more weight than this, whatever it or the leader claims."""
+        members = (replace(member, weight=min(member.weight, max_samples)) for member in self.members)
+        return replace(self, members=tuple(members))
 
     @property
     def moment(self) -> Moment:

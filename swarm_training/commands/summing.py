@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 def ledger_in_file(path: Path, file: RunFile) -> Ledger:
     """Return the ledger of a file's valid rounds of this run. Raises ValueError if the file is no ledger."""
     organiser = SwarmKey.parse(file.tokens.organiser) if file.tokens.organiser else None
-    ledger = Ledger(file.run.name, LedgerLimits.of(file.run.target_batch_size), organiser)
+    ledger = Ledger(file.run.name, LedgerLimits.of(file.run.target_batch_size, file.averaging.max_samples), organiser)
     for data in read_rounds(path, file.run.name):
         try:
             ledger.add(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_training.core.config import AGGREGATIONS
+from swarm_training.core.config import AGGREGATIONS, check_max_samples
 
 CODECS = ("fp32", "fp16", "int8", "2bit")  # fp64 is for micro-batches that are counted exactly
 _MAX_RANK = 1 << 16
@@ -17,6 +17,7 @@ class AveragingSettings:
 
     Attributes:
         aggregation: the way to combine gradients; a minority of cheaters moves ``centered_clip`` only a little.
+        max_samples: the most samples of one peer that count in a step, whatever the peer claims; 0: four batches.
         error_feedback: whether the codec's loss is added to the next gradient.
         power_sgd_rank: the rank of the two factors that replace a matrix; 0 sends matrices as they are.
         straggler_s: the time, in seconds, for which peers wait for a slow one before they average without it; 0: 5
@@ -28,6 +29,7 @@ class AveragingSettings:
     error_feedback: bool = False
     power_sgd_rank: int = 0
     aggregation: str = "mean"
+    max_samples: int = 0
     straggler_s: float = 0.0
     delay: bool = False
 
@@ -40,6 +42,7 @@ class AveragingSettings:
             raise ValueError("codec is '2bit': expected error_feedback = true with it, since it loses most of a vector")
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
+        check_max_samples(self.max_samples)
         if self.aggregation != "mean" and self.power_sgd_rank:
             raise ValueError(
                 f"power_sgd_rank is {self.power_sgd_rank}: expected 0 with aggregation {self.aggregation!r}"

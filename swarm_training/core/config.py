@@ -14,6 +14,7 @@ CHUNK_ELEMENTS = 1 << 18  # elements of a vector in one message: 1 MiB in fp32
 MAX_WINDOW = 4096  # losses; a joiner receives all of them in one message
 _MAX_NAME_CHARS = 200
 _MAX_EVERY = 1 << 40
+_MAX_BATCHES = 4  # most batches of one peer that count in one step: an honest call can bring more than one
 
 
 def check_run_name(name: str) -> None:
@@ -35,6 +36,19 @@ def check_average_decay(decay: float) -> None:
             f"average_decay is {decay}: expected a number from 0 (the weights are not averaged) to less than 1, such "
             "as 0.999"
         )
+
+
+def check_max_samples(max_samples: int) -> None:
+    """Raise ValueError if no more than this can count of one peer."""
+    if max_samples < 0:
+        raise ValueError(
+            f"max_samples is {max_samples}: expected at least 1 sample of one peer, or 0 (four batches count)"
+        )
+
+
+def most_samples(max_samples: int, target_batch_size: int) -> int:
+    """Return how many samples of one peer count in one step at most. ``max_samples``: as set; 0: four batches."""
+    return max_samples or _MAX_BATCHES * target_batch_size
 
 
 @dataclass(frozen=True)
@@ -92,9 +106,9 @@ class EvaluationPolicy:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The settings of one peer of a run. ``codec``, ``aggregation``, ``counting``, ``max_norm``,
-    ``average_decay``, ``chunk_elements``, ``checkpoint_every``, ``rollback`` and ``evaluation`` must be the same
-    for all peers of a run.
+    """The settings of one peer of a run. ``codec``, ``aggregation``, ``max_samples``, ``counting``, ``max_norm``,
+    ``average_decay``, ``chunk_elements``, ``checkpoint_every``, ``rollback`` and ``evaluation`` must be the same for
+    all peers of a run.
 
     A step needs a quorum of the peers that took the last step together. A peer that leaves, or whose process ends, does
     not count. If a peer is merely silent, no other peer knows whether it has ended or the network is divided. With a
@@ -129,6 +143,7 @@ class TrainingConfig:
     share: float = 1.0  # of the adding up, relative to other peers: in proportion to bandwidth; 0: none
     codec: str = "fp32"
     aggregation: str = "mean"  # or "centered_clip", which a minority of outlier gradients moves only a little
+    max_samples: int = 0  # of one peer that count in a step, whatever it claims; 0: four batches
     counting: str = "samples"  # what a batch counts; or "exact", see above
     max_norm: float = 0.0  # to which averaged gradients are clipped, before the optimizer's step; 0: they are not
     average_decay: float = 0.0  # of the moving average of the weights, at each step; 0: there is no such average
@@ -162,6 +177,8 @@ class TrainingConfig:
         }
         if self.counting != "samples":  # peers of older versions have no such setting
             settings["counting"] = self.counting
+        if self.max_samples:
+            settings["max_samples"] = self.max_samples
         if self.max_norm:
             settings["max_norm"] = self.max_norm
         if self.evaluation.every:
@@ -200,6 +217,9 @@ class TrainingConfig:
             raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
         if self.counting not in COUNTINGS:
             raise ValueError(f"counting is {self.counting!r}: expected one of {', '.join(COUNTINGS)}")
+        check_max_samples(self.max_samples)
+        if self.counting == "exact" and self.max_samples:
+            raise ValueError("max_samples is set, and counting is 'exact': expected counting 'samples' with it")
         if self.counting == "exact" and (self.aggregation != "mean" or self.delay):
             raise ValueError("counting is 'exact': expected aggregation 'mean' with it, and no delay")
         if self.codec == "fp64" and self.counting != "exact":

@@ -16,7 +16,7 @@ from swarm_training.averaging.round import AveragingRound
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.compressor import Phases
 from swarm_training.core.bitmap import to_bits
-from swarm_training.core.config import TrainingConfig
+from swarm_training.core.config import TrainingConfig, most_samples
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import MeetStream
 from swarm_training.pb import training_pb2 as pb
@@ -134,6 +134,7 @@ class MeetingClient:
         self._checkpoint = checkpoint
         self._is_leader = is_leader
         self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
+        self._max_samples = config.max_samples
         self._replies: asyncio.Queue[pb.MeetReply] = asyncio.Queue()
         self._round: AveragingRound | None = None
         self._dropped: set[int] = set()
@@ -276,7 +277,8 @@ class MeetingClient:
         group = Group.parse(message)
         if group.moment != moment or group.ballot <= self._ballots.promised or self._peer_id not in group.peer_ids:
             raise RequestRejected("the leader has formed a group that is not the one which was asked for")
-        return group
+        own = group.members[group.peer_ids.index(self._peer_id)].record
+        return group.limited(most_samples(self._max_samples, own.target_batch_size))
 
 
 def _replay(rounds: Sequence[AveragingRound], gradient: Tensor | None) -> Phases:

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from math import inf
 
 from swarm_training.core.bitmap import are_disjoint, is_partition
 from swarm_training.core.moment import Moment
@@ -37,24 +38,30 @@ class LocalView:
         silent: records of participants that it has not heard from recently.
         gone: ids of peers that have left, have not joined yet, stand aside or have been banned for a while, or whose
             process has evidently ended.
+        max_samples: the most samples of one peer that count, whatever it claims.
     """
 
     own: Progress
     others: tuple[Progress, ...] = ()
     silent: tuple[Progress, ...] = ()
     gone: frozenset[str] = frozenset()
+    max_samples: float = inf
 
     @property
     def all(self) -> tuple[Progress, ...]:
         return self.own, *self.others
 
+    def samples_of(self, peers: Iterable[Progress]) -> float:
+        """Return the samples of these peers that count towards the next step."""
+        return sum(min(peer.samples, self.max_samples) for peer in peers)
+
     def at(self, moment: Moment) -> tuple[Progress, ...]:
         return tuple(peer for peer in self.all if peer.moment == moment and peer.state in PRESENT)
 
 
-def samples_at(view: LocalView, moment: Moment) -> int:
-    """Return the samples that all peers together have accumulated towards the next step."""
-    return sum(peer.samples for peer in view.at(moment))
+def samples_at(view: LocalView, moment: Moment) -> float:
+    """Return the samples that all peers together have accumulated towards the next step, as far as they count."""
+    return view.samples_of(view.at(moment))
 
 
 def mean_loss(peers: Iterable[Progress]) -> float | None:
@@ -69,7 +76,7 @@ def is_batch_complete(view: LocalView) -> bool:
     peers = view.at(view.own.moment)
     if view.own.counts_exactly:
         return _is_exactly_complete(peers, view.own)
-    enough = sum(peer.samples for peer in peers) >= view.own.target_batch_size
+    enough = view.samples_of(peers) >= view.own.target_batch_size
     return enough or any(peer.state == MEETING for peer in peers)
 
 
@@ -106,7 +113,7 @@ def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
 def seconds_to_step(view: LocalView) -> float | None:
     """Return the seconds until the batch is complete at the present speed; None if no speed has been measured yet."""
     peers = view.at(view.own.moment)
-    missing = view.own.target_batch_size - sum(peer.samples for peer in peers)
+    missing = view.own.target_batch_size - view.samples_of(peers)
     speed = sum(peer.samples_per_s for peer in peers)
     if missing <= 0:
         return 0.0

@@ -49,14 +49,22 @@ class ProgressTable:
     """
 
     def __init__(
-        self, run: str, model: bytes | None, own_id: str, silence_s: float, presume_gone_s: float = inf
+        self,
+        run: str,
+        model: bytes | None,
+        own_id: str,
+        silence_s: float,
+        presume_gone_s: float = inf,
+        max_samples: float = inf,
     ) -> None:
-        """Start empty. ``model``: the digest of the trained model; other models' records are refused. None: unknown."""
+        """Start empty. ``model``: the digest of the trained model; other models' records are refused. None: unknown.
+        ``max_samples``: see ``LocalView``."""
         self._run = run
         self._model = model
         self._own_id = own_id
         self._silence_s = silence_s
         self._presume_gone_s = presume_gone_s
+        self._max_samples = max_samples
         self._entries: dict[str, _Entry] = {}
         self._gone: dict[str, int] = {}  # by peer, the version of its record when it was found gone
         self._suspects: dict[str, int] = {}
@@ -204,7 +212,7 @@ class ProgressTable:
             elif entry.record.state in PRESENT and silence_s < _SILENT_S:
                 silent.append(entry.record)
         others.sort(key=lambda peer: peer.peer_id)
-        return LocalView(own, tuple(others), tuple(silent), frozenset(gone))
+        return LocalView(own, tuple(others), tuple(silent), frozenset(gone), self._max_samples)
 
     def known(self) -> list[Progress]:
         """Return the records of all other peers, including silent ones, without those that are gone."""

@@ -82,5 +82,6 @@ class PeerProcess:
 
 def ledger_of(config: TrainingConfig, run: str, target_batch_size: int, access: AccessControl | None) -> KeptLedger:
     """Return the ledger restored from the configured file, or an empty ledger if there is none."""
-    limits, organiser = LedgerLimits.of(target_batch_size), None if access is None else access.swarm_key
+    limits = LedgerLimits.of(target_batch_size, config.max_samples)
+    organiser = None if access is None else access.swarm_key
     return KeptLedger.open(None if config.ledger is None else Path(config.ledger), run, limits, organiser)

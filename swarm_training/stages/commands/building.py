@@ -15,6 +15,7 @@ from swarm_protocol.failures import first_line
 from swarm_protocol.process.scratch import scratch_directory
 from swarm_training.commands.building import build_blocks, build_tokenizer
 from swarm_training.compression.compressor import Plain
+from swarm_training.compression.settings import AveragingSettings
 from swarm_training.core.config import TrainingConfig, checkpoints_needed
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
 from swarm_training.run.state import TrainedState
@@ -52,7 +53,7 @@ def require_stages(file: RunFile) -> int:
     if not file.stages.count:
         raise ValueError("the run is not trained in stages: expected their number as `count` under [stages]")
     averaging = file.averaging
-    if averaging.aggregation != "mean" or averaging.error_feedback or averaging.power_sgd_rank or averaging.delay:
+    if averaging.error_feedback or replace(averaging, codec="fp32", straggler_s=0.0) != AveragingSettings():
         raise ValueError("a run in stages counts exactly: expected none but `codec` under [averaging]")
     return file.stages.num_micro_batches(file.run.target_batch_size)
 

@@ -52,6 +52,12 @@ def test_a_batch_is_complete_with_the_samples_of_all_at_the_step() -> None:
     assert not is_batch_complete(LocalView(peer("a"), (peer("b", state=JOINING, samples=200),)))
 
 
+def test_no_peer_completes_a_batch_by_what_it_claims_alone() -> None:
+    view = LocalView(peer("a", samples=30), (peer("b", samples=1 << 24, samples_per_s=1.0),), max_samples=60)
+    assert samples_at(view, Moment(0, 0)) == 90 and not is_batch_complete(view) and seconds_to_step(view) == 10.0
+    assert is_batch_complete(replace(view, own=peer("a", samples=40)))
+
+
 def test_the_expected_time_of_the_next_step() -> None:
     view = LocalView(peer("a", samples=40, samples_per_s=4.0), (peer("b", samples=20, samples_per_s=1.0),))
     assert seconds_to_step(view) == 8.0

@@ -24,7 +24,7 @@ from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import in_tiers
 from tests.worlds.identities import identity
-from tests.worlds.runs import SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
 STEPS = 4
 HEARD_S = 120.0  # in which a peer has asked all others for rounds, some of them several times
@@ -275,6 +275,33 @@ def test_a_leader_takes_no_contribution_but_what_its_peer_joins_with(caplog: pyt
     simulate(scenario)
     for reason in ("samples, and it joins with", "that of another peer, run or step", "is not signed by the peer"):
         assert reason in caplog.text
+
+
+def test_a_peer_that_claims_16_million_samples_counts_as_far_as_the_run_allows() -> None:
+    """Towards the batch, in the mean and in the ledger; whoever of them leads."""
+
+    async def scenario() -> None:
+        config = replace(CONFIG, max_samples=16)
+        liar, *honest = await enter_all(World(), 4, target=40, config=config, optimizer=torch.optim.SGD)
+
+        async def give(peer: SimulatedPeer, gradient: torch.Tensor, samples: int) -> None:
+            await peer.step(gradient, samples)
+            while peer.state.step < 1:
+                await asyncio.sleep(0.3)
+                await peer.drive(peer.share.report())
+
+        lying = liar.spawn(give(liar, -torch.ones(37), 16_000_000))
+        await asyncio.sleep(5.0)
+        assert liar.state.step == 0  # it does not complete the batch
+        await all_done([lying, *(peer.spawn(give(peer, torch.ones(37), 8)) for peer in honest)])
+        await asyncio.sleep(HEARD_S)
+        for peer in (liar, *honest):
+            moved = peer.history[1] - peer.history[0]
+            torch.testing.assert_close(moved, torch.full((37,), -0.1 * (3 * 8 - 16) / 40))
+            credited = {each.peer_id: UserTotal(16 if each is liar else 8, 1) for each in (liar, *honest)}
+            assert peer.peer.ledger.totals() == credited
+
+    simulate(scenario)
 
 
 def test_what_a_peer_has_given_is_what_is_behind_the_result_that_it_holds() -> None:
