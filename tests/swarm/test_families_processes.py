@@ -1,4 +1,4 @@
-"""Every family of the zoo is loaded by a client, and by a server that computes as the local model."""
+"""Families hosted by server processes, and every family loaded with what such a process has imported."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 import os
 import secrets
 import ssl
-from collections.abc import Sequence
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,26 +28,37 @@ from tests.swarm.target import wire
 from tests.swarm.waiting import DEADLINE_S
 from tests.zoo import BLOCKS, CONFIGS, PAD, SUPPORTED, VOCAB, save_checkpoint
 
-AT_ONCE = 4  # processes
 PROMPT, NEW = 11, 3
 TOLERANCE = 1e-4  # relative; the zoo's large weights amplify rounding, by which servers differ (oneDNN, other batches)
 FAMILIES = list({CONFIGS[name][0]: name for name in SUPPORTED}.values())  # one of each
 IN_PROMISE = ["llama", "gpt_oss", "qwen3_next", "bamba"]  # all positions, windows, two kinds of states
 OTHERS = [name for name in FAMILIES if name not in IN_PROMISE]
-WAVES = [
-    pytest.param(IN_PROMISE, marks=pytest.mark.promise("every family that is named is hosted by server processes")),
-    *(OTHERS[start : start + AT_ONCE] for start in range(0, len(OTHERS), AT_ONCE)),
-]
+# Computes the blocks of each directory with its hidden states; a server imports the same before it loads a model.
+COMPUTE = """
+import sys
+from swarm_protocol.imports.light_imports import import_transformers
+import_transformers()
+import swarm_server.node.server
+import torch
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import load_blocks
+end, *directories = sys.argv[1:]
+for directory in directories:
+    stack = load_blocks(ModelCheckpoint.open(directory), Span(0, int(end)))
+    with torch.inference_mode():
+        torch.save(stack(torch.load(f"{directory}/hidden.pt")), f"{directory}/output.pt")
+"""
 
 
-@pytest.mark.parametrize("names", WAVES, ids=", ".join)
-def test_server_processes(names: Sequence[str], cluster: LocalCluster, identities: Path, tmp_path: Path) -> None:
-    for name in names:
+@pytest.mark.promise("every family that is named is hosted by server processes")
+def test_server_processes(cluster: LocalCluster, tmp_path: Path) -> None:
+    for name in IN_PROMISE:
         save_checkpoint(name, tmp_path / name)
-    servers = [start(cluster, tmp_path / name, identities / str(place)) for place, name in enumerate(names)]
+    servers = [start(cluster, tmp_path / name) for name in IN_PROMISE]
     try:
         cluster.wait_ready(servers)
-        for name, server in zip(names, servers, strict=True):
+        for name, server in zip(IN_PROMISE, servers, strict=True):
             check(server, tmp_path / name)
             require_that_a_client_loads_its_own(tmp_path / name)
     finally:
@@ -55,17 +67,29 @@ def test_server_processes(names: Sequence[str], cluster: LocalCluster, identitie
             server.wait_gone(DEADLINE_S)
 
 
-@pytest.fixture(scope="module")
-def identities(tmp_path_factory) -> Path:
-    """Where servers keep their keys, which take longer to make than a small model to load."""
-    return tmp_path_factory.mktemp("identities")
+def test_every_family_is_computed_with_what_a_server_has_imported(tmp_path: Path) -> None:
+    """Servers import parts of transformers only, and its code of a family when they load it."""
+    expected = {}
+    for name in OTHERS:
+        save_checkpoint(name, tmp_path / name)
+        (hidden,), (expected[name],) = local_generation(tmp_path / name, 1)
+        torch.save(hidden, tmp_path / name / "hidden.pt")
+    command = [sys.executable, "-c", COMPUTE, str(BLOCKS), *(str(tmp_path / name) for name in OTHERS)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for name in OTHERS:
+        require_close(torch.load(tmp_path / name / "output.pt"), expected[name], name)
 
 
-def start(cluster: LocalCluster, checkpoint: Path, identity: Path) -> LocalServer:
-    swarm = f"families-{os.getpid()}-{checkpoint.name}"
-    where = ["--model", str(checkpoint), "--swarm", swarm, "--identity", str(identity)]
+def start(cluster: LocalCluster, checkpoint: Path) -> LocalServer:
+    where = ["--model", str(checkpoint), "--swarm", f"families-{os.getpid()}-{checkpoint.name}"]
     options = ["--quant", "none", "--throughput", "100", "--cache-tokens", "2048"]
     return cluster.start(*where, "--blocks", f"0:{BLOCKS}", *options)
+
+
+def require_close(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error <= TOLERANCE, f"{name}: {error}"
 
 
 def check(server: LocalServer, directory: Path) -> None:
@@ -90,11 +114,10 @@ def check(server: LocalServer, directory: Path) -> None:
         without_cache = client.forward(pb.ForwardRequest(forward=pb.Forward(contract=contract, hidden=wire(inputs[0]))))
     assert len(steps) == len(outputs), answer
     for output, expected in zip([*steps, decode(without_cache.replies[0].output)], [*outputs, outputs[0]], strict=True):
-        error = float((output - expected).abs().max() / expected.abs().max())
-        assert error <= TOLERANCE, f"{directory.name}: {error}"
+        require_close(output, expected, directory.name)
 
 
-def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def local_generation(directory: Path, num_new: int = NEW) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Of the prompt and each new token, what goes into the first block and what comes out of the last."""
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     whole.generation_config.eos_token_id, whole.generation_config.pad_token_id = None, PAD
@@ -110,7 +133,7 @@ def local_generation(directory: Path) -> tuple[list[torch.Tensor], list[torch.Te
         lambda _block, _args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
     )
     ids = torch.randint(3, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(0))
-    whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, use_cache=True)
+    whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False, use_cache=True)
     return inputs, outputs
 
 
