@@ -36,6 +36,7 @@ CHAINS = {
     "single-blocks": tuple(f"{i}:{i + 1}" for i in range(BLOCKS)),
 }
 SPLIT = [name for name in SUPPORTED if name != "minimax"]  # whose own class of cache is not that of stacks
+UNLIKE = [name for name in SPLIT if name not in ALIKE]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def swarm(request, swarm_of: Callable[[str], Swarm]) -> Swarm:
     [
         *(pytest.param(name, "two", marks=SLOW if name in ALIKE else ()) for name in SPLIT),
         *(pytest.param(name, "in-the-middle", marks=SLOW) for name in ("llama", "gemma3_text", "qwen3_next")),
-        *(pytest.param(name, "single-blocks", marks=SLOW) for name in SPLIT if name not in ALIKE),
+        *(pytest.param(name, "single-blocks", marks=SLOW) for name in UNLIKE),
     ],
     indirect=["swarm"],
 )
@@ -74,11 +75,14 @@ def test_split_equals_whole(swarm: Swarm, chain: str) -> None:
     assert difference_of_generation(swarm, stacks, padded=True) <= tolerance
 
 
+@pytest.mark.parametrize("swarm", UNLIKE, indirect=True)
 def test_wrong_chain_is_noticed(swarm: Swarm) -> None:
     assert difference_of_forward(swarm, swarm.chain("2:6", "0:2")) > 1e-3
     assert difference_of_forward(swarm, swarm.chain("0:2", "3:6")) > 1e-3
 
 
+# Those of every family through real servers are in tests/swarm/test_families_remote.py.
+@pytest.mark.parametrize("swarm", UNLIKE, indirect=True)
 def test_gradients_equal_those_of_the_whole(swarm: Swarm) -> None:
     mask, positions = padding(True)
     chain = swarm.chain("0:2", "2:6")

@@ -193,8 +193,14 @@ class TestEveryFamily:
         for num_tokens in (7, SLIDING, 1, 2 * SLIDING + 1, 4):
             advance(engine, [generation], num_tokens)
 
-    @OF_KINDS
-    @pytest.mark.parametrize("keeps_outputs", [pytest.param(False, marks=SLOW), True])
+    @pytest.mark.parametrize(
+        ("engine", "keeps_outputs"),
+        [
+            *(pytest.param(name, True, marks=() if name in KINDS else SLOW) for name in UNLIKE),
+            *(pytest.param(name, False, marks=SLOW) for name in KINDS),
+        ],
+        indirect=["engine"],
+    )
     def test_a_copy_of_a_session_goes_on_like_it(
         self, engine: Engine, budget: CacheBudget, keeps_outputs: bool
     ) -> None:
