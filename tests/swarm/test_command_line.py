@@ -71,7 +71,7 @@ def test_demo_answers_a_question_through_a_death(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_demo_that_is_ended_leaves_nothing_for_long(number, tmp_path, tmp_path_factory):
     cache, temporary = tmp_path / "cache", tmp_path_factory.mktemp("t")
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}

@@ -50,10 +50,6 @@ def used(fleet: Fleet, hop: int):
     return fleet.replicas(SPANS[hop])[0]
 
 
-def test_killed_between_forward_and_backward(fleet, assert_same_gradients):
-    assert_same_gradients(between=lambda: used(fleet, 0).kill())
-
-
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_killed_in_the_middle(fleet, assert_same_gradients, moments: Moments, name):
     victim = used(fleet, 1)

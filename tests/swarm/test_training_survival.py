@@ -39,29 +39,9 @@ def used(fleet: Fleet, hop: int):
     return fleet.replicas(SPANS[hop])[0]
 
 
-def test_killed_before_forward(fleet, assert_same):
-    assert_same()  # the client is connected
-    used(fleet, 0).kill()
-    assert_same()
-
-
 @pytest.mark.promise("a training pass survives the death of a server")
 def test_killed_between_forward_and_backward(fleet, assert_same):
     assert_same(between=lambda: used(fleet, 1).kill())
-
-
-def test_killed_in_the_middle_of_forward(fleet, assert_same, moments: Moments):
-    victim = used(fleet, 1)
-    moments.after_hop("forward", 1, victim.kill)
-    assert_same()
-    assert not victim.alive
-
-
-def test_killed_in_the_middle_of_backward(fleet, assert_same, moments: Moments):
-    victim = used(fleet, 1)
-    moments.after_hop("backward", 1, victim.kill)
-    assert_same()
-    assert not victim.alive
 
 
 def test_everybody_is_gone_for_a_while(fleet, assert_same, moments: Moments):
