@@ -137,8 +137,13 @@ def test_what_cannot_be_copied_says_so(pair):
 # ------------------------------------------------------------ kinds of cache
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "offloaded", "offloaded_static", "hybrid"])
-@pytest.mark.parametrize("where", ["argument", "config"])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        *(("argument", kind) for kind in ("dynamic", "static", "offloaded", "offloaded_static", "hybrid")),
+        ("config", "static"),
+    ],
+)
 def test_kinds_of_cache_that_change_no_token(pair, kind, where):
     ids = random_ids(2, 11, seed=8)
     options = dict(OPTIONS)

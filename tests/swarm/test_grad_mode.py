@@ -58,8 +58,10 @@ CACHES: dict[str, tuple[Callable[[PreTrainedModel], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("frozen", [False, True], ids=["with-parameters", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [*((name, False) for name in CACHES), ("asked-for", True), ("dynamic", True)],
+)
 def test_a_decode_loop_writes_the_local_models_tokens(pair, name, frozen):
     make, options = CACHES[name]
     ids = random_ids(1, 9, seed=4)

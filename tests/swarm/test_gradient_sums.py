@@ -75,8 +75,10 @@ def summed(target: Target, name: pb.AdapterName, *numbers: int) -> list[torch.Te
     return sums
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1), (1,)], ids=str)
-@pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
+@pytest.mark.parametrize(
+    ("order", "kept"),
+    [((0, 1, 2, 3), False), ((3, 1, 0, 2), False), ((3, 1, 0, 2), True), ((2, 3, 1), True), ((1,), False)],
+)
 def test_the_sum_is_that_in_the_order_of_numbers(target, name, order, kept):
     key = new_key()
     for number in order:

@@ -36,10 +36,11 @@ pytestmark = NEEDS_IT
 ROOM = 4096  # positions on each server
 SPANS = ("0:15", "15:30")
 QUESTIONS = [
-    *(f"What is the capital of {country}?" for country in ("Italy", "Japan", "Egypt", "Canada", "Kenya")),
-    *(f"Which color is {thing}?" for thing in ("the sky", "grass", "snow", "blood", "a lemon")),
-    *(f"What do you do with a {thing}?" for thing in ("hammer", "spoon", "book", "bicycle", "key")),
-    *("How many days has a week?", "Who wrote Hamlet?", "What is water made of?", "Why do cats purr?", "Say hello."),
+    "What is the capital of Italy?",
+    "Which color is the sky?",
+    "What do you do with a hammer?",
+    "How many days has a week?",
+    "Why do cats purr?",
 ]
 TOOLS_TEMPLATE = (  # before the model's own: how Hermes and Qwen say it
     "{% if tools %}{{ '<|im_start|>system\\nAnswer with a call of a function.\\n' }}"
@@ -104,7 +105,6 @@ def asked(tokenizer: Any, question: str) -> torch.Tensor:
 
 
 def test_many_prompts_token_for_token(remote, local, tokenizer):
-    assert len(QUESTIONS) == 20
     for question in QUESTIONS:
         ids = asked(tokenizer, question)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 10, "do_sample": False}
@@ -113,7 +113,7 @@ def test_many_prompts_token_for_token(remote, local, tokenizer):
 
 @pytest.mark.parametrize("quant", MOST_PERPLEXITY)
 def test_perplexity_of_rounded_weights(quant, directory, local, text):
-    ids = text[:, :512]
+    ids = text[:, :256]
     with InProcessServers(directory, ROOM, memory_dht=True) as servers:
         servers.start("0:30", quant=quant)
         with connected(servers) as rounded, torch.no_grad():
@@ -143,7 +143,7 @@ def test_guesses_by_lookup_and_by_the_model_itself_change_no_token(remote, local
 
 
 def test_lora_learns_a_real_text_as_plain_peft_does(servers, text):
-    ids = text[:, : 4 * 64].view(4, 64)
+    ids = text[:, : 4 * 24].view(4, 24)
     loss = loss_of(input_ids=ids, labels=ids)
     with tuned(servers, lora()) as pair:
         with torch.no_grad():
