@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -204,19 +205,24 @@ class ServerConfig:
             raise ValueError("the members of a group compute on the CPU: expected no other device")
 
     def _check_group_addresses(self) -> None:
-        if self.follow is not None and (self.group_size > 1 or self.group_listen is not None):
-            raise ValueError("a follower of a group is no leader: expected --follow alone, or --group-size")
-        if self.follow is not None and self.model.startswith(FROM_SWARM):
-            raise ValueError("a follower reads the model's files itself: expected a directory or a model of the hub")
-        if self.group_listen is not None and self.group_size == 1:
-            raise ValueError("group_listen is for the leader of a group: expected a group_size of at least 2 with it")
-        if self.group_always and self.group_listen is None:
-            raise ValueError("group_always is for groups on several machines: expected group_listen with it")
-        address = self.follow or self.group_listen
-        if (self.group_key is None) != (address is None):
-            raise ValueError("members of a group on several machines need group_key and either group_listen or follow")
-        if address is not None and not split_address(address, 0)[1]:
-            raise ValueError(f"address {address!r} has no port: expected HOST:PORT")
+        addresses = {"--follow": self.follow, "--group-listen": self.group_listen}
+        flags = [flag for flag, address in addresses.items() if address is not None]
+        for flag in flags:
+            _require_port(flag, str(addresses[flag]))
+        leads = self.group_size > 1 or self.group_listen is not None
+        for is_wrong, message in (
+            (self.follow and leads, "--follow is for followers: expected it without --group-size and --group-listen"),
+            (
+                self.follow and self.model.startswith(FROM_SWARM),
+                "a follower reads the model's files itself: expected --model with a directory or a model of the hub",
+            ),
+            (self.group_listen and self.group_size == 1, "--group-listen: expected --group-size of at least 2 with it"),
+            (self.group_always and not self.group_listen, "--group-always: expected --group-listen HOST:PORT with it"),
+            (self.group_key and not flags, "--group-key: expected --group-listen or --follow HOST:PORT with it"),
+            (flags and not self.group_key, f"{''.join(flags)}: expected --group-key FILE with it, the group's secret"),
+        ):
+            if is_wrong:
+                raise ValueError(message)
 
     @property
     def members(self) -> int:
@@ -253,6 +259,13 @@ class ServerConfig:
             )
         if self.quant not in ("int8", "none"):
             raise ValueError(f"tensor_parallel computes with int8 or none, not with quant {self.quant}")
+
+
+def _require_port(flag: str, address: str) -> None:
+    with suppress(ValueError):
+        if split_address(address, 0)[1]:
+            return
+    raise ValueError(f"{flag} {address!r} is no address of a group's leader: expected HOST:PORT")
 
 
 _UNITS = {"": 1, "B": 1} | {
