@@ -31,6 +31,7 @@
 namespace {
 
 constexpr long STRIP = 64;  // outputs that are packed together, and that one member has
+constexpr long WHOLE = 1 << 16;  // the sum of all members' shares of the strips
 constexpr long RING = 1 << 20;  // bytes of shared memory in each direction
 constexpr int RECORD = 1 << 16;  // most bytes that are sealed together
 constexpr long MOST_FLOATS = 1L << 30;  // of one request's inputs
@@ -195,10 +196,17 @@ struct Link {
     }
 };
 
-// Returns the first of ``out`` outputs that are this member's; of strips, earlier members have one more.
-long first_of(long out, int member, int members) {
+// Fills ``firsts``, [members + 1], with the first output of each member, and with ``out``. Every member has whole strips, at
+// least one, in proportion to its share; ``ends`` are the sums of the shares. If there are fewer strips than members, the
+// first member has all outputs.
+void deal(long out, const int32_t *ends, int members, long *firsts) {
     const long strips = (out + STRIP - 1) / STRIP;
-    return std::min(out, (strips * member + members - 1) / members * STRIP);
+    firsts[0] = 0, firsts[members] = out;
+    for (int member = 1; member < members; member++) {
+        const long wanted = (strips * ends[member - 1] + WHOLE / 2) / WHOLE;
+        const long first = std::min(std::max(wanted, firsts[member - 1] / STRIP + 1), strips - (members - member));
+        firsts[member] = strips < members ? out : first * STRIP;
+    }
 }
 
 int multiply_own(const float *x, long rows, long in, int count, const uint8_t *const *packed, const float *const *scales,
@@ -214,26 +222,43 @@ struct Group {
     std::mutex mutex;
     int32_t sequence = 0;
     int failed = DONE;  // for good: after an error nobody knows what the bytes on a link mean
+    std::vector<int32_t> ends;  // the sums of the members' shares
+    std::vector<std::atomic<int64_t>> spent_ns;  // in products: of the leader's own outputs, and waiting for each follower
     std::vector<float> own;
+    std::vector<long> firsts;  // of the product's weights: the first output of each member
 
     int multiply(const SharedProduct &product, int isa, int threads) {
         const int members = (int)followers.size() + 1;
+        firsts.resize(product.count * (members + 1));
+        for (int i = 0; i < product.count; i++) deal(product.outs[i], ends.data(), members, firsts_of(i));
         Request request{PRODUCT, ++sequence, threads, (int32_t)product.rows, (int32_t)product.in, product.count, {}};
         std::copy(product.numbers, product.numbers + product.count, request.numbers);
         for (Link *link : followers)
             if (int failure = link->send(&request, sizeof request)) return failure;
         for (Link *link : followers)
             if (int failure = link->send(product.x, product.rows * product.in * 4)) return failure;
-        if (int failure = multiply_here(product, members, isa, threads)) return failure;
-        for (int member = 1; member < members; member++)
-            if (int failure = receive_from(*followers[member - 1], product, member, members)) return failure;
+        long since = now_ns();
+        if (int failure = multiply_here(product, isa, threads)) return failure;
+        since = spend(0, since);
+        for (int member = 1; member < members; member++) {
+            if (int failure = receive_from(*followers[member - 1], product, member)) return failure;
+            since = spend(member, since);
+        }
         return DONE;
     }
 
-    int multiply_here(const SharedProduct &product, int members, int isa, int threads) {
+    long spend(int member, long since) {
+        const long now = now_ns();
+        spent_ns[member].fetch_add(now - since, std::memory_order_relaxed);
+        return now;
+    }
+
+    long *firsts_of(int weight) { return firsts.data() + weight * (followers.size() + 2); }
+
+    int multiply_here(const SharedProduct &product, int isa, int threads) {
         float *ys[MOST_WEIGHTS];
         long outs[MOST_WEIGHTS], total = 0;
-        for (int i = 0; i < product.count; i++) total += outs[i] = first_of(product.outs[i], 1, members);
+        for (int i = 0; i < product.count; i++) total += outs[i] = firsts_of(i)[1];
         if (product.rows > 1) own.resize(product.rows * total);
         float *next = own.data();
         for (int i = 0; i < product.count; i++, next += product.rows * outs[i - 1])
@@ -246,12 +271,12 @@ struct Group {
         return DONE;
     }
 
-    int receive_from(Link &link, const SharedProduct &product, int member, int members) {
+    int receive_from(Link &link, const SharedProduct &product, int member) {
         Reply reply;
         if (int failure = link.receive(&reply, sizeof reply)) return failure;
         if (reply.sequence != sequence || reply.outcome != DONE) return reply.outcome ? reply.outcome : NOT_UNDERSTOOD;
         for (int i = 0; i < product.count; i++) {
-            const long out = product.outs[i], first = first_of(out, member, members), last = first_of(out, member + 1, members);
+            const long out = product.outs[i], first = firsts_of(i)[member], last = firsts_of(i)[member + 1];
             for (long row = 0; row < product.rows; row++)
                 if (int failure = link.receive(product.ys[i] + row * out + first, (last - first) * 4)) return failure;
         }
@@ -297,14 +322,23 @@ EXPORT void swarm_close_link(Link *link) { delete link; }
 EXPORT int swarm_link_send(Link *link, const void *bytes, long count) { return link->send(bytes, count); }
 EXPORT int swarm_link_receive(Link *link, void *bytes, long count) { return link->receive(bytes, count); }
 
-EXPORT Group *swarm_open_group(Link *const *followers, int count) {
+// ends: for each member, the leader first, the sum of its share and those of the members before it
+EXPORT Group *swarm_open_group(Link *const *followers, int count, const int32_t *ends) {
     Group *group = new (std::nothrow) Group;
-    if (group) group->followers.assign(followers, followers + count);
+    if (!group) return nullptr;
+    group->followers.assign(followers, followers + count);
+    group->ends.assign(ends, ends + count + 1);
+    group->spent_ns = std::vector<std::atomic<int64_t>>(count + 1);
     return group;
 }
 EXPORT void swarm_close_group(Group *group) { delete group; }
 
-EXPORT long swarm_first_output(long out, int member, int members) { return first_of(out, member, members); }
+// Fills ``spent_ns``, [members], with the time in all products so far: of the leader's own outputs, and of waiting for each follower
+EXPORT void swarm_group_times(const Group *group, int64_t *spent_ns) {
+    for (const auto &each : group->spent_ns) *spent_ns++ = each.load(std::memory_order_relaxed);
+}
+
+EXPORT void swarm_deal_outputs(long out, const int32_t *ends, int members, long *firsts) { deal(out, ends, members, firsts); }
 
 // Multiplies x by one weight of the group: y, [rows][out]
 EXPORT int swarm_group_matmul(Group *group, int number, const float *x, long rows, long in, const uint8_t *packed,

@@ -37,9 +37,8 @@ def follow_leader(config: ServerConfig, dtype: torch.dtype, make_loader: MakeLoa
 def _follow_for_ever(address: str, key: bytes, hello: Hello, make_loader: MakeLoader) -> None:
     load = make_loader()  # in this thread, whose number of threads it sets
     while True:
-        link, terms = connected_to_leader(address, key, hello)
-        print(f"following leader={address} member={terms.member + 1} of={terms.members}", flush=True)
-        follow(load, link, terms.member, terms.members)
+        link = connected_to_leader(address, key, hello)
+        follow(load, link, lambda place: print(f"following leader={address} {place}", flush=True))
         link.close()
         _logger.info("the group has ended; this follower waits for the leader at %s", address)
 

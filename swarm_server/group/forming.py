@@ -16,9 +16,10 @@ from swarm_protocol.process.invocation import typed
 from swarm_server.core.config import ServerConfig
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import Hello
-from swarm_server.group.members import LocalGroup, MakeLoader
+from swarm_server.group.links import Deal
+from swarm_server.group.members import LocalGroup, MakeLoader, formed_links
 from swarm_server.group.payoff import Payoff, measured
-from swarm_server.group.remote import RemoteGroup, listening
+from swarm_server.group.remote import Lobby, RemoteGroup, listening
 from swarm_server.machine.memory import hosted_bytes
 
 _logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def formed_group(
         return LocalGroup(make_loader(), config.group_size)
     assert config.group_key is not None, "the configuration has been checked"
     key = read_group_key(config.group_key, create=True)
-    hello = Hello(config.quant, str(dtype), config.group_size)
+    hello = Hello(config.quant, str(dtype))
     with listening(config.group_listen) as listener:
         _logger.info(
             "waiting for %d on other machines, with a copy of %s: %s",
@@ -54,11 +55,29 @@ def formed_group(
             config.group_key,
             _follower_command(config),
         )
-        group = RemoteGroup(listener, key, hello, still_wanted)
-    with undone_on_error(group.close):
-        block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
-        judge(measured(group.links, config.quant, block_bytes, checkpoint.family.hidden_size), config.group_always)
-    return group
+        lobby = Lobby(listener, key, hello)
+        with undone_on_error(lambda: lobby.keep(())):
+            lobby.gather(config.group_size - 1, still_wanted)
+            block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
+            payoff = measured(lobby.links, config.quant, block_bytes, checkpoint.family.hidden_size)
+            return _fastest_group(lobby, payoff, config.group_always)
+
+
+def _fastest_group(lobby: Lobby, payoff: Payoff, is_forced: bool) -> RemoteGroup:
+    """Form the group of those followers with which it is fastest, or of all if the user forces it."""
+    everybody = range(len(lobby.links))
+    chosen = everybody if is_forced else payoff.best_followers(len(everybody))
+    judge(payoff.of(chosen or everybody), is_forced)
+    if len(chosen) < len(everybody):
+        _logger.warning(
+            "the group leaves out %d of %d followers; with them it would reach %s",
+            len(everybody) - len(chosen),
+            len(everybody),
+            payoff,
+        )
+    lobby.keep(chosen)
+    payoff = payoff.of(chosen)
+    return RemoteGroup(formed_links(lobby.links, Deal.by_speed(payoff.bytes_per_s)), payoff.free_bytes)
 
 
 def _follower_command(config: ServerConfig) -> str:
@@ -81,6 +100,6 @@ def judge(payoff: Payoff, is_forced: bool) -> None:
         _logger.info("the group reaches %s", payoff)
         return
     raise GroupRefused(
-        f"the group would reach only {payoff}: expected a faster network or members that are equally fast; "
+        f"the group would reach only {payoff}: expected a faster network or members of a similar speed; "
         "--group-always forms it anyway"
     )

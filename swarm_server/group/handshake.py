@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from cryptography.hazmat.primitives import hashes
@@ -20,7 +20,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_server.group.group_key import KEY_BYTES
 from swarm_server.group.links import LIMIT_S, GroupEnded, MemberLink, NotSealed
 
-_MAGIC = b"swarm-group-1\n"
+_MAGIC = b"swarm-group-2\n"
 _PUBLIC_BYTES = 32  # of an X25519 key
 _HELLO_BYTES = 512
 _HANDSHAKE_S = 10.0
@@ -32,17 +32,11 @@ class HandshakeFailed(SwarmError):
 
 @dataclass(frozen=True)
 class Hello:
-    """The terms of one member. The leader also says how many members there are and which number the follower has."""
+    """The terms of one member: how it computes."""
 
     quant: str
     dtype: str
-    members: int = 0
-    member: int = 0
     byteorder: str = sys.byteorder
-
-    def of_member(self, member: int) -> Hello:
-        """Return the same terms for the follower with this number."""
-        return replace(self, member=member)
 
     def check(self, theirs: Hello) -> None:
         """Raise HandshakeFailed if the other member computes otherwise."""
@@ -61,16 +55,13 @@ class Hello:
     def from_tensor(cls, data: torch.Tensor) -> Hello:
         """Parse bytes of a member that has the key. Raise HandshakeFailed if it is of another version."""
         try:
-            hello = cls(**json.loads(bytes(data.tolist())))
+            return cls(**json.loads(bytes(data.tolist())))
         except (ValueError, TypeError):
             raise HandshakeFailed("the other member has another version of this program") from None
-        if not (0 <= hello.member <= hello.members):
-            raise HandshakeFailed(f"the leader numbers this member {hello.member} of {hello.members}")
-        return hello
 
 
-def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> tuple[MemberLink, Hello]:
-    """Return the encrypted link through a new connection, and the ``Hello`` of the other end.
+def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> MemberLink:
+    """Return the encrypted link through a new connection.
 
     The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
     Therefore an end without the group's key cannot send a record that is accepted, and records that were kept cannot be
@@ -91,9 +82,8 @@ def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, le
         except NotSealed:
             raise HandshakeFailed("the other end has another group key") from None
     link.limit(LIMIT_S)
-    answer = Hello.from_tensor(theirs)
-    hello.check(answer)
-    return link, answer
+    hello.check(Hello.from_tensor(theirs))
+    return link
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from swarm_server.group.group_key import KEY_BYTES
 
 LIMIT_S = 30.0  # the longest time in which a member neither sends nor takes a byte that is due
 MOST_WEIGHTS = 8  # of one request, as in group.h
+_WHOLE = 1 << 16  # the sum of all members' shares, as in group.cpp
 ECHO = -1  # the kind of a request for the same numbers, which the kernel answers
 
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -39,9 +40,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "swarm_seal_link": (c_int, [c_void_p, c_char_p, c_char_p]),
     "swarm_link_send": (c_int, [c_void_p, c_void_p, c_long]),
     "swarm_link_receive": (c_int, [c_void_p, c_void_p, c_long]),
-    "swarm_open_group": (c_void_p, [c_void_p, c_int]),
+    "swarm_open_group": (c_void_p, [c_void_p, c_int, c_void_p]),
     "swarm_close_group": (None, [c_void_p]),
-    "swarm_first_output": (c_long, [c_long, c_int, c_int]),
+    "swarm_group_times": (None, [c_void_p, c_void_p]),
+    "swarm_deal_outputs": (None, [c_long, c_void_p, c_int, c_void_p]),
     "swarm_group_matmul": (
         c_int,
         [c_void_p, c_int, c_void_p, c_long, c_long, c_void_p, c_void_p, c_void_p, c_long, c_int, c_int],
@@ -274,31 +276,68 @@ def addresses(weight: Packed) -> tuple[int, int | None]:
     return weight.address, None
 
 
-def rows_of(num_rows: int, member: int, members: int) -> slice:
-    """Return the rows of a weight that this member of the group holds; earlier members may have one strip more."""
-    first_output = _require_library().swarm_first_output
-    return slice(first_output(num_rows, member, members), first_output(num_rows, member + 1, members))
+class Deal:
+    """The shares of the members of a group in the rows of every weight.
+
+    Attributes:
+        ends: [members] int32; for each member, the leader first, the sum of its share and those before it, in 65536ths.
+    """
+
+    def __init__(self, ends: torch.Tensor) -> None:
+        self.ends = ends
+
+    @classmethod
+    def by_speed(cls, speeds: Sequence[float]) -> Deal:
+        """Return shares in proportion to the speeds of the members, the leader first."""
+        sums = torch.tensor(speeds, dtype=torch.float64).cumsum(0)
+        return cls((sums / sums[-1] * _WHOLE).round().to(torch.int32))
+
+    @property
+    def members(self) -> int:
+        """Return the number of members, the leader included."""
+        return len(self.ends)
+
+    @property
+    def shares(self) -> list[float]:
+        """Return each member's share, between 0 and 1."""
+        return [float(share) / _WHOLE for share in self.ends.diff(prepend=torch.zeros(1, dtype=torch.int32))]
+
+    def rows_of(self, num_rows: int, member: int) -> slice:
+        """Return the rows of a weight that a member holds: whole strips of 64 rows, at least one.
+
+        If there are fewer strips than members, the leader has all rows.
+        """
+        firsts = (c_long * (self.members + 1))()
+        _require_library().swarm_deal_outputs(num_rows, self.ends.data_ptr(), self.members, firsts)
+        return slice(firsts[member], firsts[member + 1])
 
 
 class LeaderLinks:
     """The leader's links to its followers.
 
     Attributes:
+        deal: the members' shares in the rows of every weight.
         handle: the group for the compiled kernel.
         failure: why the group has ended; None while it works.
     """
 
-    def __init__(self, links: Sequence[MemberLink]) -> None:
-        self.links = tuple(links)
+    def __init__(self, links: Sequence[MemberLink], deal: Deal) -> None:
+        self.links, self.deal = tuple(links), deal
         self.failure: GroupEnded | None = None
         self._library = _require_library()
         handles = (c_void_p * len(links))(*[link.handle for link in links])
-        self.handle: int = self._library.swarm_open_group(handles, len(links))
+        self.handle: int = self._library.swarm_open_group(handles, len(links), deal.ends.data_ptr())
 
     @property
     def members(self) -> int:
         """Return the number of members, the leader included."""
         return len(self.links) + 1
+
+    def times_s(self) -> list[float]:
+        """Return the time in all products so far: of the leader's own rows, then of waiting for each follower."""
+        spent_ns = (ctypes.c_int64 * self.members)()
+        self._library.swarm_group_times(self.handle, spent_ns)
+        return [each / 1e9 for each in spent_ns]
 
     def close(self) -> None:
         """Close all links."""

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 
 from swarm_models.quantization import Packed
 from swarm_protocol.span import Span
-from swarm_server.group.links import GroupEnded, LeaderLinks, LinkEnds, MemberLink, MemberRequest, OwnWeights
-from swarm_server.group.payoff import reading_bytes_per_s
-from swarm_server.group.split_weight import LOAD, SPEED, FollowerSplitter, LeaderSplitter, answer
+from swarm_server.core.config import MOST_MEMBERS
+from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink, MemberRequest, OwnWeights
+from swarm_server.group.payoff import measured_here
+from swarm_server.group.split_weight import FORM, LOAD, SPEED, FollowerSplitter, LeaderSplitter, answer
 
 _logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
@@ -33,7 +35,10 @@ class LocalGroup:
 
     Attributes:
         links: the links to the followers.
+        own_share: which part of each block's weights is in this machine's memory.
     """
+
+    own_share = 1.0
 
     def __init__(self, make_loader: MakeLoader, members: int) -> None:
         """Start the followers; ``members`` counts the leader, too."""
@@ -41,11 +46,11 @@ class LocalGroup:
         links = []
         for member in range(1, members):
             ends = LinkEnds.on_this_machine()
-            self.processes.append(_started(make_loader, ends, member, members))
+            self.processes.append(_started(make_loader, ends, member))
             links.append(MemberLink(ends.leader, ends.memory.fileno(), 0))
             ends.follower.close()
             ends.memory.close()
-        self.links = LeaderLinks(links)
+        self.links = formed_links(links, Deal.by_speed([1.0] * members))
 
     @property
     def failure(self) -> GroupEnded | None:
@@ -55,6 +60,10 @@ class LocalGroup:
                 return GroupEnded(f"process {process.pid}, a member of the group, has ended")
         return self.links.failure
 
+    def block_bytes_in(self, own_bytes: float) -> float:
+        """Return how many bytes of whole blocks fit into ``own_bytes`` of this machine."""
+        return own_bytes
+
     def close(self) -> None:
         """End the followers."""
         self.links.close()
@@ -63,6 +72,14 @@ class LocalGroup:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def formed_links(links: Sequence[MemberLink], deal: Deal) -> LeaderLinks:
+    """Tell the followers their shares, and return the leader's links of the group. Raise GroupEnded if one is gone."""
+    for member, link in enumerate(links, start=1):
+        link.ask(MemberRequest(FORM, member, deal.members))
+        link.send(deal.ends)
+    return LeaderLinks(links, deal)
 
 
 def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
@@ -85,9 +102,9 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
     return loaded
 
 
-def _started(make_loader: MakeLoader, ends: LinkEnds, member: int, members: int) -> BaseProcess:
+def _started(make_loader: MakeLoader, ends: LinkEnds, member: int) -> BaseProcess:
     context = multiprocessing.get_context("spawn")
-    arguments = make_loader, ends.follower, _Inherited(ends.memory.fileno()), member, members
+    arguments = make_loader, ends.follower, _Inherited(ends.memory.fileno())
     process = context.Process(target=_follow, args=arguments, name=f"group-{member}", daemon=True)
     process.start()
     return process
@@ -110,35 +127,57 @@ def _detached(duplicate: Any) -> int:
     return descriptor
 
 
-def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int, member: int, members: int) -> None:
+def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int) -> None:
     """Hold rows of the leader's spans and multiply with them until the leader ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which terminals send to all processes: the leader
         signal.signal(number, signal.SIG_IGN)  # drains, and then closes the links
     link = MemberLink(connection, memory_file, 1)
     os.close(memory_file)
-    follow(make_loader(), link, member, members)
+    follow(make_loader(), link)
 
 
-def follow(load: LoadSpan, link: MemberLink, member: int, members: int) -> None:
-    """Answer the leader's requests until it closes the link."""
-    own = OwnWeights(())
+def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda _place: None) -> None:
+    """Answer the leader's requests until it closes the link; ``say`` is called with the place in each group."""
+    own, place = OwnWeights(()), _Place(0, Deal.by_speed([1.0]))
     try:
         with torch.inference_mode():
             while True:
                 request = link.follow(own)
-                if request.wanted == LOAD:
+                if request.wanted == FORM:
+                    own, place = OwnWeights(()), _Place.received(request, link)
+                    say(str(place))
+                elif request.wanted == LOAD:
                     own = OwnWeights(())  # frees the weights of the last span
-                    own = OwnWeights(_loaded(load, Span(request.rows, request.number), link, member, members))
+                    own = OwnWeights(_loaded(load, Span(request.rows, request.number), link, place))
                 elif request.wanted == SPEED:
-                    link.send(torch.tensor([reading_bytes_per_s(request.number)], dtype=torch.float64))
+                    link.send(torch.tensor(measured_here(request.number), dtype=torch.float64))
                 else:
                     answer(request, own, link)
     except GroupEnded as error:
         _logger.debug("the group has ended: %s", error)
 
 
-def _loaded(load: LoadSpan, span: Span, link: MemberLink, member: int, members: int) -> list[Packed]:
-    splitter = FollowerSplitter(member, members)
+@dataclass(frozen=True)
+class _Place:
+    """The place of a follower in a group."""
+
+    member: int
+    deal: Deal
+
+    @classmethod
+    def received(cls, request: MemberRequest, link: MemberLink) -> _Place:
+        if not 0 < request.rows < request.number <= MOST_MEMBERS:
+            raise GroupEnded(f"the leader numbers this member {request.rows} of {request.number}")
+        ends = torch.empty(request.number, dtype=torch.int32)
+        link.receive(ends)
+        return cls(request.rows, Deal(ends))
+
+    def __str__(self) -> str:
+        return f"member={self.member + 1} of={self.deal.members} rows={self.deal.shares[self.member]:.0%}"
+
+
+def _loaded(load: LoadSpan, span: Span, link: MemberLink, place: _Place) -> list[Packed]:
+    splitter = FollowerSplitter(place.member, place.deal)
     load(span, splitter.split_)
     link.send(torch.tensor(list(splitter.digest()), dtype=torch.uint8))
     return splitter.weights

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from swarm_models.kernels.int4_linear import KernelInt4Weight, groups_of
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.quantization import Packed
-from swarm_server.group.links import GroupEnded, LeaderLinks, MemberRequest
+from swarm_server.group.links import GroupEnded, MemberLink, MemberRequest
 from swarm_server.group.split_weight import SPEED
+from swarm_server.machine.memory import available_bytes
 
 QUANTS = ("int8", "int4")  # of a group, by the number that requests for the speed have
 EXCHANGES = 4  # of a block, see docs/how-to/group.md
@@ -23,19 +25,26 @@ _WARM_UP, _TURNS = 10, 50
 
 @dataclass(frozen=True)
 class Payoff:
-    """The measurements that decide whether a group pays.
+    """The measurements that decide whether a group pays, and with which followers.
 
     Attributes:
         block_bytes: bytes of a block's weights.
-        rtt_s: the time of a message of one number there and back, to the farthest follower.
-        exchange_s: the time of an exchange of a product's inputs and outputs with all followers.
+        rtt_s: for each follower, the time of a message of one number there and back.
+        exchange_s: for each follower, the time of an exchange of a product's inputs and outputs.
         bytes_per_s: how many bytes of weights each member reads per second, the leader first.
+        free_bytes: the memory that each member has free, the leader first.
     """
 
     block_bytes: float
-    rtt_s: float
-    exchange_s: float
+    rtt_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
     bytes_per_s: tuple[float, ...]
+    free_bytes: tuple[float, ...]
+
+    @property
+    def block_s(self) -> float:
+        """Return the time of a block in the group, whose members read their rows in proportion to their speed."""
+        return self.block_bytes / sum(self.bytes_per_s) + EXCHANGES * sum(self.exchange_s)
 
     @property
     def gain(self) -> float:
@@ -44,41 +53,64 @@ class Payoff:
         The ways without a group are a chain of the members, and the leader alone.
         """
         times_s = [self.block_bytes / each for each in self.bytes_per_s]
-        together_s = max(times_s) / len(times_s) + EXCHANGES * self.exchange_s
-        return min(sum(times_s) / len(times_s), times_s[0]) / together_s
+        return min(sum(times_s) / len(times_s), times_s[0]) / self.block_s
+
+    def of(self, followers: Sequence[int]) -> Payoff:
+        """Return the measurements of the group with only these followers; the first follower is number 0."""
+        members = [0, *(follower + 1 for follower in followers)]
+        return replace(
+            self,
+            rtt_s=tuple(self.rtt_s[index] for index in followers),
+            exchange_s=tuple(self.exchange_s[index] for index in followers),
+            bytes_per_s=tuple(self.bytes_per_s[index] for index in members),
+            free_bytes=tuple(self.free_bytes[index] for index in members),
+        )
+
+    def best_followers(self, most: int) -> list[int]:
+        """Return at most so many followers with which a block takes least time; none if the leader alone is fastest."""
+        best_first = sorted(range(len(self.rtt_s)), key=lambda follower: self.of([follower]).block_s)
+        choices = [sorted(best_first[:count]) for count in range(most + 1)]
+        return min(choices, key=lambda chosen: self.of(chosen).block_s)
 
     def __str__(self) -> str:
         rates = " and ".join(f"{each / 1e9:.1f}" for each in self.bytes_per_s)
         return (
-            f"{self.gain:.2f} × one session's speed without a group, by computation (RTT {self.rtt_s * 1e3:.2f} ms; "
-            f"{EXCHANGES} exchanges of {self.exchange_s * 1e3:.2f} ms for each block of "
+            f"{self.gain:.2f} × one session's speed without a group, by computation "
+            f"(RTT {max(self.rtt_s, default=0.0) * 1e3:.2f} ms; "
+            f"{EXCHANGES} exchanges of {sum(self.exchange_s) * 1e3:.2f} ms for each block of "
             f"{self.block_bytes / 1e6:.1f} MB; members read {rates} GB/s)"
         )
 
 
-def measured(links: LeaderLinks, quant: str, block_bytes: float, hidden_size: int) -> Payoff:
-    """Measure the links and the speeds of all members.
+def measured(links: Sequence[MemberLink], quant: str, block_bytes: float, hidden_size: int) -> Payoff:
+    """Measure the links and all members.
 
     Raises:
         GroupEnded: a follower has ended.
     """
     number = QUANTS.index(quant)
-    speeds = [reading_bytes_per_s(number)]
-    for link in links.links:  # one after the other, because members on one machine share its memory
+    members = [measured_here(number)]
+    for link in links:  # one after the other, because members on one machine share its memory
         link.ask(MemberRequest(SPEED, number=number))
-        speed = torch.empty(1, dtype=torch.float64)
-        link.receive(speed)
-        if not float(speed) > 0:
-            raise GroupEnded("a member of the group reads nothing per second")
-        speeds.append(float(speed))
-    rtts_s = [_typical_s(links, 1, [which]) for which in range(len(links.links))]
+        theirs = torch.empty(2, dtype=torch.float64)
+        link.receive(theirs)
+        if not float(theirs.min()) > 0:
+            raise GroupEnded("a member of the group reads nothing per second, or has no memory")
+        members.append((float(theirs[0]), float(theirs[1])))
+    speeds, free_bytes = zip(*members, strict=True)
+    rtts_s = tuple(_typical_s(link, 1) for link in links)
     # Inputs and outputs of a product are between the hidden size and that of the MLP.
-    exchange_s = _typical_s(links, 2 * hidden_size, range(len(links.links)))
-    return Payoff(block_bytes, max(rtts_s), exchange_s, tuple(speeds))
+    exchanges_s = tuple(_typical_s(link, 2 * hidden_size) for link in links)
+    return Payoff(block_bytes, rtts_s, exchanges_s, speeds, free_bytes)
 
 
-def _typical_s(links: LeaderLinks, numbers: int, which: range | list[int]) -> float:
-    times_s = [sum(links.links[index].exchange_s(numbers) for index in which) for _ in range(_WARM_UP + _TURNS)]
+def measured_here(number: int) -> tuple[float, float]:
+    """Return how many bytes of weights this process reads per second, and how many bytes of memory are free."""
+    return reading_bytes_per_s(number), float(available_bytes(torch.device("cpu")))
+
+
+def _typical_s(link: MemberLink, numbers: int) -> float:
+    times_s = [link.exchange_s(numbers) for _ in range(_WARM_UP + _TURNS)]
     return statistics.median(times_s[_WARM_UP:])
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from swarm_protocol.failures import undone_on_error
 from swarm_protocol.net.hosts import split_address
 from swarm_server.group.handshake import HandshakeFailed, Hello, shake_hands
 from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink
@@ -17,6 +16,7 @@ _logger = logging.getLogger(__name__)
 _LOOK_S = 0.2  # between two looks whether the leader still wants followers
 _RETRY_S = 1.0  # between two attempts to reach the leader
 _CONNECT_S = 5.0
+_ROWS_OF_FREE = 0.8  # of a follower's free memory; it has no keys and values
 
 
 class RemoteGroup:
@@ -26,43 +26,19 @@ class RemoteGroup:
         links: the links to the followers.
     """
 
-    def __init__(
-        self, listener: socket.socket, group_key: bytes, hello: Hello, still_wanted: Callable[[], bool]
-    ) -> None:
-        """Wait until all of ``hello.members`` are there; the leader is one of them.
+    def __init__(self, links: LeaderLinks, free_bytes: Sequence[float]) -> None:
+        """Lead a group. ``free_bytes``: the memory that each member has free without blocks, the leader first."""
+        self.links, self._free_bytes = links, tuple(free_bytes)
 
-        Raises:
-            GroupEnded: the group is not wanted any more.
-        """
-        self._group_key, self._hello = group_key, hello
-        links: dict[int, MemberLink] = {}
+    @property
+    def own_share(self) -> float:
+        """Return which part of each block's weights is in this process's memory."""
+        return self.links.deal.shares[0]
 
-        def close_all() -> None:
-            for link in links.values():
-                link.close()
-
-        with undone_on_error(close_all):
-            while missing := [member for member in range(1, hello.members) if member not in links]:
-                if (link := self._next(listener, missing[0])) is not None:
-                    links[missing[0]] = link
-                links = {member: link for member, link in links.items() if link.is_connected()}
-                if not still_wanted():
-                    raise GroupEnded("the server ends before all members of its group are there")
-        self.links = LeaderLinks([links[member] for member in sorted(links)])
-
-    def _next(self, listener: socket.socket, member: int) -> MemberLink | None:
-        try:
-            connection, (host, *_) = listener.accept()
-        except TimeoutError:
-            return None
-        try:
-            link, _ = shake_hands(connection, self._group_key, self._hello.of_member(member), leads=True)
-        except (HandshakeFailed, GroupEnded) as error:
-            connection.close()
-            _logger.warning("%s is not let into the group: %s", host, error)
-            return None
-        _logger.info("%s is member %d of the %d of the group", host, member + 1, self._hello.members)
-        return link
+    def block_bytes_in(self, own_bytes: float) -> float:
+        """Return how many bytes of whole blocks the group can hold if the leader's rows may take ``own_bytes``."""
+        room_bytes = [own_bytes, *(_ROWS_OF_FREE * free for free in self._free_bytes[1:])]
+        return min(room / share for room, share in zip(room_bytes, self.links.deal.shares, strict=True))
 
     @property
     def failure(self) -> GroupEnded | None:
@@ -74,6 +50,52 @@ class RemoteGroup:
     def close(self) -> None:
         """Let the followers go."""
         self.links.close()
+
+
+class Lobby:
+    """The followers that have come to the leader, and have no place in a group yet.
+
+    Attributes:
+        links: the links to them, in the order in which they came.
+    """
+
+    def __init__(self, listener: socket.socket, group_key: bytes, hello: Hello) -> None:
+        self.links: list[MemberLink] = []
+        self._listener, self._group_key, self._hello = listener, group_key, hello
+
+    def gather(self, count: int, still_wanted: Callable[[], bool]) -> None:
+        """Wait until so many followers are there at the same time. Raise GroupEnded if they are not wanted any more."""
+        while len(self.links) < count:
+            self.look()
+            if not still_wanted():
+                raise GroupEnded("the server ends before all members of its group are there")
+
+    def look(self) -> None:
+        """Let in whoever comes within a moment, and forget who has gone."""
+        if (link := self._next()) is not None:
+            self.links.append(link)
+        self.links = [link for link in self.links if link.is_connected()]
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Let all followers go but those with these numbers."""
+        for number, link in enumerate(self.links):
+            if number not in chosen:
+                link.close()
+        self.links = [self.links[number] for number in chosen]
+
+    def _next(self) -> MemberLink | None:
+        try:
+            connection, (host, *_) = self._listener.accept()
+        except TimeoutError:
+            return None
+        try:
+            link = shake_hands(connection, self._group_key, self._hello, leads=True)
+        except (HandshakeFailed, GroupEnded) as error:
+            connection.close()
+            _logger.warning("%s is not let into the group: %s", host, error)
+            return None
+        _logger.info("%s has come to be a member of the group", host)
+        return link
 
 
 @contextmanager
@@ -93,8 +115,8 @@ def listening(address: str) -> Iterator[socket.socket]:
         yield listener
 
 
-def connected_to_leader(address: str, group_key: bytes, hello: Hello) -> tuple[MemberLink, Hello]:
-    """Return the link to the leader at HOST:PORT, and its terms. Wait as long as there is no leader.
+def connected_to_leader(address: str, group_key: bytes, hello: Hello) -> MemberLink:
+    """Return the link to the leader at HOST:PORT. Wait as long as there is no leader.
 
     Raises:
         HandshakeFailed: the leader has another key, or computes otherwise.

@@ -10,9 +10,9 @@ import torch
 
 from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
 from swarm_models.quantization import Packed
-from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink, MemberRequest, OwnWeights, rows_of
+from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, MemberLink, MemberRequest, OwnWeights
 
-GRADIENT, DEQUANTIZE, LOAD, SPEED = 1, 2, 3, 4  # kinds of requests; 0 is a product
+GRADIENT, DEQUANTIZE, LOAD, SPEED, FORM = 1, 2, 3, 4, 5  # kinds of requests; 0 is a product
 
 
 class SplitWeight(QuantizedWeight):
@@ -28,7 +28,7 @@ class SplitWeight(QuantizedWeight):
     def __init__(self, number: int, whole: Packed, links: LeaderLinks) -> None:
         self.shape = whole.shape
         self.number, self.links = number, links
-        self.own = whole.part(rows_of(self.shape[0], 0, links.members))
+        self.own = whole.part(links.deal.rows_of(self.shape[0], 0))
         self.size_bytes = self.own.size_bytes
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class SplitWeight(QuantizedWeight):
 
     def _followers(self) -> Iterator[tuple[MemberLink, slice]]:
         for member, link in enumerate(self.links.links, start=1):
-            yield link, rows_of(self.shape[0], member, self.links.members)
+            yield link, self.links.deal.rows_of(self.shape[0], member)
 
 
 def answer(request: MemberRequest, own: OwnWeights, link: MemberLink) -> None:
@@ -85,8 +85,8 @@ def _not_understood(request: MemberRequest) -> NoReturn:
 class Splitter:
     """Takes apart the weights of linear layers, in the order that numbers them in all members."""
 
-    def __init__(self, members: int) -> None:
-        self._members = members
+    def __init__(self, deal: Deal) -> None:
+        self._deal = deal
         self._num_weights = 0
         self._hash = hashlib.sha256()
 
@@ -99,7 +99,7 @@ class Splitter:
         for layer in module.modules():
             if not isinstance(layer, QuantizedLinear) or not isinstance(layer.quantized, Packed):
                 continue
-            last = rows_of(layer.out_features, self._members - 1, self._members)
+            last = self._deal.rows_of(layer.out_features, self._deal.members - 1)
             if last.start < last.stop:
                 self._hash.update(_described(layer.quantized))
                 layer.quantized = self._replaced(self._num_weights, layer.quantized)
@@ -119,7 +119,7 @@ class LeaderSplitter(Splitter):
     """Puts split weights into the layers, in the leader of a group."""
 
     def __init__(self, links: LeaderLinks) -> None:
-        super().__init__(links.members)
+        super().__init__(links.deal)
         self._links = links
 
     def _replaced(self, number: int, weight: Packed) -> QuantizedWeight:
@@ -133,13 +133,13 @@ class FollowerSplitter(Splitter):
         weights: the rows, by the weight's number.
     """
 
-    def __init__(self, member: int, members: int) -> None:
-        super().__init__(members)
+    def __init__(self, member: int, deal: Deal) -> None:
+        super().__init__(deal)
         self._member = member
         self.weights: list[Packed] = []
 
     def _replaced(self, number: int, weight: Packed) -> QuantizedWeight:
-        self.weights.append(weight.part(rows_of(weight.shape[0], self._member, self._members)))
+        self.weights.append(weight.part(self._deal.rows_of(weight.shape[0], self._member)))
         return _Taken(weight.shape)
 
 

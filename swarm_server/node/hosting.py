@@ -293,15 +293,24 @@ class SpanLoader:
             return self._load_parts(span, partial(split_linears_, devices=self._devices, dtype=self._dtype))
         if self._config.group_size == 1:
             return self._load_parts(span)
+        group = self._the_group()
         with self._group_lock:
-            if self._group is None:
-                self._group = self._formed_group()
-            stack: Stack = load_together(self._group.links, span, self._load_parts)
+            stack: Stack = load_together(group.links, span, self._load_parts)
         return stack
 
-    def _formed_group(self) -> LocalGroup | RemoteGroup:
-        make_loader = partial(follower_loader, self._config, self._checkpoint)
-        return formed_group(self._config, self._checkpoint, self._dtype, make_loader, lambda: not self._closed.is_set())
+    def block_bytes_in(self, own_bytes: float) -> float:
+        """Return how many bytes of blocks this server can hold in so much memory of this machine, with its group."""
+        return own_bytes if self._config.group_size == 1 else self._the_group().block_bytes_in(own_bytes)
+
+    def _the_group(self) -> LocalGroup | RemoteGroup:
+        config, checkpoint = self._config, self._checkpoint
+        with self._group_lock:
+            if self._group is None:
+                make_loader = partial(follower_loader, config, checkpoint)
+                self._group = formed_group(
+                    config, checkpoint, self._dtype, make_loader, lambda: not self._closed.is_set()
+                )
+        return self._group
 
     def _load_parts(self, span: Span, then: Callable[[torch.nn.Module], None] | None = None) -> Stack:
         """Load a span; ``then`` is called with each module whose linear layers have been packed."""
@@ -337,7 +346,8 @@ class SpanLoader:
             size_bytes = config.cache_bytes
         elif config.memory_bytes is not None:
             sizes_bytes = hosted_bytes(self._checkpoint, config.quant)
-            size_bytes = config.memory_bytes - sum(sizes_bytes[index] for index in span)
+            own_share = 1.0 if self._group is None else self._group.own_share
+            size_bytes = config.memory_bytes - int(own_share * sum(sizes_bytes[index] for index in span))
         else:
             size_bytes = default_cache_bytes(token_bytes, _room_bytes(engine))
         if size_bytes < token_bytes:

@@ -48,7 +48,7 @@ def num_hosted(starting: Starting) -> int:
     free_bytes = [config.memory_bytes] if config.memory_bytes else list(map(available_bytes, starting.devices))
     if config.tensor_parallel and not config.memory_bytes:  # all devices hold equally many rows of each block
         free_bytes = [len(free_bytes) * min(free_bytes)]
-    affordable = sum(num_that_fit(sizes_bytes, free * share) for free in free_bytes)
+    affordable = sum(num_that_fit(sizes_bytes, starting.loader.block_bytes_in(free * share)) for free in free_bytes)
     if affordable < 1:
         given = "free memory" if config.memory_bytes is None else f"memory in {config.memory_bytes >> 20} MiB"
         raise ValueError(

@@ -29,6 +29,7 @@ from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.process.routine import end_tasks, repeat
+from swarm_protocol.span import Span
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.telemetry.exporting import start
 from swarm_protocol.tunnel.dialing import Dialer
@@ -102,7 +103,7 @@ class Server:
             network_probe = NetworkProbe(starting.channels)
             blocklist = Blocklist()
             monitor = PeerMonitor(joined, network_probe, blocklist)
-            loading = joined.load(starting.span or await monitor.choose_span(num_hosted(starting)))
+            loading = joined.load(starting.span or await _chosen_span(starting, monitor))
             presence = RecordPublisher(joined, network_probe, loading)
             if metrics is not None:
                 metrics.show_state(presence.record, lambda: presence.sessions)
@@ -263,6 +264,10 @@ async def _join(starting: Starting, membership: SwarmMembership | None, cleanup:
     membership.call_after_restart(reach.attach)
     await reach.start()
     return Joined(starting, membership, grpc_server, own.direct()[0], certificate.fingerprint, reach)
+
+
+async def _chosen_span(starting: Starting, monitor: PeerMonitor) -> Span:
+    return await monitor.choose_span(await asyncio.to_thread(num_hosted, starting))  # which may wait for a group
 
 
 def _reach(joined: Joined, monitor: PeerMonitor) -> Reach:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
 from swarm_server.group import links
-from swarm_server.group.links import GroupEnded, LeaderLinks, LinkEnds, MemberLink
-from swarm_server.group.members import follow, load_together
+from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink
+from swarm_server.group.members import follow, formed_links, load_together
 from swarm_server.group.split_weight import SplitWeight
 from swarm_server.kv.kv_cache import CacheBudget
 from tests.adapted import LocalModel
@@ -53,24 +53,24 @@ def loader(directory: Path, quant: str) -> Callable:
 
 
 @contextmanager
-def followers(load: Callable, members: int, kind: str = "memory", limit_s: float = 30.0) -> Iterator[LeaderLinks]:
+def followers(load: Callable, speeds: Sequence[float] = (1.0, 1.0), kind: str = "memory") -> Iterator[LeaderLinks]:
     """Followers in threads, beside the leader's links to them."""
     leader_ends, threads = [], []
-    for member in range(1, members):
+    for _ in speeds[1:]:
         ends = LinkEnds.on_this_machine()
         memory = ends.memory.fileno() if kind == "memory" else None
         if kind != "memory":
             with socket.create_server(("127.0.0.1", 0)) as server:
                 mine = socket.create_connection(server.getsockname())
                 ends = LinkEnds(mine, server.accept()[0], ends.memory)
-        leader_ends.append(MemberLink(ends.leader, memory, 0, limit_s))
+        leader_ends.append(MemberLink(ends.leader, memory, 0))
         theirs = MemberLink(ends.follower, memory, 1)
         if kind == "sealed":
             leader_ends[-1].seal(bytes(32), bytes(range(32)))
             theirs.seal(bytes(range(32)), bytes(32))
-        threads.append(threading.Thread(target=_follow, args=(load, theirs, member, members)))
+        threads.append(threading.Thread(target=_follow, args=(load, theirs)))
         threads[-1].start()
-    group = LeaderLinks(leader_ends)
+    group = formed_links(leader_ends, Deal.by_speed(speeds))
     try:
         yield group
     finally:
@@ -80,8 +80,8 @@ def followers(load: Callable, members: int, kind: str = "memory", limit_s: float
             assert not thread.is_alive()
 
 
-def _follow(load: Callable, link: MemberLink, member: int, members: int) -> None:
-    follow(load, link, member, members)
+def _follow(load: Callable, link: MemberLink) -> None:
+    follow(load, link)
     link.close()  # as when its process ends
 
 
@@ -102,28 +102,31 @@ def outputs(engine: Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "members", "kind", "quant"),
+    ("family", "speeds", "kind", "quant"),
     [
-        ("llama", 3, "memory", "int8"),
-        ("llama", 2, "sealed", "int4"),
-        ("mixtral", 2, "memory", "int4"),
-        pytest.param("mixtral", 2, "tcp", "int8", marks=SLOW),
-        pytest.param("llama", 3, "sealed", "int8", marks=SLOW),
-        pytest.param("qwen3_next", 2, "memory", "int8", marks=SLOW),
-        pytest.param("qwen3_next", 3, "memory", "int4", marks=SLOW),
+        ("llama", (3.0, 1.0, 2.0), "memory", "int8"),
+        ("llama", (1.0, 2.0), "sealed", "int4"),
+        ("mixtral", (1.0, 1.0), "memory", "int4"),
+        pytest.param("mixtral", (1.0, 1.0), "tcp", "int8", marks=SLOW),
+        pytest.param("llama", (1.0, 1.0, 1.0), "sealed", "int8", marks=SLOW),
+        pytest.param("qwen3_next", (1.0, 1.0), "memory", "int8", marks=SLOW),
+        pytest.param("qwen3_next", (1.0, 1.0, 5.0), "memory", "int4", marks=SLOW),
     ],
 )
-def test_outputs_are_those_of_one_server(family: str, members: int, kind: str, quant: str, tmp_path: Path) -> None:
+def test_outputs_are_those_of_one_server(
+    family: str, speeds: tuple[float, ...], kind: str, quant: str, tmp_path: Path
+) -> None:
     save_checkpoint(family, tmp_path, **SIZES[family])
     load = loader(tmp_path, quant)
     alone = Engine(load(SPAN))
-    with torch.inference_mode(), followers(load, members, kind) as group:
+    with torch.inference_mode(), followers(load, speeds, kind) as group:
         together = Engine(load_together(group, SPAN, load))
         split = [module.quantized for module in together._stack.modules() if hasattr(module, "quantized")]
         assert sum(isinstance(weight, SplitWeight) for weight in split) >= 4
         assert (together.ways.graphs is None) == (alone.ways.graphs is None)
         for ours, theirs in zip(outputs(together), outputs(alone), strict=True):
             assert torch.equal(ours, theirs)
+        assert len(group.times_s()) == len(speeds) and min(group.times_s()) > 0
 
 
 @pytest.mark.parametrize("quant", ["int8", pytest.param("int4", marks=SLOW)])
@@ -139,7 +142,7 @@ def test_passes_with_an_adapter_and_their_gradients_are_those_of_one_server(quan
         return output, *engine.stateless.backward(SPAN, BlockInput(hidden.clone()), grad, placed, trains_adapter=True)
 
     alone = Engine(load(SPAN))
-    with followers(load, 2) as group:
+    with followers(load) as group:
         together = Engine(load_together(group, SPAN, load))
         (output, *gradients), (expected_output, *expected) = passed(together), passed(alone)
         assert torch.equal(output, expected_output)
@@ -160,20 +163,30 @@ def weights(quant: str) -> Packed:
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-@pytest.mark.parametrize("members", [2, 3, 4])
-def test_rows_are_split_into_whole_strips(quant: str, members: int) -> None:
-    whole, x = weights(quant), torch.randn(3, 96)
-    rows = [links.rows_of(200, member, members) for member in range(members)]
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1e9, 1.0), (1.0, 1e9, 1.0)])
+def test_rows_are_split_into_whole_strips(quant: str, speeds: tuple[float, ...]) -> None:
+    whole, x, deal = weights(quant), torch.randn(3, 96), Deal.by_speed(speeds)
+    rows = [deal.rows_of(200, member) for member in range(len(speeds))]
     assert [0, *(each.stop for each in rows)] == [*(each.start for each in rows), 200]
     assert all(each.start % 64 == 0 and each.stop > each.start for each in rows)
     parts = [whole.part(each).matmul(x) for each in rows]
     assert torch.equal(torch.cat(parts, 1), whole.matmul(x))
-    assert links.rows_of(64, 1, 2) == slice(64, 64)  # too few rows for two members
+    assert deal.rows_of(64, 0) == slice(0, 64) and deal.rows_of(64, 1) == slice(64, 64)  # too few rows for two members
+
+
+def test_rows_are_dealt_in_proportion_to_speed() -> None:
+    deal = Deal.by_speed([3e9, 1e9, 4e9])
+    assert deal.shares == [0.375, 0.125, 0.5]
+    assert [deal.rows_of(64 * 80, member) for member in range(3)] == [
+        slice(0, 64 * 30),
+        slice(64 * 30, 64 * 40),
+        slice(64 * 40, 64 * 80),
+    ]
 
 
 def test_a_member_that_ends_or_is_silent(tmp_path: Path) -> None:
     ends = LinkEnds.on_this_machine()
-    group = LeaderLinks([MemberLink(ends.leader, ends.memory.fileno(), 0, limit_s=0.05)])
+    group = LeaderLinks([MemberLink(ends.leader, ends.memory.fileno(), 0, limit_s=0.05)], Deal.by_speed([1.0, 1.0]))
     weight, x = SplitWeight(0, weights("int8"), group), torch.randn(1, 96)
     with pytest.raises(GroupEnded, match="has not answered for"):
         weight.matmul(x)
@@ -182,7 +195,7 @@ def test_a_member_that_ends_or_is_silent(tmp_path: Path) -> None:
         weight.matmul(x)
     group.close()
     ends = LinkEnds.on_this_machine()
-    group = LeaderLinks([MemberLink(ends.leader, ends.memory.fileno(), 0)])
+    group = LeaderLinks([MemberLink(ends.leader, ends.memory.fileno(), 0)], Deal.by_speed([1.0, 1.0]))
     ends.follower.close()
     with pytest.raises(GroupEnded, match="a member of the group has ended"):
         SplitWeight(0, weights("int8"), group).matmul(x)
@@ -192,5 +205,5 @@ def test_a_member_that_ends_or_is_silent(tmp_path: Path) -> None:
 def test_members_with_other_weights_are_refused(tmp_path: Path) -> None:
     for seed in (0, 1):
         save_checkpoint("llama", tmp_path / str(seed), seed=seed, **SIZES["llama"])
-    with followers(loader(tmp_path / "1", "int8"), 2) as group, pytest.raises(GroupEnded, match="other weights"):
+    with followers(loader(tmp_path / "1", "int8")) as group, pytest.raises(GroupEnded, match="other weights"):
         load_together(group, SPAN, loader(tmp_path / "0", "int8"))

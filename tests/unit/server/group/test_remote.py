@@ -17,10 +17,10 @@ from swarm_server.group import links
 from swarm_server.group.forming import GroupRefused, judge
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import HandshakeFailed, Hello
-from swarm_server.group.links import GroupEnded, MemberLink, NotSealed
+from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, MemberLink, NotSealed
 from swarm_server.group.members import follow
 from swarm_server.group.payoff import Payoff, measured
-from swarm_server.group.remote import RemoteGroup, connected_to_leader, listening
+from swarm_server.group.remote import Lobby, RemoteGroup, connected_to_leader, listening
 from swarm_server.group.split_weight import SplitWeight
 from swarm_server.node.addresses import free_port
 from tests.swarm.waiting import wait_for
@@ -29,7 +29,7 @@ from tests.unit.server.group.test_group import weights
 pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
-HELLO = Hello("int8", "torch.float32", members=2)
+HELLO = Hello("int8", "torch.float32")
 
 
 @contextmanager
@@ -38,18 +38,20 @@ def waiting_leader(members: int = 2) -> Iterator[tuple[str, Callable[[], RemoteG
     address, formed, wanted = f"127.0.0.1:{free_port('127.0.0.1')}", [], threading.Event()
     wanted.set()
 
-    def form() -> None:
+    def form(lobby: Lobby) -> None:
         try:
-            formed.append(RemoteGroup(listener, KEY, replace(HELLO, members=members), wanted.is_set))
+            lobby.gather(members - 1, wanted.is_set)
         except GroupEnded:
             assert not wanted.is_set()
+            return
+        formed.append(RemoteGroup(LeaderLinks(lobby.links, Deal.by_speed([1.0] * members)), [1e9] * members))
 
     def group() -> RemoteGroup:
         wait_for(lambda: len(formed) == 1, "all members are there")
         return formed[0]
 
     with listening(address) as listener:
-        thread = threading.Thread(target=form)
+        thread = threading.Thread(target=form, args=[Lobby(listener, KEY, HELLO)])
         thread.start()
         yield address, group
         wanted.clear()
@@ -58,7 +60,7 @@ def waiting_leader(members: int = 2) -> Iterator[tuple[str, Callable[[], RemoteG
         each.close()
 
 
-def follower(address: str, key: bytes = KEY, hello: Hello = HELLO) -> tuple[MemberLink, Hello]:
+def follower(address: str, key: bytes = KEY, hello: Hello = HELLO) -> MemberLink:
     return connected_to_leader(address, key, hello)
 
 
@@ -74,11 +76,8 @@ def test_strangers_are_refused_and_members_are_let_in(caplog: pytest.LogCaptureF
             follower(address, OTHER_KEY)
         with pytest.raises(HandshakeFailed, match="the other has quant int8, and this one int4"):
             follower(address, hello=replace(HELLO, quant="int4"))
-        first, terms = follower(address)
-        assert (terms.member, terms.members) == (1, 3)
-        first.close()  # and its place is free again
-        (second, terms), (third, others) = follower(address), follower(address)
-        assert {terms.member, others.member} == {1, 2}
+        follower(address).close()  # and its place is free again
+        second, third = follower(address), follower(address)
         assert group().failure is None and second.is_connected()
         third.close()
         wait_for(lambda: group().failure is not None, "the leader notices, without a product")
@@ -87,13 +86,12 @@ def test_strangers_are_refused_and_members_are_let_in(caplog: pytest.LogCaptureF
 
 def test_products_and_measurements_through_a_group_between_machines() -> None:
     whole, x = weights("int8"), torch.randn(3, 96)
-    own = links.OwnWeights([whole.part(links.rows_of(200, 1, 2))])
+    own = links.OwnWeights([whole.part(Deal.by_speed([1.0, 1.0]).rows_of(200, 1))])
     with waiting_leader() as (address, group):
 
         def serve() -> None:
-            link, _ = follower(address)
             with pytest.raises(GroupEnded):
-                link.follow(own)
+                follower(address).follow(own)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -108,11 +106,11 @@ def test_the_group_measures_its_members(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("swarm_server.group.payoff._ROWS", 64)
     monkeypatch.setattr("swarm_server.group.payoff._MEASURE_S", 0.0)
     with waiting_leader() as (address, group):
-        thread = threading.Thread(target=lambda: follow(lambda *_: None, follower(address)[0], 1, 2))
+        thread = threading.Thread(target=lambda: follow(lambda *_: None, follower(address)))
         thread.start()
-        payoff = measured(group().links, "int4", 5e6, 64)
+        payoff = measured(group().links.links, "int4", 5e6, 64)
         assert len(payoff.bytes_per_s) == 2 and min(payoff.bytes_per_s) > 0
-        assert payoff.rtt_s > 0 and payoff.exchange_s > 0
+        assert min(*payoff.rtt_s, *payoff.exchange_s, *payoff.free_bytes) > 0
         group().close()
         thread.join()
 
@@ -152,17 +150,28 @@ def test_bytes_that_are_changed_or_repeated_on_the_way_are_refused(position: int
 
 
 def test_whether_a_group_pays() -> None:
-    near = Payoff(44e6, 0.05e-3, 0.05e-3, (15e9, 15e9))
+    near = Payoff(44e6, (0.05e-3,), (0.05e-3,), (15e9, 15e9), (8e9, 8e9))
     # 44 MB at 15 GB/s take 2.933 ms; half of them, and 4 × 0.05 ms, take 1.667 ms
     assert near.gain == pytest.approx(2.9333 / 1.6667, rel=1e-3)
     judge(near, is_forced=False)
-    far = replace(near, rtt_s=1e-3, exchange_s=0.6e-3)
+    far = replace(near, rtt_s=(1e-3,), exchange_s=(0.6e-3,))
     assert far.gain == pytest.approx(2.9333 / 3.8667, rel=1e-3)
     with pytest.raises(GroupRefused, match=r"would reach only 0\.76 × .*RTT 1\.00 ms.*--group-always forms it anyway"):
         judge(far, is_forced=False)
     judge(far, is_forced=True)
-    unequal = replace(near, bytes_per_s=(15e9, 5e9))  # 8.8 ms at the follower: the leader alone is faster
-    assert unequal.gain == pytest.approx(2.9333 / 4.6, rel=1e-3)
+    unequal = replace(near, bytes_per_s=(15e9, 5e9))  # the leader has three quarters of the rows: 2.2 ms and 0.2 ms
+    assert unequal.gain == pytest.approx(2.9333 / 2.4, rel=1e-3)
+    three = Payoff(44e6, (5e-3, 0.05e-3), (5e-3, 0.05e-3), (15e9, 15e9, 15e9), (8e9, 9e9, 10e9))
+    assert three.best_followers(2) == [1]  # an exchange with the other takes longer than a block
+    assert three.of([1]) == replace(near, free_bytes=(8e9, 10e9))
+    assert far.best_followers(1) == []
+
+
+def test_blocks_fit_into_the_memory_of_all_members() -> None:
+    links_ = LeaderLinks([], Deal.by_speed([3.0, 1.0]))
+    assert RemoteGroup(links_, [0.0, 10e9]).block_bytes_in(6e9) == 8e9  # three quarters of 8 GB are 6 GB
+    assert RemoteGroup(links_, [0.0, 1e9]).block_bytes_in(6e9) == 3.2e9  # the follower's quarter is 0.8 GB
+    assert RemoteGroup(links_, [0.0, 1e9]).own_share == 0.75
 
 
 def test_the_file_of_the_key(tmp_path: Path) -> None:
