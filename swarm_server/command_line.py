@@ -343,19 +343,24 @@ def run(config: ServerConfig) -> None:
 
     with collected_later():
         import_transformers()
+        from swarm_server.group.forming import GroupLeader
         from swarm_server.group.links import GroupEnded
+        from swarm_server.node.hosting import devices_and_dtype
         from swarm_server.node.server import Server
 
     loop = new_event_loop()
+    leader = None if config.group_listen is None else GroupLeader(config, devices_and_dtype(config)[1])
     while True:
         try:
             # Not asyncio.run(), which would wait after a signal for threads that still load.
-            loop.run_until_complete(serve(Server(config)))
+            loop.run_until_complete(serve(Server(config, leader)))
             return
         except GroupEnded as error:
-            config = config.without_a_member()
-            left = "alone" if config.group_size == 1 else f"with a group of {config.group_size}"
-            _logger.error("%s; this server has left the swarm, and starts again %s", error, left)
+            left = "with the members that are there"
+            if leader is None:
+                config = config.without_a_member()
+                left = "alone" if config.group_size == 1 else f"with a group of {config.group_size}"
+            _logger.warning("%s; this server has left the swarm, and starts again %s", error, left)
 
 
 def follow(config: ServerConfig) -> None:

@@ -188,10 +188,8 @@ class ServerConfig:
         return self.group_size > 1 or self.follow is not None
 
     def without_a_member(self) -> ServerConfig:
-        """Return the configuration of the same server after a follower has ended."""
-        if self.group_size > 2:
-            return replace(self, group_size=self.group_size - 1)
-        return replace(self, group_size=1, group_listen=None, group_key=None, group_always=False)
+        """Return the configuration of the same server after a follower on its machine has ended."""
+        return replace(self, group_size=self.group_size - 1)
 
     def _check_group(self) -> None:
         self._check_group_addresses()

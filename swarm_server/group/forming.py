@@ -1,11 +1,13 @@
-"""The forming of a group by its leader: with followers on this machine, or on others if the group pays."""
+"""The forming of groups by a leader: the first, and others when followers on other machines go or come."""
 
 from __future__ import annotations
 
 import logging
 import shlex
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from math import inf
 
 import torch
 
@@ -16,68 +18,98 @@ from swarm_protocol.process.invocation import typed
 from swarm_server.core.config import ServerConfig
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import Hello
-from swarm_server.group.links import Deal
-from swarm_server.group.members import LocalGroup, MakeLoader, formed_links
+from swarm_server.group.links import Deal, GroupEnded, MemberLink
+from swarm_server.group.members import formed_links
 from swarm_server.group.payoff import Payoff, measured
-from swarm_server.group.remote import Lobby, RemoteGroup, listening
+from swarm_server.group.remote import Lobby, RemoteGroup
 from swarm_server.machine.memory import hosted_bytes
 
 _logger = logging.getLogger(__name__)
+_LOOK_S = 0.1
+_REJOIN_S = 5.0  # for the followers of a group that has ended to come back
+_BACK_S = 600.0  # for which a follower is left out that has made a group slow, or with which none pays
 
 
 class GroupRefused(SwarmError):
     """A group on several machines would be slower than its members without it."""
 
 
-def formed_group(
-    config: ServerConfig,
-    checkpoint: ModelCheckpoint,
-    dtype: torch.dtype,
-    make_loader: Callable[[], MakeLoader],
-    still_wanted: Callable[[], bool],
-) -> LocalGroup | RemoteGroup:
-    """Start the followers on this machine, or wait for those on others while the group is ``still_wanted``.
+class GroupLeader:
+    """The leader of one group after the other: it keeps the lobby, and remembers whom it leaves out."""
 
-    Raises:
-        ValueError: the address or the key cannot be used.
-        GroupRefused: a group with these followers would not pay.
-        GroupEnded: a follower has ended meanwhile, or the group is not wanted any more.
-    """
-    if config.group_listen is None:
-        return LocalGroup(make_loader(), config.group_size)
-    assert config.group_key is not None, "the configuration has been checked"
-    key = read_group_key(config.group_key, create=True)
-    hello = Hello(config.quant, str(dtype))
-    with listening(config.group_listen) as listener:
-        _logger.info(
-            "waiting for %d on other machines, with a copy of %s: %s",
-            config.group_size - 1,
-            config.group_key,
-            _follower_command(config),
-        )
-        lobby = Lobby(listener, key, hello)
-        with undone_on_error(lambda: lobby.keep(())):
-            lobby.gather(config.group_size - 1, still_wanted)
+    def __init__(self, config: ServerConfig, dtype: torch.dtype, clock: Callable[[], float] = time.monotonic) -> None:
+        """Lead as ``config`` says, computing with ``dtype``. Raise ValueError if the address or the key is wrong."""
+        assert config.group_listen is not None and config.group_key is not None, "the configuration has been checked"
+        key = read_group_key(config.group_key, create=True)
+        self._lobby = Lobby(config.group_listen, key, Hello(config.quant, str(dtype)))
+        self._config, self._clock = config, clock
+        self._group: RemoteGroup | None = None  # the last one
+        self._left_out: dict[str, float] = {}  # names of followers, and until when
+
+    def form(self, checkpoint: ModelCheckpoint, still_wanted: Callable[[], bool]) -> RemoteGroup:
+        """Wait for followers, measure them, and form a group of those with which it is fastest.
+
+        The first group waits for all followers; later ones go on with those who come within a few seconds.
+
+        Raises:
+            GroupRefused: the first group would not pay.
+            GroupEnded: a follower has ended meanwhile, or the group is not wanted any more.
+        """
+        config = self._config
+        if self._group is not None and self._group.slow:
+            self._leave_out(self._group.slow)
+        links = self._gathered(still_wanted)
+        self._lobby.take(links)
+        with undone_on_error(lambda: _close_all(links)):
             block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
-            payoff = measured(lobby.links, config.quant, block_bytes, checkpoint.family.hidden_size)
-            return _fastest_group(lobby, payoff, config.group_always)
+            payoff = measured(links, config.quant, block_bytes, checkpoint.family.hidden_size)
+            chosen = self._chosen(links, payoff)
+            payoff = payoff.of(chosen)
+            taken = formed_links([links[number] for number in chosen], Deal.by_speed(payoff.bytes_per_s))
+        self._group = RemoteGroup(taken, payoff.free_bytes)
+        return self._group
 
-
-def _fastest_group(lobby: Lobby, payoff: Payoff, is_forced: bool) -> RemoteGroup:
-    """Form the group of those followers with which it is fastest, or of all if the user forces it."""
-    everybody = range(len(lobby.links))
-    chosen = everybody if is_forced else payoff.best_followers(len(everybody))
-    judge(payoff.of(chosen or everybody), is_forced)
-    if len(chosen) < len(everybody):
-        _logger.warning(
-            "the group leaves out %d of %d followers; with them it would reach %s",
-            len(everybody) - len(chosen),
-            len(everybody),
-            payoff,
+    def could_grow(self) -> bool:
+        """Return whether a follower waits that could join the group, or replace one that has gone."""
+        return (
+            self._group is not None and self._group.links.members < self._config.group_size and bool(self._eligible())
         )
-    lobby.keep(chosen)
-    payoff = payoff.of(chosen)
-    return RemoteGroup(formed_links(lobby.links, Deal.by_speed(payoff.bytes_per_s)), payoff.free_bytes)
+
+    def _chosen(self, links: Sequence[MemberLink], payoff: Payoff) -> Sequence[int]:
+        """Return the numbers of the followers with which the group is fastest; all if the user forces it."""
+        everybody = range(len(links))
+        chosen = everybody if self._config.group_always else payoff.best_followers(len(links))
+        if self._group is None:
+            judge(payoff.of(chosen or everybody), self._config.group_always)
+        for number in set(everybody) - set(chosen):
+            _logger.warning("a follower is left out, because the group with all would reach only %s", payoff)
+            self._leave_out(links[number].name)
+            links[number].close()  # it comes back to the lobby, and waits there
+        return chosen
+
+    def _eligible(self) -> list[MemberLink]:
+        now = self._clock()
+        links = [link for link in self._lobby.waiting() if self._left_out.get(link.name, now) <= now]
+        return links[: self._config.group_size - 1]
+
+    def _gathered(self, still_wanted: Callable[[], bool]) -> list[MemberLink]:
+        count, until = self._config.group_size - 1, self._clock() + (inf if self._group is None else _REJOIN_S)
+        if self._group is None:
+            words = count, self._config.group_key, _follower_command(self._config)
+            _logger.info("waiting for %d on other machines, with a copy of %s: %s", *words)
+        while len(links := self._eligible()) < count and self._clock() < until:
+            if not still_wanted():
+                raise GroupEnded("the server ends before all members of its group are there")
+            time.sleep(_LOOK_S)
+        return links
+
+    def _leave_out(self, name: str) -> None:
+        self._left_out[name] = self._clock() + _BACK_S
+
+
+def _close_all(links: Sequence[MemberLink]) -> None:
+    for link in links:
+        link.close()
 
 
 def _follower_command(config: ServerConfig) -> str:

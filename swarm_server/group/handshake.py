@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from cryptography.hazmat.primitives import hashes
@@ -32,10 +33,11 @@ class HandshakeFailed(SwarmError):
 
 @dataclass(frozen=True)
 class Hello:
-    """The terms of one member: how it computes."""
+    """The terms of one member: how it computes, and a name that is its own until its process ends."""
 
     quant: str
     dtype: str
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
     byteorder: str = sys.byteorder
 
     def check(self, theirs: Hello) -> None:
@@ -61,7 +63,7 @@ class Hello:
 
 
 def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> MemberLink:
-    """Return the encrypted link through a new connection.
+    """Return the encrypted link through a new connection; it has the other member's name.
 
     The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
     Therefore an end without the group's key cannot send a record that is accepted, and records that were kept cannot be
@@ -82,7 +84,9 @@ def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, le
         except NotSealed:
             raise HandshakeFailed("the other end has another group key") from None
     link.limit(LIMIT_S)
-    hello.check(Hello.from_tensor(theirs))
+    answer = Hello.from_tensor(theirs)
+    hello.check(answer)
+    link.name = answer.name
     return link
 
 

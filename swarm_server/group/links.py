@@ -25,7 +25,7 @@ from swarm_models.quantization import Packed
 from swarm_protocol.errors import PeerUnavailable
 from swarm_server.group.group_key import KEY_BYTES
 
-LIMIT_S = 30.0  # the longest time in which a member neither sends nor takes a byte that is due
+LIMIT_S = 10.0  # the longest time in which a member neither sends nor takes a byte that is due
 MOST_WEIGHTS = 8  # of one request, as in group.h
 _WHOLE = 1 << 16  # the sum of all members' shares, as in group.cpp
 ECHO = -1  # the kind of a request for the same numbers, which the kernel answers
@@ -152,7 +152,13 @@ class LinkEnds:
 
 
 class MemberLink:
-    """One end of a connection between two processes."""
+    """One end of a connection between two processes.
+
+    Attributes:
+        name: the other member's name; empty on one machine.
+    """
+
+    name = ""
 
     def __init__(
         self, connection: socket.socket, memory_file: int | None, member: int, limit_s: float = LIMIT_S

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -20,14 +21,33 @@ from swarm_server.core.config import MOST_MEMBERS
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink, MemberRequest, OwnWeights
 from swarm_server.group.payoff import measured_here
 from swarm_server.group.split_weight import FORM, LOAD, SPEED, FollowerSplitter, LeaderSplitter, answer
+from swarm_server.placement.slow_follower import SlowWindows
 
 _logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
+_WINDOW_S = 5.0  # in which the times of products are added up
 _ENDING_S = 5.0  # for a follower to end by itself, before it is killed
 
 # Loads the blocks of a span, and calls the function with each module whose linear layers have just been packed.
 LoadSpan = Callable[[Span, Callable[[torch.nn.Module], None]], Any]
 MakeLoader = Callable[[], LoadSpan]  # called in the follower's process; must be picklable
+
+
+class MemberWatch:
+    """The watch of a leader over the followers of its group: whether one makes the group slow for long."""
+
+    def __init__(self, links: LeaderLinks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._links, self._clock = links, clock
+        self._windows, self._times_s, self._since = SlowWindows.none(links.members), links.times_s(), clock()
+
+    def look(self) -> int | None:
+        """Return the number of a follower without which the group would be faster, from 1 on; None if all are fast."""
+        if self._clock() - self._since >= _WINDOW_S:
+            times_s = self._links.times_s()
+            window_s = [now - before for now, before in zip(times_s, self._times_s, strict=True)]
+            self._windows = self._windows.after(self._links.deal.shares, window_s)
+            self._times_s, self._since = times_s, self._clock()
+        return self._windows.slow_follower
 
 
 class LocalGroup:
@@ -51,13 +71,16 @@ class LocalGroup:
             ends.follower.close()
             ends.memory.close()
         self.links = formed_links(links, Deal.by_speed([1.0] * members))
+        self._watch = MemberWatch(self.links)
 
     @property
     def failure(self) -> GroupEnded | None:
-        """Return why the group has ended; None while it works."""
+        """Return why the group has ended, or should end; None while it works."""
         for process in self.processes:
             if not process.is_alive():
                 return GroupEnded(f"process {process.pid}, a member of the group, has ended")
+        if (slow := self._watch.look()) is not None:
+            return GroupEnded(f"process {self.processes[slow - 1].pid}, a member of the group, makes it slow")
         return self.links.failure
 
     def block_bytes_in(self, own_bytes: float) -> float:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from swarm_protocol.net.hosts import split_address
 from swarm_server.group.handshake import HandshakeFailed, Hello, shake_hands
 from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink
+from swarm_server.group.members import MemberWatch
 
 _logger = logging.getLogger(__name__)
-_LOOK_S = 0.2  # between two looks whether the leader still wants followers
+_LOOK_S = 0.2  # between two looks whether the lobby is closed
 _RETRY_S = 1.0  # between two attempts to reach the leader
 _CONNECT_S = 5.0
 _ROWS_OF_FREE = 0.8  # of a follower's free memory; it has no keys and values
@@ -24,11 +25,14 @@ class RemoteGroup:
 
     Attributes:
         links: the links to the followers.
+        slow: the name of a follower that has made the group slow for long; empty if there is none.
     """
 
     def __init__(self, links: LeaderLinks, free_bytes: Sequence[float]) -> None:
         """Lead a group. ``free_bytes``: the memory that each member has free without blocks, the leader first."""
         self.links, self._free_bytes = links, tuple(free_bytes)
+        self.slow = ""
+        self._watch = MemberWatch(links)
 
     @property
     def own_share(self) -> float:
@@ -42,9 +46,12 @@ class RemoteGroup:
 
     @property
     def failure(self) -> GroupEnded | None:
-        """Return why the group has ended; None while it works."""
+        """Return why the group has ended, or should end; None while it works."""
         if self.links.failure is None and not all(link.is_connected() for link in self.links.links):
             return GroupEnded("a member of the group has ended, or cannot be reached any more")
+        if (slow := self._watch.look()) is not None:
+            self.slow = self.links.links[slow - 1].name
+            return GroupEnded(f"member {slow + 1} of the group has made it slow for long, and is left out")
         return self.links.failure
 
     def close(self) -> None:
@@ -53,35 +60,39 @@ class RemoteGroup:
 
 
 class Lobby:
-    """The followers that have come to the leader, and have no place in a group yet.
+    """The place where followers wait for a place in a group: a thread lets them in, while groups come and go."""
 
-    Attributes:
-        links: the links to them, in the order in which they came.
-    """
+    def __init__(self, address: str, group_key: bytes, hello: Hello) -> None:
+        """Listen at HOST:PORT. Raise ValueError if that is not possible."""
+        self._listener, self._group_key, self._hello = _listening(address), group_key, hello
+        self._links: list[MemberLink] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._let_in, name="lobby of the group", daemon=True).start()
 
-    def __init__(self, listener: socket.socket, group_key: bytes, hello: Hello) -> None:
-        self.links: list[MemberLink] = []
-        self._listener, self._group_key, self._hello = listener, group_key, hello
+    def waiting(self) -> list[MemberLink]:
+        """Return the links to all followers that wait, in the order in which they came."""
+        with self._lock:
+            self._links = [link for link in self._links if link.is_connected()]
+            return list(self._links)
 
-    def gather(self, count: int, still_wanted: Callable[[], bool]) -> None:
-        """Wait until so many followers are there at the same time. Raise GroupEnded if they are not wanted any more."""
-        while len(self.links) < count:
-            self.look()
-            if not still_wanted():
-                raise GroupEnded("the server ends before all members of its group are there")
+    def take(self, links: Sequence[MemberLink]) -> None:
+        """Let these followers wait no longer: they have a place in a group, or have failed."""
+        with self._lock:
+            self._links = [link for link in self._links if link not in links]
 
-    def look(self) -> None:
-        """Let in whoever comes within a moment, and forget who has gone."""
-        if (link := self._next()) is not None:
-            self.links.append(link)
-        self.links = [link for link in self.links if link.is_connected()]
+    def close(self) -> None:
+        """Let nobody in any more, and let all followers go."""
+        self._closed.set()
+        for link in self.waiting():
+            link.close()
 
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Let all followers go but those with these numbers."""
-        for number, link in enumerate(self.links):
-            if number not in chosen:
-                link.close()
-        self.links = [self.links[number] for number in chosen]
+    def _let_in(self) -> None:
+        with self._listener:
+            while not self._closed.is_set():
+                if (link := self._next()) is not None:
+                    with self._lock:
+                        self._links.append(link)
 
     def _next(self) -> MemberLink | None:
         try:
@@ -98,9 +109,7 @@ class Lobby:
         return link
 
 
-@contextmanager
-def listening(address: str) -> Iterator[socket.socket]:
-    """Yield a socket at HOST:PORT to which followers connect. Raise ValueError if it cannot be had."""
+def _listening(address: str) -> socket.socket:
     host, port = split_address(address, 0)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -110,9 +119,8 @@ def listening(address: str) -> Iterator[socket.socket]:
             f"cannot wait for members of the group at {address}: {error.strerror}; expected a free port at an address "
             "of this machine"
         ) from None
-    with listener:
-        listener.settimeout(_LOOK_S)
-        yield listener
+    listener.settimeout(_LOOK_S)
+    return listener
 
 
 def connected_to_leader(address: str, group_key: bytes, hello: Hello) -> MemberLink:

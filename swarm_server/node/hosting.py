@@ -35,7 +35,7 @@ from swarm_server.engine.preloaded import load_adapters
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.engine.ways import can_join
-from swarm_server.group.forming import formed_group
+from swarm_server.group.forming import GroupLeader
 from swarm_server.group.links import GroupEnded
 from swarm_server.group.members import LoadSpan, LocalGroup, MakeLoader, load_together
 from swarm_server.group.remote import RemoteGroup
@@ -54,6 +54,7 @@ _logger = logging.getLogger(__name__)
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _SHARE_CORES_S = 5.0
 _WATCH_GROUP_S = 0.5
+_QUIET_S = 5.0  # without sessions, before a group ends to form again with a member that has come
 
 
 def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], torch.dtype]:
@@ -197,8 +198,11 @@ class SpanLoader:
         devices: Sequence[torch.device],
         dtype: torch.dtype,
         counters: Counters,
+        leader: GroupLeader | None = None,
     ) -> None:
+        """Set what to load. ``leader``: of a group on several machines."""
         self._config = config
+        self._leader = leader
         self._counters = counters
         self._checkpoint = checkpoint
         self._cores = cores
@@ -213,6 +217,11 @@ class SpanLoader:
             setting.append(f"a group of {config.members}")
         self._speed_cache = SpeedCache(setting, cores)
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
+
+    @property
+    def members(self) -> int:
+        """Return how many processes compute the blocks of this server together; 1 before its group is formed."""
+        return 1 if self._group is None else self._group.links.members
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
         """Return the expected speeds of ``num_blocks`` blocks, or None if this machine has never measured them."""
@@ -241,10 +250,15 @@ class SpanLoader:
         if self._group is not None:
             self._group.close()
 
-    async def group_end(self) -> GroupEnded:
-        """Wait until a member of the group is missing, and return the error that says so."""
+    async def group_end(self, is_quiet: Callable[[], bool]) -> GroupEnded:
+        """Wait until the group cannot go on, or could grow while the server ``is_quiet``; return the reason."""
+        quiet_s = 0.0
         while self._group is None or (failure := self._group.failure) is None:
             await asyncio.sleep(_WATCH_GROUP_S)
+            could_grow = self._group is not None and self._leader is not None and self._leader.could_grow()
+            quiet_s = quiet_s + _WATCH_GROUP_S if could_grow and is_quiet() else 0.0
+            if quiet_s >= _QUIET_S:
+                return GroupEnded("a member has come to the group")
         return failure
 
     async def start(self, stack: Stack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
@@ -306,10 +320,10 @@ class SpanLoader:
         config, checkpoint = self._config, self._checkpoint
         with self._group_lock:
             if self._group is None:
-                make_loader = partial(follower_loader, config, checkpoint)
-                self._group = formed_group(
-                    config, checkpoint, self._dtype, make_loader, lambda: not self._closed.is_set()
-                )
+                if self._leader is None:
+                    self._group = LocalGroup(follower_loader(config, checkpoint), config.group_size)
+                else:
+                    self._group = self._leader.form(checkpoint, lambda: not self._closed.is_set())
         return self._group
 
     def _load_parts(self, span: Span, then: Callable[[torch.nn.Module], None] | None = None) -> Stack:

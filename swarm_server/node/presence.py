@@ -82,6 +82,10 @@ class RecordPublisher:
         """Return the sessions of the hosted blocks, or None while no blocks are hosted."""
         return self._state.runtime.host if isinstance(self._state, Serving | Draining) else None
 
+    def is_quiet(self) -> bool:
+        """Return whether blocks are hosted, and there are no sessions."""
+        return self.sessions is not None and not self.sessions.num_sessions
+
     def record(self) -> ServerRecord:
         """Return the record as it is at this moment."""
         record = replace(self._measured(), work=self._counters.work(), weights=self.offering.digest)

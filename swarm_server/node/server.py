@@ -40,6 +40,7 @@ from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.preloaded import check_adapters
+from swarm_server.group.forming import GroupLeader
 from swarm_server.group.links import GroupEnded
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.heap import HeapTrimmer
@@ -80,8 +81,10 @@ class Server:
         ready: whether it serves, or has served.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, leader: GroupLeader | None = None) -> None:
+        """Configure the server. ``leader``: of its group on several machines."""
         self.config = config
+        self._leader = leader
         self.ready = False
         self._stop = asyncio.Event()
 
@@ -98,7 +101,7 @@ class Server:
         counters = Counters()
         async with AsyncExitStack() as cleanup:
             metrics = await _export(self.config, counters, cleanup)
-            starting, membership = await _start(self.config, counters, cleanup)
+            starting, membership = await _start(self.config, counters, cleanup, self._leader)
             joined = await _join(starting, membership, cleanup)
             network_probe = NetworkProbe(starting.channels)
             blocklist = Blocklist()
@@ -109,7 +112,7 @@ class Server:
                 metrics.show_state(presence.record, lambda: presence.sessions)
             losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
             cleanup.callback(losing_daemon.cancel)
-            losing_group = asyncio.ensure_future(starting.loader.group_end())
+            losing_group = asyncio.ensure_future(starting.loader.group_end(presence.is_quiet))
             cleanup.callback(losing_group.cancel)
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
             await presence.publish()
@@ -202,7 +205,7 @@ async def _export(config: ServerConfig, counters: Counters, cleanup: AsyncExitSt
 
 
 async def _start(
-    config: ServerConfig, counters: Counters, cleanup: AsyncExitStack
+    config: ServerConfig, counters: Counters, cleanup: AsyncExitStack, leader: GroupLeader | None
 ) -> tuple[Starting, SwarmMembership | None]:
     """Find the model and prepare to load it. The membership is None unless the swarm was needed to find the model."""
     access, streams = server_access(config), DaemonStreams()
@@ -219,7 +222,7 @@ async def _start(
     devices, dtype = devices_and_dtype(config)
     cores = cleanup.enter_context(CoreShare())
     torch.set_num_threads(cores.threads())  # for threads that have not computed yet
-    loader = SpanLoader(config, checkpoint, cores, devices, dtype, counters)
+    loader = SpanLoader(config, checkpoint, cores, devices, dtype, counters, leader)
     cleanup.callback(loader.close)
     if given is not None:  # the span is already known: load while joining
         loader.prefetch(given)
@@ -326,8 +329,8 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))
-    if config.group_size > 1:
-        fields["group"] = str(config.group_size)
+    if (members := joined.starting.loader.members) > 1:
+        fields["group"] = str(members)
     fields |= {"peer": str(peer), "grpc": record.addresses[0]}
     products = config.quant, joined.starting.devices[0], joined.starting.dtype
     fields["products"] = multiplied_by(*products)

@@ -49,8 +49,13 @@ def test_a_member_killed_in_mid_generation(server_process, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_group_over_tcp_whose_follower_is_killed_in_mid_generation(server_process, tmp_path: Path) -> None:
-    """A follower waits for leaders, one that would not pay is refused, and clients lose nothing with the follower."""
+def test_a_group_over_tcp_whose_followers_are_killed_and_stopped_in_mid_generation(
+    server_process, tmp_path: Path
+) -> None:
+    """A follower waits for leaders, one that would not pay is refused, and clients lose nothing with a follower.
+
+    The group forms again with members that come.
+    """
     model, key, wrong = tmp_path / "model", tmp_path / "group.key", tmp_path / "wrong.key"
     save_checkpoint("llama", model, hidden_size=128, intermediate_size=320)
     read_group_key(key, create=True), read_group_key(wrong, create=True)
@@ -77,13 +82,22 @@ def test_a_group_over_tcp_whose_follower_is_killed_in_mid_generation(server_proc
             assert torch.equal(generate(together, streamer=watcher), expected)
         wait_for(lambda: len(group.stdout) == 2, "the group's server has started again")
         assert "group=" not in group.stdout[1]
-        assert "this server has left the swarm, and starts again alone" in group.stderr
-        other = server_process(*leading, "--group-always", wait=False)
+        assert "this server has left the swarm, and starts again with the members that are there" in group.stderr
         stranger = server_process(*following, str(wrong), wait=False)
         wait_for(lambda: f"cannot follow {address}: the other end has another group key" in stranger.stderr, "refusal")
-        wait_for(lambda: "is not let into the group" in other.stderr, "the leader says so")
-        assert other.terminate() == 0 and group.terminate() == 0
-        for process in (refused, group, other, stranger, follower):
+        assert "is not let into the group" in group.stderr
+        follower = server_process(*following, str(key), wait=False)
+        wait_for(lambda: len(group.stdout) == 3, "the group has formed again with the member that has come")
+        assert "group=2" in group.stdout[2] and "a member has come to the group" in group.stderr
+        with DistributedModel.from_pretrained(str(model), **client) as together:
+            watcher = Watcher(3, lambda: os.kill(follower.pid, signal.SIGSTOP))
+            assert torch.equal(generate(together, streamer=watcher), expected)
+        wait_for(lambda: len(group.stdout) == 4, "the server goes on without the member that has been stopped")
+        assert "group=" not in group.stdout[3] and "has not answered for 10 seconds" in group.stderr
+        os.kill(follower.pid, signal.SIGCONT)
+        wait_for(lambda: len(group.stdout) == 5, "the member is there again")
+        assert group.terminate() == 0
+        for process in (refused, group, stranger, follower):
             assert "Traceback" not in process.stderr
 
 

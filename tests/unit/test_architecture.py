@@ -169,6 +169,7 @@ POLICIES = [
     "swarm_server/placement/capacity.py",
     "swarm_server/placement/device_split.py",
     "swarm_server/placement/placement.py",
+    "swarm_server/placement/slow_follower.py",
     "swarm_server/queueing/fair_queue.py",
     "swarm_server/queueing/prompt_order.py",
     "swarm_training/stages/peer/barrier.py",

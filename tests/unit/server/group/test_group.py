@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
 from swarm_server.group import links
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink
-from swarm_server.group.members import follow, formed_links, load_together
+from swarm_server.group.members import MemberWatch, follow, formed_links, load_together
 from swarm_server.group.split_weight import SplitWeight
 from swarm_server.kv.kv_cache import CacheBudget
 from tests.adapted import LocalModel
@@ -200,6 +202,16 @@ def test_a_member_that_ends_or_is_silent(tmp_path: Path) -> None:
     with pytest.raises(GroupEnded, match="a member of the group has ended"):
         SplitWeight(0, weights("int8"), group).matmul(x)
     group.close()
+
+
+def test_a_slow_follower_is_noticed_after_six_windows() -> None:
+    seconds, windows = itertools.count(0, 5), itertools.count()
+    slow = SimpleNamespace(
+        members=2, deal=Deal.by_speed([1.0, 1.0]), times_s=lambda: [float(number := next(windows)), 3.0 * number]
+    )
+    watch = MemberWatch(slow, lambda: float(next(seconds)))
+    looks = [watch.look() for _ in range(6)]
+    assert looks == [None] * 5 + [1]
 
 
 def test_members_with_other_weights_are_refused(tmp_path: Path) -> None:

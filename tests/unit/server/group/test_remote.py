@@ -9,18 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from swarm_server.group import links
-from swarm_server.group.forming import GroupRefused, judge
+from swarm_server.core.config import ServerConfig
+from swarm_server.group import forming, links
+from swarm_server.group.forming import GroupLeader, GroupRefused, judge
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import HandshakeFailed, Hello
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, MemberLink, NotSealed
 from swarm_server.group.members import follow
 from swarm_server.group.payoff import Payoff, measured
-from swarm_server.group.remote import Lobby, RemoteGroup, connected_to_leader, listening
+from swarm_server.group.remote import Lobby, RemoteGroup, connected_to_leader
 from swarm_server.group.split_weight import SplitWeight
 from swarm_server.node.addresses import free_port
 from tests.swarm.waiting import wait_for
@@ -34,28 +36,21 @@ HELLO = Hello("int8", "torch.float32")
 
 @contextmanager
 def waiting_leader(members: int = 2) -> Iterator[tuple[str, Callable[[], RemoteGroup]]]:
-    """A leader that waits for followers in a thread: its address, and a function that waits for its group."""
-    address, formed, wanted = f"127.0.0.1:{free_port('127.0.0.1')}", [], threading.Event()
-    wanted.set()
-
-    def form(lobby: Lobby) -> None:
-        try:
-            lobby.gather(members - 1, wanted.is_set)
-        except GroupEnded:
-            assert not wanted.is_set()
-            return
-        formed.append(RemoteGroup(LeaderLinks(lobby.links, Deal.by_speed([1.0] * members)), [1e9] * members))
+    """A leader that waits for followers: its address, and a function that waits for its group."""
+    address, formed = f"127.0.0.1:{free_port('127.0.0.1')}", []
+    lobby = Lobby(address, KEY, HELLO)
 
     def group() -> RemoteGroup:
-        wait_for(lambda: len(formed) == 1, "all members are there")
+        if not formed:
+            links = wait_for(
+                lambda: len(waiting := lobby.waiting()) == members - 1 and waiting, "all members are there"
+            )
+            lobby.take(links)
+            formed.append(RemoteGroup(LeaderLinks(links, Deal.by_speed([1.0] * members)), [1e9] * members))
         return formed[0]
 
-    with listening(address) as listener:
-        thread = threading.Thread(target=form, args=[Lobby(listener, KEY, HELLO)])
-        thread.start()
-        yield address, group
-        wanted.clear()
-        thread.join()
+    yield address, group
+    lobby.close()
     for each in formed:
         each.close()
 
@@ -189,10 +184,83 @@ def test_the_file_of_the_key(tmp_path: Path) -> None:
 
 
 def test_an_address_at_which_nobody_can_listen() -> None:
-    with (
-        pytest.raises(
-            ValueError, match=r"cannot wait for members of the group at 192\.0\.2\.1:31400: .*expected a free"
+    with pytest.raises(ValueError, match=r"wait for members of the group at 192\.0\.2\.1:31400: .*expected a free"):
+        Lobby("192.0.2.1:31400", KEY, HELLO)
+
+
+@contextmanager
+def following(address: str, hello: Hello) -> Iterator[None]:
+    """A follower in a thread, which comes back to the leader after each group until the context ends."""
+    ended, links_ = threading.Event(), []
+
+    def live() -> None:
+        while not ended.is_set():
+            links_.append(follower(address, hello=hello))
+            follow(lambda *_: None, links_[-1])
+            links_[-1].close()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    yield
+    ended.set()
+    links_[-1].close()
+    thread.join()
+
+
+def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow follower is left out for ten minutes, and none waits for a follower that has gone."""
+    address, key = f"127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "group.key"
+    key.write_text(KEY.hex())
+    speeds = [3e9, 1e9, 2e9]
+    monkeypatch.setattr(forming, "hosted_bytes", lambda *_: [44e6])
+    monkeypatch.setattr(
+        forming,
+        "measured",
+        lambda links_, *_: Payoff(
+            44e6,
+            *[(0.05e-3,) * len(links_)] * 2,
+            (speeds[0], *(speeds[int(link.name)] for link in links_)),
+            (1e9,) * (len(links_) + 1),
         ),
-        listening("192.0.2.1:31400"),
-    ):
-        pass
+    )
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 0.5
+        return now_s
+
+    config = ServerConfig(group_size=3, group_listen=address, group_key=key)
+    leader, checkpoint = (
+        GroupLeader(config, torch.float32, clock),
+        SimpleNamespace(family=SimpleNamespace(hidden_size=8)),
+    )
+
+    def formed(by_name: dict[str, float]) -> RemoteGroup:
+        group = leader.form(checkpoint, lambda: True)
+        shares = zip([link.name for link in group.links.links], group.links.deal.shares[1:], strict=True)
+        assert dict(shares) == pytest.approx(by_name, abs=1e-4)
+        return group
+
+    first, second = (replace(HELLO, name=name) for name in "12")
+    with following(address, first):
+        with following(address, second):
+            group = formed({"1": 1 / 6, "2": 1 / 3})
+            assert not leader.could_grow()
+            group.close()
+        group = formed({"1": 1 / 4})  # the second has gone
+        with following(address, second):
+            wait_for(leader.could_grow, "the second has come back")
+            group.close()
+            group = formed({"1": 1 / 6, "2": 1 / 3})
+            group.slow = "1"
+            group.close()
+            group = formed({"2": 2 / 5})
+            wait_for(lambda: leader._lobby.waiting(), "the slow one waits")
+            assert not leader.could_grow()
+            now_s += 600
+            assert leader.could_grow()
+            group.close()
+    leader._lobby.close()
