@@ -32,6 +32,7 @@ from swarm_client.model.left_out import (
 from swarm_client.model.masks import read_masks, require_alone
 from swarm_client.model.model_pass import DeepStack, has_hooks
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
+from swarm_client.model.unfinished import leaving_rows
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation
@@ -198,6 +199,21 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         )
         if fresh:
             model_kwargs[argument]._is_user_defined = False
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Choose the tokens for ``generate``. Servers do not continue the rows of a batch whose text has ended."""
+        if not self.is_watched:
+            cache = kwargs.get(self._family.cache_argument)
+            stopping_criteria = leaving_rows(stopping_criteria, cache, generation_config, len(input_ids))
+        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
 
     def _session_of(self, cache: Any) -> RemoteSession:
         return session_of(cache, self.blocks)

@@ -26,6 +26,8 @@ class SessionCall:
         num_refusals: the number of steps that servers have refused because of the server before them.
         is_optional: the call is given up where a server has no room, instead of waiting or using other servers.
         watched: the blocks whose outputs are also wanted; ``block_outputs`` has them by block and step number.
+        repeats: the row of the call that each row of the batch repeats, because their inputs are equal; empty if every
+            row of the batch is a row of the call.
     """
 
     inputs: BlockInput
@@ -39,6 +41,7 @@ class SessionCall:
     watched: range = range(0)
     is_optional: bool = False
     block_outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    repeats: Sequence[int] = ()
 
     def apply_changes(self) -> None:
         """Count the changes as known to the servers, because new hops get the reordered and cropped rows."""
@@ -106,3 +109,7 @@ class SessionCall:
         """Return the wanted outputs, [batch, num_wanted, hidden_size], once the call is complete."""
         outputs = (self.outputs[step.number] for step in self.steps)
         return torch.cat([output for output in outputs if output is not None], 1)
+
+    def output_of_batch(self) -> torch.Tensor:
+        """Return ``output`` for every row of the batch, including the rows that repeat others."""
+        return self.output()[list(self.repeats)] if self.repeats else self.output()

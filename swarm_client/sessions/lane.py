@@ -68,9 +68,12 @@ class Lane:
     ) -> SessionCall:
         """Return the call with its outputs. The positions count only after ``commit``.
 
+        Rows that begin alike, such as several completions of one prompt, are computed once; see ``SessionCall``.
+
         ``may_wait``: wait for KV room; otherwise PeerBusy comes at once where there is none. ``is_optional``: see
         ``SessionCall``. The other arguments and the errors are those of ``RemoteSession.step``.
         """
+        inputs, repeats = inputs.without_repeats() if self.is_empty and not watched else (inputs, [])
         batch_size, num_tokens, _ = inputs.hidden.shape
         before = self._journal or Journal.empty(batch_size)
         changes, after = tuple(self._changes), _changed(before, self._changes).appended(inputs)
@@ -79,7 +82,9 @@ class Lane:
             await self._leave_servers()
         num_asked = self._checks.num_asked(num_wanted, num_tokens)
         while True:
-            call = SessionCall(inputs, num_asked, before, after, changes, watched=watched, is_optional=is_optional)
+            call = SessionCall(
+                inputs, num_asked, before, after, changes, watched=watched, is_optional=is_optional, repeats=repeats
+            )
             await self.chain.step(call, may_wait)
             if not self._checks.are_made or await self._checks.accept(
                 self.chain.route,
@@ -103,6 +108,8 @@ class Lane:
         """Accept the call's positions as part of the lane."""
         self._journal = call.after
         self._changes.clear()
+        if call.repeats:
+            self.change(pb.Change(reorder=pb.Reorder(indices=call.repeats)))
 
     def change(self, change: pb.Change) -> None:
         """Record a change that travels with the next step. An empty lane has nothing to change.

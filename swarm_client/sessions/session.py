@@ -153,7 +153,7 @@ class RemoteSession:
 
     async def step_on_loop(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """Run ``step`` for code on the background loop; one call at a time."""
-        outputs = [call.output() for call in await self._advance(inputs, num_wanted)]
+        outputs = [call.output_of_batch() for call in await self._advance(inputs, num_wanted)]
         if num_wanted is not None:  # a lane may have been asked for more outputs, to check them
             outputs = [output[:, -num_wanted:] for output in outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -47,7 +47,7 @@ class BlockInput:
         """Return the additions at some of the positions."""
         return None if self.additions is None else self.additions[:, tokens]
 
-    def rows(self, rows: slice) -> BlockInput:
+    def rows(self, rows: slice | list[int]) -> BlockInput:
         """Return the input of some rows of the batch."""
         mask, positions = self.attention_mask, self.position_ids
         return BlockInput(
@@ -58,6 +58,21 @@ class BlockInput:
             additions=None if self.additions is None else self.additions[rows],
             joined=None if self.joined is None else self.joined[rows],
         )
+
+    def without_repeats(self) -> tuple[BlockInput, list[int]]:
+        """Return the input of those rows that differ from all rows before them, and which of these each row equals.
+
+        The list has an entry for each row of the batch. It is empty if all rows differ.
+        """
+        by_row = (self.hidden, self.attention_mask, self.position_ids, self.additions, self.joined)
+        tensors = [each.detach() for each in by_row if each is not None and len(each) == len(self.hidden)]
+        distinct: list[int] = []
+        repeats: list[int] = []
+        for row in range(len(self.hidden)):
+            same = (n for n, other in enumerate(distinct) if all(torch.equal(t[other], t[row]) for t in tensors))
+            repeats.append(next(same, len(distinct)))
+            distinct += [row] * (repeats[-1] == len(distinct))
+        return (self, []) if len(distinct) == len(self.hidden) else (self.rows(distinct), repeats)
 
     @classmethod
     def of_rows(cls, parts: Sequence[BlockInput]) -> BlockInput:

@@ -1,0 +1,89 @@
+"""Several completions of one prompt: servers compute the prompt once, and no row whose text has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swarm_server.engine.engine import Engine
+from tests.swarm.pair import Pair, random_ids, started
+from tests.zoo import PAD
+
+ROWS, NEW = 6, 20
+PROMPT = random_ids(1, 14, seed=0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    with started(tmp_path_factory.mktemp("llama"), "0:3", "3:6") as pair:
+        yield pair
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[tuple[int, int]]:
+    """Rows and new positions of each step of the server of the first blocks."""
+    shapes: list[tuple[int, int]] = []
+    run_part = Engine._run_part
+
+    def counted(engine: Engine, blocks, batch, hidden):
+        if blocks.start == 0:
+            shapes.extend(tuple(one.shape[:2]) for one in hidden)
+        return run_part(engine, blocks, batch, hidden)
+
+    monkeypatch.setattr(Engine, "_run_part", counted)
+    return shapes
+
+
+def completed(pair: Pair, ids: torch.Tensor, mask: torch.Tensor | None = None, **options) -> torch.Tensor:
+    """Sample from both models with the same random numbers; check that the tokens are equal, and return them."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"do_sample": True, "max_new_tokens": NEW, "pad_token_id": PAD, "attention_mask": mask, **options}
+    whole, remote = pair.both(ids, **options)
+    assert torch.equal(remote, whole)
+    return whole
+
+
+def ends(pair: Pair) -> list[int]:
+    """Return tokens that end about half of the texts early."""
+    free = completed(pair, PROMPT.expand(ROWS, -1))
+    return free[: ROWS // 2, PROMPT.shape[1] + 3].tolist()
+
+
+def test_the_prompt_is_computed_once_and_ended_texts_are_not_continued(pair, computed):
+    stops = ends(pair)
+    computed.clear()
+    texts = completed(pair, PROMPT.expand(ROWS, -1), eos_token_id=stops)
+    new = texts[:, PROMPT.shape[1] :]
+    lengths = [next((place + 1 for place, token in enumerate(row) if token in stops), NEW) for row in new.tolist()]
+    assert len(set(lengths)) > 1
+    assert computed[0] == (1, PROMPT.shape[1])
+    assert [rows for rows, _ in computed[1:]] == [
+        sum(length > step for length in lengths) for step in range(1, max(lengths))
+    ]
+
+
+def test_different_prompts_with_padding_are_computed_once_each(pair, computed):
+    ids = torch.cat([PROMPT, random_ids(1, PROMPT.shape[1], seed=1)])
+    mask = torch.ones_like(ids)
+    ids[0, :4], mask[0, :4] = PAD, 0
+    completed(pair, ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0), eos_token_id=ends(pair))
+    assert (2, PROMPT.shape[1]) in computed and (6, PROMPT.shape[1]) not in computed
+
+
+def test_beams_begin_as_one_row(pair, computed):
+    completed(pair, PROMPT, num_beams=4, do_sample=False)
+    assert computed[0] == (1, PROMPT.shape[1])
+
+
+def test_servers_that_vanish_between_prompt_and_completions_are_replaced(pair):
+    cache = pair.remote.new_cache()
+    ids = PROMPT.expand(ROWS, -1)
+    options = {"do_sample": False, "max_new_tokens": 1, "attention_mask": torch.ones_like(ids)}
+    begun = pair.remote.generate(ids, past_key_values=cache, **options)
+    cache.session.close()  # the next step replays rows that no server has ever had
+    more = torch.cat([begun, random_ids(ROWS, 1, seed=2)], 1)
+    with torch.no_grad():
+        found = pair.remote(more[:, -2:], past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(found, pair.whole(more).logits[:, -1], atol=1e-4, rtol=1e-4)
