@@ -7,8 +7,8 @@ IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
-.PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-lightning test-browser screenshots bench gpu-report \
-    docs lint pytest format proto clean
+.PHONY: demo test test-all test-long test-newest test-oldest test-cuda test-triton test-lightning test-trl test-browser screenshots bench \
+    gpu-report docs lint pytest format proto clean
 
 demo: $(VENV)/.installed
 	$(SMALL_CHAT_MODEL)
@@ -43,6 +43,7 @@ test-all: $(VENV)/.installed
 	$(LINT_AND_PYTEST) PROCESSES=3 SELECTION='-m "not long and not browser"'
 	$(MAKE) test-triton
 	$(MAKE) test-lightning
+	$(MAKE) test-trl
 	$(MAKE) test-browser
 
 test-long: $(VENV)/.installed
@@ -81,6 +82,11 @@ test-lightning: $(VENV)/.installed
 	test -d $(VENV)/lightning || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/lightning \
 	    lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
 	PYTHONPATH=$(VENV)/lightning $(BIN)/python -m pytest -rs tests/unit/training/trainer/test_lightning_callback.py
+
+# And TRL.
+test-trl: $(VENV)/.installed
+	test -d $(VENV)/trl || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/trl trl==1.16.0
+	PYTHONPATH=$(VENV)/trl $(BIN)/python -m pytest -m "" -rs tests/swarm/test_reinforcement.py
 
 test-browser: $(VENV)/.installed
 	$(call installed,/usr/bin/chromium,chromium)

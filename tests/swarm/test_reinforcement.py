@@ -1,0 +1,126 @@
+"""Reinforcement with TRL through servers: the same completions, losses and adapters as TRL with the whole model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from swarm_client.adapters.snapshots import AdapterUploader
+from tests.swarm.harness import InProcessServers
+from tests.swarm.tuning import Tuned, assert_close, lora, tuned
+from tests.zoo import EOS, PAD, VOCAB, save_checkpoint
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test-trl")
+trl = pytest.importorskip("trl", reason="trl is not installed: make test-trl")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS, COMPLETIONS, NEW = 3, 4, 10
+WORDS = [f"w{number}" for number in range(VOCAB)]
+PROMPTS = ["w11 w12 w13 w14 w15", "w21 w22 w23", "w31 w32 w33 w34", "w41 w42 w43"]
+
+
+@dataclass
+class Trained:
+    """What one trainer has done."""
+
+    losses: list[float]
+    completions: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[InProcessServers]:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint("llama", directory)
+    with InProcessServers(directory, memory_dht=True) as servers:
+        servers.start("0:3", "3:6")
+        yield servers
+
+
+@pytest.fixture
+def pair(servers) -> Iterator[Tuned]:
+    with tuned(servers, lora(), wraps=True) as pair:
+        yield pair
+
+
+@pytest.fixture
+def uploads(monkeypatch) -> Counter[str]:
+    """How many adapters each connection to a server has uploaded, by the span of blocks."""
+    counts: Counter[str] = Counter()
+    init = AdapterUploader.__init__
+
+    def counted(uploader: AdapterUploader, put: Any) -> None:
+        async def count(data: bytes, span: Any) -> None:
+            counts[str(span)] += 1
+            await put(data, span)
+
+        init(uploader, count)
+
+    monkeypatch.setattr(AdapterUploader, "__init__", counted)
+    return counts
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[3]))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=WORDS[PAD], eos_token=WORDS[EOS])
+
+
+def arguments(directory: Path) -> dict[str, Any]:
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    steps = {"max_steps": STEPS, "learning_rate": 0.05, "optim": "sgd", "lr_scheduler_type": "constant"}
+    plain = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+    return {"output_dir": str(directory), **plain, **quiet, **steps}
+
+
+def grpo(model: Any, directory: Path, **options: Any) -> Trained:
+    """Reward the words of even numbers."""
+    trained = Trained([])
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        trained.completions += completions
+        return [float(sum(int(word[1:]) % 2 == 0 for word in text.split())) for text in completions]
+
+    shape = {"num_generations": COMPLETIONS, "per_device_train_batch_size": 2 * COMPLETIONS}
+    config = trl.GRPOConfig(**arguments(directory), **shape, max_completion_length=NEW, **options)
+    data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    trainer = trl.GRPOTrainer(model, reward, config, train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    trained.losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trained
+
+
+def dpo(model: Any, directory: Path) -> Trained:
+    config = trl.DPOConfig(**arguments(directory), per_device_train_batch_size=2)
+    rows = [{"prompt": prompt, "chosen": " w50 w52 w54", "rejected": " w51 w53"} for prompt in PROMPTS]
+    trainer = trl.DPOTrainer(
+        model, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer()
+    )
+    trainer.train()
+    return Trained([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_grpo(pair, tmp_path, uploads, beta):
+    local, remote = (grpo(model, tmp_path, beta=beta) for model in pair.models)
+    assert remote.completions == local.completions
+    assert any(len(text.split()) < NEW for text in local.completions)  # some ended before others
+    assert any(remote.losses)
+    assert remote.losses == pytest.approx(local.losses, abs=1e-4)
+    for trained_here, expected in zip(*pair.parameters, strict=True):
+        assert_close(expected, trained_here, relative=1e-3)
+    # The adapter travels once per step to each server: its completions and its gradients use the same upload.
+    assert uploads == {"0:3": STEPS, "3:6": STEPS}
+
+
+def test_dpo(pair, tmp_path):
+    local, remote = (dpo(model, tmp_path) for model in pair.models)
+    assert remote.losses[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the model without the adapter
+    assert remote.losses[-1] != pytest.approx(remote.losses[0], abs=1e-4)
+    assert remote.losses == pytest.approx(local.losses, abs=1e-4)
