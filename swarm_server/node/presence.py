@@ -133,8 +133,10 @@ class RecordPublisher:
 
         async def restart() -> SwarmError | None:
             await self._dht.daemon_ended()
-            level = logging.INFO if is_stopping() else logging.WARNING  # Ctrl-C in a terminal ends both
-            _logger.log(level, "the libp2p daemon has ended, nobody can find this server: starting it again")
+            if is_stopping():  # Ctrl-C in a terminal ends both
+                _logger.info("the libp2p daemon has ended, too: another one tells the swarm that this server leaves")
+            else:
+                _logger.warning("the libp2p daemon has ended, nobody can find this server: starting it again")
             try:
                 await self._membership.restart_daemon()
                 self._counters.restart_daemon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -294,7 +295,9 @@ class TestPresence:
         run(life.presence.withdraw(may_restart=True))
         assert life.dht.said == [(OFFLINE, HERE, None)] and isinstance(life.presence.state, Ended)
 
-    def test_daemons_are_restarted_until_none_can_be_started(self, caplog) -> None:
+    @pytest.mark.parametrize(("is_stopping", "num_warnings"), [(False, 2), (True, 0)])
+    def test_daemons_are_restarted_until_none_can_be_started(self, caplog, is_stopping, num_warnings) -> None:
+        caplog.set_level(logging.INFO)
         life = Life()
         last = NoSwarm("no memory")
         life.membership.daemons = [None, last]
@@ -303,9 +306,10 @@ class TestPresence:
             pass
 
         life.dht.daemon_ended = ended
-        assert run(life.presence.keep_daemon(lambda: False)) is last
+        assert run(life.presence.keep_daemon(lambda: is_stopping)) is last
         assert len(life.dht.published) == 1 and life.counters.daemon_restarts == 1
         assert caplog.text.count("the libp2p daemon has ended") == 2
+        assert caplog.text.count("nobody can find this server") == num_warnings
 
 
 def test_a_routine_that_fails_goes_on(caplog) -> None:
