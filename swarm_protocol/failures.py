@@ -1,8 +1,9 @@
-"""Context managers for a block of code that fails: they undo its effects, translate its error, or log the error."""
+"""The ends of code and objects: a block that fails is undone, translated or logged, and a lost owner is noticed."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -57,6 +58,11 @@ def logged_errors(
             logger.warning(f"{message}: %s", *arguments, one_line(error))
         else:
             logger.log(level, message, *arguments, exc_info=True)
+
+
+def call_after(owner: object, function: Callable[..., object], *arguments: object) -> None:
+    """Call a function once ``owner`` has been collected as garbage, but not at the end of the process."""
+    weakref.finalize(owner, function, *arguments).atexit = False
 
 
 def one_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,10 +150,9 @@ class LoraMixin(StockModel):
 
         directory = _directory(str(peft_model_id), **hub_options)
         stored = read_header(LocalFiles(directory).path(WEIGHTS_NAME))
-        config = _config(directory, adapted_modules(stored))
-        tensors = {name.removeprefix("base_model.model."): tensor.read() for name, tensor in stored.items()}
         trainable = trainable or is_trainable
-        config.inference_mode = not trainable
+        config = _config(directory, adapted_modules(stored), trainable)
+        tensors = {name.removeprefix("base_model.model."): tensor.read() for name, tensor in stored.items()}
         adapter_name = adapter_name or "default"
         with torch.random.fork_rng(devices=()):  # the initial values are overwritten
             self.add_adapter(config, adapter_name)
@@ -205,7 +205,7 @@ def _directory(name_or_path: str, subfolder: str | None = None, **hub_options: A
     return path.parent
 
 
-def _config(directory: Path, modules: list[str]) -> Any:
+def _config(directory: Path, modules: list[str], trainable: bool) -> Any:
     """Return PEFT's config for an adapter of these modules, without expressions that could make PEFT hang."""
     from peft import PeftConfig
 
@@ -219,11 +219,14 @@ def _config(directory: Path, modules: list[str]) -> Any:
         config: Any = PeftConfig.from_pretrained(str(directory))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{directory / CONFIG_NAME} is no config of PEFT: {' '.join(str(error).split())}") from None
+    changes: dict[str, Any] = {
+        "rank_pattern": named_patterns(config.rank_pattern or {}, modules, directory),
+        "alpha_pattern": named_patterns(config.alpha_pattern or {}, modules, directory),
+        "inference_mode": not trainable,
+    }
     if isinstance(config.target_modules, str) or isinstance(config.exclude_modules, str):
-        config.target_modules, config.exclude_modules = set(modules), None
-    config.rank_pattern = named_patterns(config.rank_pattern or {}, modules, directory)
-    config.alpha_pattern = named_patterns(config.alpha_pattern or {}, modules, directory)
-    return config
+        changes |= {"target_modules": set(modules), "exclude_modules": None}
+    return replace(config, **changes)
 
 
 def _require_no_other(of_servers: str) -> None:

@@ -246,6 +246,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             base: Any = next(module for module in self.modules() if isinstance(module, family.base_class))
+            _leave_out_blocks(base, family)
             owner = family.owner_of(base)
             first = getattr(owner, family.blocks)[0]
             block_class = type(first)
@@ -254,8 +255,6 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             for module in blocks.modules_in_place:  # a family's own code may read a block's type
                 vars(module).update({name: value for name, value in vars(first).items() if isinstance(value, str)})
             setattr(owner, family.blocks, BlockList(blocks.modules_in_place))
-            base.save_pretrained = base.push_to_hub = _refuse_to_save
-            base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
             self._remote_blocks, self._owners, self.no_dropout = [blocks], [owner], NoDropout(family)
             self._shared_loop, self.speculation = SharedLoop(), Speculation(None)
             owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
@@ -275,6 +274,12 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
     Client.__module__ = hf_class.__module__
     Client.hf_class = hf_class
     return Client
+
+
+def _leave_out_blocks(base: Any, family: Family) -> None:
+    """Make the base model refuse to be saved, and initialise its weights without its blocks."""
+    base.save_pretrained = base.push_to_hub = _refuse_to_save
+    base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
 
 
 def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, module: nn.Module) -> None:

@@ -304,6 +304,6 @@ def _hollow_out(module: nn.Module, place: ModuleLocation) -> None:
 def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """Return a model whose tensors have shapes but no values."""
     config = copy.deepcopy(config)
-    config._attn_implementation_internal = "eager"
+    config.update({"_attn_implementation_internal": "eager"})
     with weight_init.no_init_weights(), torch.device("meta"):
         return model_class(config)

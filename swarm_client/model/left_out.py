@@ -129,7 +129,7 @@ def dropout_of_blocks(config: PreTrainedConfig, family: Family) -> dict[str, flo
         marks[mark] = ".".join(path), value
     if not marks:
         return {}
-    marked._attn_implementation_internal = "eager"
+    marked.update({"_attn_implementation_internal": "eager"})
     with hf_loader(), weight_init.no_init_weights(), torch.device("meta"):
         base = family.base_class(marked)
     blocks: nn.ModuleList = getattr(family.owner_of(base), family.blocks)

@@ -274,7 +274,7 @@ def load_client(
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     model.fill_blocks(config)
     _set_configs(model, family.base_class, whole, config)
-    config._attn_implementation_internal = ATTENTION
+    config.update({"_attn_implementation_internal": ATTENTION})
     if checkpoint.generation_config is not None:
         model.generation_config = checkpoint.generation_config
     model.name_or_path = str(checkpoint.location)  # a saved adapter names the model that it was made for

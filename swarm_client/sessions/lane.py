@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from swarm_client.sessions.opening import SessionOptions
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.changes import merged
 from swarm_client.verification.session_checks import SessionChecks
+from swarm_protocol.failures import call_after
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -51,7 +51,7 @@ class Lane:
         self._checks = SessionChecks(setting.swarm, self._reporter)
         self._journal = journal  # the positions that the servers know
         self._changes = list(changes)  # the changes since then
-        weakref.finalize(self, _close_soon, self.chain).atexit = False  # servers notice the end of the process
+        call_after(self, _close_soon, self.chain)  # servers notice the end of the process themselves
 
     @property
     def is_empty(self) -> bool:

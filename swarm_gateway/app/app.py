@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -38,7 +38,6 @@ def create_app(
     models: Models,
     limits: GatewayLimits = DEFAULT_LIMITS,
     keys: Sequence[str] = (),
-    clock: Callable[[], float] = time.monotonic,
     monitored: Monitored | None = None,
     responses: ResponseStore | None = None,
     batches: BatchStore | None = None,
@@ -51,14 +50,13 @@ def create_app(
         responses: the responses that later requests may go on from; by default they are kept in memory.
         batches: the files and batches; None if there are none. They go on while the application runs.
         keys: see ``Gateway``.
-        clock: a function that returns seconds, for limits by time.
         telemetry: where traces and metrics go besides ``/metrics``.
     """
     queue = GenerationQueue(limits, is_shared=len(keys) > 1)
     gateway = Gateway(
         models,
         queue,
-        RateLimit(limits.requests_per_minute, clock),
+        RateLimit(limits.requests_per_minute, time.monotonic),
         Metrics(queue),
         tuple(keys),
         Preparations(limits, is_shared=len(keys) > 1),

@@ -9,7 +9,6 @@ import sqlite3
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,10 +59,8 @@ class BatchWorker:
     generations that may be active. One event loop must make all calls.
     """
 
-    def __init__(self, gateway: Gateway, store: BatchStore, clock: Callable[[], float] = time.time) -> None:
-        """Prepare; ``clock`` returns seconds since 1970."""
-        self.store = store
-        self._gateway, self._clock = gateway, clock
+    def __init__(self, gateway: Gateway, store: BatchStore) -> None:
+        self.store, self._gateway = store, gateway
         self._most = max(1, gateway.queue.most_active // 2)
         self._jobs: dict[str, _Job] = {}  # by owner
         self._news = asyncio.Event()
@@ -112,14 +109,14 @@ class BatchWorker:
                 continue
             if batch.entry["status"] == "cancelling":
                 await self._end(batch, "cancelled")
-            elif self._clock() > batch.entry["expires_at"]:
+            elif time.time() > batch.entry["expires_at"]:
                 await self._end(batch, "expired")
             elif job.is_over:
                 await self._end(batch, "completed")
 
     async def _job_of(self, batch: StoredBatch) -> _Job:
         if batch.entry["in_progress_at"] is None:
-            begun = {"status": "in_progress", "in_progress_at": int(self._clock())}
+            begun = {"status": "in_progress", "in_progress_at": int(time.time())}
             await asyncio.to_thread(self.store.change, batch.id, begun, only_if="validating")
 
         def pending() -> deque[BatchLine]:
@@ -141,7 +138,7 @@ class BatchWorker:
         code = f"batch_{status}"
         for line in left:
             await self._store_answer(batch, line, None, {"code": code, "message": f"the batch was {status}"})
-        now = int(self._clock())
+        now = int(time.time())
         ended = {"status": status, f"{status}_at": now, "finalizing_at": now}
         await asyncio.to_thread(self.store.finish, batch, ended)
         if job is not None and job.batch.id == batch.id:

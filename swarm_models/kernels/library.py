@@ -97,29 +97,27 @@ class Kernel:
 
     def matmul(self, x: torch.Tensor, weights: Sequence[Address], ys: Sequence[torch.Tensor]) -> None:
         """Multiply x: [rows, in] fp32, contiguous, by each weight -> ys: [rows, out] each."""
-        count = len(weights)
-        failed = self._library.swarm_matmul(
-            x.data_ptr(),
-            *x.shape,
-            count,
-            (c_void_p * count)(*[weight.packed for weight in weights]),
-            (c_void_p * count)(*[weight.scale for weight in weights]),
-            (c_void_p * count)(*[y.data_ptr() for y in ys]),
-            (c_long * count)(*[y.shape[1] for y in ys]),
-            self.isa,
-            torch.get_num_threads(),
-        )
-        if failed:
-            raise MemoryError(f"no memory for a product with {len(x)} rows of {x.shape[1]} inputs")
+        addresses = [weight.packed for weight in weights], [weight.scale for weight in weights]
+        self._multiply(self._library.swarm_matmul, x, addresses, ys)
 
     def matmul4(self, x: torch.Tensor, packed: Sequence[int], ys: Sequence[torch.Tensor]) -> None:
         """Multiply x: [rows, in] fp32, contiguous, by each int4 weight at these addresses -> ys: [rows, out] each."""
-        count = len(packed)
-        failed = self._library.swarm_matmul4(
+        self._multiply(self._library.swarm_matmul4, x, [packed], ys)
+
+    def _multiply(
+        self,
+        multiply: Callable[..., int],
+        x: torch.Tensor,
+        addresses: Sequence[Sequence[int]],
+        ys: Sequence[torch.Tensor],
+    ) -> None:
+        """Call a function of the library with the ``addresses`` of each weight: one list for each of its tensors."""
+        count = len(ys)
+        failed = multiply(
             x.data_ptr(),
             *x.shape,
             count,
-            (c_void_p * count)(*packed),
+            *[(c_void_p * count)(*each) for each in addresses],
             (c_void_p * count)(*[y.data_ptr() for y in ys]),
             (c_long * count)(*[y.shape[1] for y in ys]),
             self.isa,

@@ -33,11 +33,10 @@ class OfferingMembers:
         revision: str,
         view: Callable[[], Awaitable[SwarmView]],
         stub: Callable[[ServerRecord], Awaitable[BlocksStub]],
-        is_left_out: Callable[[str], bool] = lambda _peer_id: False,
     ) -> None:
-        """Set how to read the ``view`` of the model's servers, connect a ``stub`` to one, and skip peer ids."""
+        """Set how to read the ``view`` of the model's servers, and how to connect a ``stub`` to one."""
         self._revision = revision
-        self._view, self._stub, self._is_left_out = view, stub, is_left_out
+        self._view, self._stub = view, stub
         self._known: list[OfferingMember] = []
         self._known_s = -inf
         self._manifests: dict[bytes, Manifest] = {}  # by digest: most members offer the same one
@@ -81,7 +80,7 @@ class OfferingMembers:
     def _offers(self, server: ServerRecord) -> bool:
         is_there = server.state in (ServerState.ONLINE, ServerState.DRAINING)
         is_same = server.revision == self._revision and bool(server.weights)
-        return is_there and is_same and not self._is_left_out(server.peer_id)
+        return is_there and is_same
 
     async def _ask(self, server: ServerRecord) -> OfferingMember | None:
         """Ask a server for its offer; return None if it does not answer correctly."""

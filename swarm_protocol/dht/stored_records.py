@@ -64,6 +64,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     access: AccessControl | None = None  # set in a private swarm, for which only members' records are stored
     _is_storing = False
 
+    def limit(self, capacity: int, access: AccessControl | None) -> None:
+        """Store at most ``capacity`` records under a key; with ``access``, only those of members."""
+        self.capacity, self.access = capacity, access
+
     def store_subkey(self, key: Any, subkey: object, value: bytes, expiration_time: float) -> bool:
         """Store a record; return False if there is no room. A record under the same subkey can always be replaced."""
         if len(value) > _MAX_RECORD_BYTES:
@@ -132,6 +136,10 @@ class Validator(RSASignatureValidator):  # type: ignore[misc]
         self.takes_revocations = False
         self._known: set[bytes] = set()  # digests of valid records: five nodes send each record, at every read
 
+    def limit(self, max_lifetime_s: float, access: AccessControl | None) -> None:
+        """Refuse records that expire later than in ``max_lifetime_s``; take revocations if there is an ``access``."""
+        self.max_lifetime_s, self.takes_revocations = max_lifetime_s, access is not None
+
     def validate(self, record: DHTRecord) -> bool:
         if record.subkey == DHTProtocol.IS_REGULAR_VALUE:
             return False  # it would replace every peer's records
@@ -165,10 +173,10 @@ def limit_records(
 
     The node's storage stays, because it may hold records received while joining.
     """
-    storage, validator = node.protocol.storage, node.protocol.record_validator
+    storage = node.protocol.storage
     storage.__class__ = BoundedStorage
-    storage.capacity, storage.access = capacity, access
-    validator.max_lifetime_s, validator.takes_revocations = max_lifetime_s, access is not None
+    storage.limit(capacity, access)
+    node.protocol.record_validator.limit(max_lifetime_s, access)
 
 
 async def store_item(

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.failures import call_after
 
 _NEWCOMERS = 4  # a client with its fair share leaves one part in this many to clients with less
 
@@ -188,7 +189,7 @@ class Lease:
             self._grow(0, size_bytes)
             charge = Charge(self, size_bytes)
             self._charges.add(charge)
-            weakref.finalize(owner, charge.release).atexit = False
+            call_after(owner, charge.release)
             return charge
 
     @property

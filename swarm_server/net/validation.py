@@ -94,11 +94,11 @@ class RequestValidator:
             raise RequestRejected("hidden states are no floating-point tensor: expected float32, bfloat16 or float16")
         return Assembler(wire, self.max_tensor_bytes)
 
-    def new_positions(self, wire: pb.Tensor, batch_size: int | None = None, past: int = 0) -> Assembler:
+    def new_positions(self, wire: pb.Tensor, past: int = 0) -> Assembler:
         """Check ``hidden`` after ``past`` other positions; too many are refused before memory is reserved."""
         if len(wire.shape) in (3, 4):
             self.length(past + wire.shape[1])
-        return self.hidden(wire, batch_size, stacked=True)
+        return self.hidden(wire, stacked=True)
 
     def stored(self, stored: pb.Stored) -> Assembler:
         """Return an assembler for keys and values; the session later compares them with what it keeps."""

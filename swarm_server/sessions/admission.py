@@ -222,10 +222,6 @@ class Admission:
         self._is_new = True
         self._changed.set()
 
-    @property
-    def num_admitted(self) -> int:
-        return self._sessions.used
-
     def left(self, client: Caller) -> None:
         """Stop counting an admitted session that has ended; its lease must be closed already."""
         self._sessions.add(client, -1)

@@ -48,13 +48,11 @@ class Crediting:
         ledger: Ledger,
         member: LedgerCredentials,
         moment: Callable[[], Moment],
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Sign as ``member``. ``moment``: returns where the run is; ``clock``: returns Unix time in seconds."""
+        """Sign as ``member``. ``moment``: returns where the run is."""
         self._ledger = ledger
         self._member = member
         self._moment = moment
-        self._clock = clock
         self._own: tuple[Moment, int, bytes] | None = None
         self._checked_at: Moment | None = None
         self._checked: dict[str, set[bytes]] = {}  # digests of contributions to that step, by peer
@@ -86,7 +84,7 @@ class Crediting:
         moment = self._moment()
         self._count_check(peer_id, join.contribution, moment)
         signed = parsed(ledger_pb.SignedByPeer, join.contribution, MAX_SIGNED_CONTRIBUTION_BYTES)
-        given = verify_contribution(signed, self._ledger.organiser, self._clock()).contribution
+        given = verify_contribution(signed, self._ledger.organiser, time.time()).contribution
         if (given.run, given.moment, given.peer_id) != (self._ledger.run, moment, peer_id):
             raise ValueError("its contribution is that of another peer, run or step")
         most = self.creditable(join.samples)
@@ -105,7 +103,7 @@ class Crediting:
 
     def countersign(self, joins: Sequence[pb.Join]) -> bytes:
         """Sign the round of these joins, whose contributions were checked. Return it; empty if there is no round."""
-        now, entries = self._clock(), []
+        now, entries = time.time(), []
         for join in joins:
             if not join.contribution:
                 continue

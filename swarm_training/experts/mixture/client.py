@@ -11,7 +11,6 @@ from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_training.experts.core.config import MixtureConfig
@@ -33,9 +32,7 @@ class ExpertNetwork(Protocol):
 class ExpertClient:
     """The client of any number of layers, a context manager; it works on the network loop of this process."""
 
-    def __init__(
-        self, initial_peers: Sequence[str], identity: Identity | None = None, *, membership: Path | None = None
-    ) -> None:
+    def __init__(self, initial_peers: Sequence[str], *, membership: Path | None = None) -> None:
         """Join the DHT of the experts.
 
         Args:
@@ -52,7 +49,7 @@ class ExpertClient:
             raise ValueError("initial_peers: expected a list of at least one multiaddr, which servers print")
         for peer in initial_peers:
             check_peer(peer)
-        access = SwarmAccess.of(Role.CLIENT, membership, identity)
+        access = SwarmAccess.of(Role.CLIENT, membership)
         self.calls: ExpertCalls = GrpcCalls(ClientCredentials(access.identity, access.token))
         self._dht = network_loop.run(DhtNodeOfExperts.join(initial_peers, access, Listening()))
 

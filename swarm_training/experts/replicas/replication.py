@@ -72,7 +72,6 @@ class Replication:
         calls: ReplicaCalls,
         keeper: Keeper,
         in_thread: InThread,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the replication; ``in_thread`` runs a function while no expert computes."""
         self._config = config
@@ -81,7 +80,6 @@ class Replication:
         self._calls = calls
         self._keeper = keeper
         self._in_thread = in_thread
-        self._clock = clock
         self._sent: dict[Cell, dict[ExpertHolder, _Sent]] = {}
 
     async def send(self, experts: Mapping[Cell, TrainedExpert]) -> None:
@@ -106,7 +104,7 @@ class Replication:
             if count == self._config.replicas:
                 break
             sent = known.get(keeper)
-            if sent is None or sent.num_steps != expert.num_steps or self._clock() - sent.at >= _RENEW_S:
+            if sent is None or sent.num_steps != expert.num_steps or time.monotonic() - sent.at >= _RENEW_S:
                 if encoded is None:
                     num_steps, state = await self._in_thread(expert.versioned_state)
                     data = await asyncio.to_thread(safetensors_bytes.to_bytes, state)
@@ -118,7 +116,7 @@ class Replication:
                     _logger.debug("%s does not keep a replica of %s: %s", keeper.peer_id, name, error)
                     known.pop(keeper, None)
                     continue
-                known[keeper] = _Sent(encoded[0].num_steps, self._clock())
+                known[keeper] = _Sent(encoded[0].num_steps, time.monotonic())
             count += 1
 
     async def find(self) -> dict[Cell, list[FoundReplica]]:
