@@ -38,7 +38,7 @@ from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
 from swarm_models.checkpoints.family import Family
-from swarm_models.checkpoints.hollow_model import hf_loader, hosted_alone
+from swarm_models.checkpoints.hollow_model import copy_names, hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.failures import undone_on_error
 
@@ -269,9 +269,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
                 return super().forward(*args, **kwargs)
 
     Client.forward.__signature__ = inspect.signature(hf_class.forward)  # so that inspect finds it at once
-    # Both names are set, because transformers skips its weight conversions for classes that look like a user's own.
-    Client.__name__, Client.__qualname__ = hf_class.__name__, hf_class.__qualname__
-    Client.__module__ = hf_class.__module__
+    copy_names(hf_class, Client)
     Client.hf_class = hf_class
     return Client
 

@@ -108,9 +108,13 @@ def hollow_class(
                 with hosted_alone(self, family, hosted):
                     super()._init_weights(module)
 
-    # Copy both names, because transformers skips its weight conversions for classes that look like a user's own.
-    HollowModel.__name__, HollowModel.__module__ = family.base_class.__name__, family.base_class.__module__
+    copy_names(family.base_class, HollowModel)
     return HollowModel
+
+
+def copy_names(stock: type, own: type) -> None:
+    """Give a class a stock one's names: transformers skips its weight conversions for classes of other names."""
+    own.__name__, own.__qualname__, own.__module__ = stock.__name__, stock.__qualname__, stock.__module__
 
 
 def load_hollow_model(

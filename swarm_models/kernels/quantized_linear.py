@@ -53,6 +53,7 @@ class QuantizedLinear(torch.nn.Module):
     """A frozen linear layer over a ``QuantizedWeight``: [..., in] of any float dtype -> [..., out] of that dtype."""
 
     bias: torch.nn.Parameter | None
+    is_quantised = True
 
     def __init__(self, quantized: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         """Create the layer; bias: [out], copied."""

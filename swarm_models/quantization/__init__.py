@@ -147,7 +147,6 @@ def quantized_linear(
 def restored(method: str, weight: Packed, bias: torch.Tensor | None) -> tuple[torch.nn.Module, Report]:
     """Return the layer that ``quantize_`` made with this weight, and the report that it gave. bias: [out]."""
     layer: Any = Int8Linear(weight, bias) if isinstance(weight, KernelWeight) else Int4Linear(weight, bias)
-    layer.is_quantised = True
     report = Report(
         method,
         num_linears=1,

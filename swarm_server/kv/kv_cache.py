@@ -94,8 +94,10 @@ class CacheBudget:
         while self._released:
             self._released.popleft().shrink(0)
 
-    def _charge(self, amount: int, client: str) -> None:
+    def _charge(self, amount: int, client: str, promised: int = 0) -> None:
+        """Count charged and promised bytes of a client, which may be negative."""
         self._charged += amount
+        self._promised += promised
         held = self._by_client.get(client, 0) + amount
         if held:
             self._by_client[client] = held
@@ -236,8 +238,7 @@ class Lease:
         self._budget._charge(charge.size_bytes, self._client)
 
     def _set(self, promised: int, held: int) -> None:
-        self._budget._promised += promised - self._promised
-        self._budget._charge(max(promised, held) - self._counted, self._client)
+        self._budget._charge(max(promised, held) - self._counted, self._client, promised - self._promised)
         self._promised, self._held = promised, held
 
 

@@ -9,9 +9,9 @@ original once for each run of rows, on keys and values where they are stored. Ot
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,7 +270,7 @@ def _attend_parts(
 
 # ---------------------------------------------------------------- replacing an attention function
 
-_running = threading.local()  # ``cache``: the one in use on a compute thread
+_running: ContextVar[RowsCache] = ContextVar("_running")  # the cache in use on a compute thread
 
 
 def _register(original: str) -> None:
@@ -287,7 +287,7 @@ def _register(original: str) -> None:
             if original in ALL_ATTENTION_FUNCTIONS
             else sys.modules[type(module).__module__].eager_attention_forward
         )
-        return _running.cache.attend(function, module, query, attention_mask, original == "sdpa", **options), None
+        return _running.get().attend(function, module, query, attention_mask, original == "sdpa", **options), None
 
     ALL_ATTENTION_FUNCTIONS.register(_PREFIX + original, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + original, ALL_MASK_ATTENTION_FUNCTIONS[original])
@@ -301,7 +301,7 @@ for _original in _ORIGINALS:
 def attention_in_place(cache: RowsCache, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
     """Make models with these configs call ``cache.attend`` in this thread, while the context is active."""
     originals = [config._attn_implementation for config in configs]
-    _running.cache = cache
+    token = _running.set(cache)
     try:
         for config, original in zip(configs, originals, strict=True):
             vars(config)[_NAME] = _PREFIX + original  # avoids the checks of every assignment
@@ -309,7 +309,7 @@ def attention_in_place(cache: RowsCache, configs: Sequence[PreTrainedConfig]) ->
     finally:
         for config, original in zip(configs, originals, strict=True):
             vars(config)[_NAME] = original
-        _running.cache = None
+        _running.reset(token)
 
 
 def replaceable(config: PreTrainedConfig) -> bool:

@@ -68,10 +68,18 @@ class RecordedPass:
         return size_bytes
 
 
-@dataclass(eq=False)
 class _Transposed:
-    weight: Int8Weight
-    charge: Charge | None = None
+    """A transposed copy of a weight, whose memory counts against the cache."""
+
+    def __init__(self, weight: Int8Weight, budget: CacheBudget, evict: Callable[[], bool]) -> None:
+        """Keep a copy. Raise PeerBusy if there is no room."""
+        self._weight = weight
+        self._charge = budget.keep(weight.transpose_bytes, self, evict)
+        weight.keep_transpose(True)
+
+    def drop(self) -> None:
+        self._weight.keep_transpose(False)
+        self._charge.release()
 
 
 class TrainingMemory:
@@ -236,13 +244,10 @@ class TrainingMemory:
                 return
             size_bytes = 0
             for weight in self._weights[len(self._transposed) :]:
-                transposed = _Transposed(weight)
                 try:
-                    transposed.charge = self._budget.keep(weight.transpose_bytes, transposed, self._evict)
+                    self._transposed.append(_Transposed(weight, self._budget, self._evict))
                 except PeerBusy:
                     break
-                weight.keep_transpose(True)
-                self._transposed.append(transposed)
                 size_bytes += weight.transpose_bytes
                 if size_bytes >= self._at_once_bytes:
                     break
@@ -255,9 +260,7 @@ class TrainingMemory:
         with self._budget.lock:
             dropped, self._transposed = self._transposed, []
             for transposed in dropped:
-                transposed.weight.keep_transpose(False)
-                assert transposed.charge is not None
-                transposed.charge.release()
+                transposed.drop()
             return bool(dropped)
 
     # ------------------------------------------------------------ room

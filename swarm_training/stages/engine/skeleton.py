@@ -18,7 +18,13 @@ from transformers import initialization as weight_init
 
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.family import Family
-from swarm_models.checkpoints.hollow_model import LeftOut, ZeroPositions, hosted_alone, load_hollow_model
+from swarm_models.checkpoints.hollow_model import (
+    LeftOut,
+    ZeroPositions,
+    copy_names,
+    hosted_alone,
+    load_hollow_model,
+)
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 
@@ -168,9 +174,7 @@ def stage_class(layout: Layout, init_weights: InitWeights) -> type[PreTrainedMod
                     stock = module._init_weights
                     vars(module)["_init_weights"] = _beside_others(base, layout, names, init_weights, stock)
 
-    # Both names: transformers skips its weight conversions for classes that look like a user's own.
-    StageModel.__name__, StageModel.__qualname__ = layout.model_class.__name__, layout.model_class.__qualname__
-    StageModel.__module__ = layout.model_class.__module__
+    copy_names(layout.model_class, StageModel)
     return StageModel
 
 
