@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.engine.scheduler import MAX_POSITIONS, WorkItem, WorkKind, WorkQueue
 from swarm_server.engine.session_state import SessionStep
+from swarm_server.engine.work_queue import MAX_POSITIONS, WorkItem, WorkKind, WorkQueue
 
 
 def work(kind: WorkKind = WorkKind.DECODE, num_tokens: int = 1, rows: int = 1) -> WorkItem:

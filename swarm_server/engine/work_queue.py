@@ -1,0 +1,191 @@
+"""The queue of the compute thread: whose turn it is, and which steps are computed in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from swarm_server.engine.session_state import Session, SessionStep
+from swarm_server.queueing.fair_queue import FairQueue
+from swarm_server.queueing.prompt_order import PromptOrder
+
+_PREFILLS_PER_TRAINING = 3  # prefill turns before a training turn, if both wait
+_OTHERS_PER_BACKGROUND = 7  # turns before a turn of background steps, if both wait
+_PROMPTS_BETWEEN = 3  # prefill turns between two decoding turns, while more prompts than decoding steps wait
+_LEAST_ALONE = 16  # rows × positions: smaller decoding steps always share batches
+MAX_POSITIONS = 256  # rows × positions that a batch of decoding steps has at most
+
+
+class WorkKind(IntEnum):
+    """A kind of work. Users watch decoding; prompts come in chunks, short ones in one batch; training can wait.
+
+    Background work is steps of sessions for whose answers nobody waits.
+    """
+
+    DECODE = 0
+    PREFILL = 1
+    TRAINING = 2
+    BACKGROUND = 3
+
+
+@dataclass(eq=False)
+class WorkItem:
+    """A step of a session, or a function call, with the future that its caller awaits.
+
+    Attributes:
+        client: the peer id of the client; empty if the work is the server's own.
+        user: which of the client's users the work is for, under a name that the client chooses.
+        cost: rows × positions, roughly proportional to the time that the work takes.
+    """
+
+    kind: WorkKind
+    done: asyncio.Future[Any] = field(repr=False)
+    session: Session | None = None
+    step: SessionStep | None = None
+    call: Callable[[], Any] | None = None
+    submitted_s: float = field(default_factory=time.monotonic)
+    client: str = ""
+    user: str = ""
+    cost: int = 1
+
+    @property
+    def session_step(self) -> tuple[Session, SessionStep]:
+        assert self.session is not None and self.step is not None
+        return self.session, self.step
+
+    @property
+    def num_rows(self) -> int:
+        return self.session_step[1].inputs.hidden.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.session_step[1].inputs.hidden.shape[1]
+
+    @property
+    def num_positions(self) -> int:
+        return self.num_rows * self.num_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Return the number of positions of the prompt from this chunk on, over all rows."""
+        return self.num_rows * (self.num_tokens + self.session_step[1].num_following)
+
+
+class WorkQueue:
+    """A queue that decides whose turn it is. It is pure: no clock, no thread.
+
+    Within a kind, clients share the turns, and a client's users share the client's turns (see ``FairQueue``). A user's
+    prompts run in the order of ``PromptOrder``, all other work in order of arrival. Decoding gets every second turn
+    while other work waits, and all turns otherwise. Training gets one in four of the turns that decoding leaves.
+    While more prompts than decoding steps wait, decoding gets every fourth turn: a decoding batch takes about as long
+    for many sessions as for few, so prompts that become decoding sessions sooner make all work shorter.
+    Background work gets the turns for which nothing else waits, and else one turn of eight.
+    """
+
+    def __init__(self, mixes_sessions: bool = True, chunk_positions: int = 64) -> None:
+        """Create an empty queue. ``mixes_sessions``: steps of several sessions may be computed in one batch.
+
+        ``chunk_positions``: the most rows × positions in a batch of prompts, unless one prompt chunk has more. Decoding
+        waits for such a batch. A decoding step of a quarter of these positions keeps the machine busy, so it runs
+        alone: the next server can start on this lane of a large batch while the other lanes are computed here.
+        """
+        self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
+        self._waiting: dict[WorkKind, FairQueue[WorkItem]] = {kind: FairQueue(num_levels=2) for kind in WorkKind}
+        self._prompts = PromptOrder()  # keyed by the id() of each session
+        self._num_others = _PROMPTS_BETWEEN  # turns since the last decoding
+        self._num_prefills = 0  # since the last training
+        self._num_urgent = 0  # turns since the last background work
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def count(self, kind: WorkKind) -> int:
+        return len(self._waiting[kind])
+
+    def add(self, work: WorkItem) -> None:
+        names = work.client, work.user
+        place: tuple[float, ...] = ()
+        if work.kind is WorkKind.PREFILL and work.step is not None:
+            place = self._prompts.place(id(work.session), names, work.num_left)
+        self._waiting[work.kind].add(work, names, work.cost, place)
+
+    def discard(self, work: WorkItem) -> None:
+        """Remove work whose caller has gone."""
+        self._waiting[work.kind].remove(work)
+        self.forget(work.session)
+
+    def is_prompt(self, session: Session) -> bool:
+        """Return whether chunks of this session's prompt have come, and its last chunk has not started yet."""
+        return id(session) in self._prompts
+
+    def forget(self, session: Session | None) -> None:
+        """Forget the session's prompt, of which no more chunks will come."""
+        self._prompts.forget(id(session))
+
+    def next_batch(self) -> list[WorkItem]:
+        """Return what to compute now: one piece of work, or steps of several sessions; empty if nothing waits."""
+        if not len(self):
+            return []
+        kind = self._next_kind()
+        self._num_urgent = 0 if kind is WorkKind.BACKGROUND else self._num_urgent + 1
+        if kind is WorkKind.DECODE:
+            self._num_others = 0
+            return self._batch(kind, MAX_POSITIONS, max(_LEAST_ALONE, self._chunk_positions // 4))
+        self._num_others += 1
+        if kind is not WorkKind.BACKGROUND:
+            self._num_prefills = 0 if kind is WorkKind.TRAINING else self._num_prefills + 1
+        return self._batch(kind, self._chunk_positions, self._chunk_positions)
+
+    def clear(self) -> list[WorkItem]:
+        """Take out and return all waiting work."""
+        return [work for waiting in self._waiting.values() for work in waiting.clear()]
+
+    def _next_kind(self) -> WorkKind:
+        decode, prefill, training, background = (len(self._waiting[kind]) for kind in WorkKind)
+        num_between = _PROMPTS_BETWEEN if prefill > decode else 1
+        is_due = background > 0 and self._num_urgent >= _OTHERS_PER_BACKGROUND
+        if decode and (self._num_others >= num_between or not (prefill or training or is_due)):
+            return WorkKind.DECODE
+        return WorkKind.BACKGROUND if is_due else self._kind_between(prefill, training)
+
+    def _kind_between(self, prefill: int, training: int) -> WorkKind:
+        """Return the kind of a turn that neither decoding takes nor background work that is due."""
+        if not (prefill or training):
+            return WorkKind.BACKGROUND
+        if training and (not prefill or self._num_prefills >= _PREFILLS_PER_TRAINING):
+            return WorkKind.TRAINING
+        return WorkKind.PREFILL
+
+    def _batch(self, kind: WorkKind, most_positions: int, alone_positions: int) -> list[WorkItem]:
+        """Take the first work, and steps with as many new positions. Steps of ``alone_positions`` or more run alone."""
+        waiting = self._waiting[kind]
+        first = waiting.pop()
+        assert first is not None
+        batch = [first]
+        if kind is WorkKind.PREFILL:
+            self._prompts.has_turn(id(first.session))
+        if first.step is not None and self._mixes_sessions and first.num_positions < alone_positions:
+            batch += _companions(first, waiting, most_positions - first.num_positions, alone_positions)
+        for work in batch:
+            if work.step is not None and not work.step.num_following:
+                self.forget(work.session)
+        return batch
+
+
+def _companions(
+    first: WorkItem, waiting: FairQueue[WorkItem], num_left: int, alone_positions: int
+) -> Iterator[WorkItem]:
+    """Take out and yield steps with as many new positions as ``first``, of ``num_left`` positions together."""
+
+    def fits(work: WorkItem) -> bool:
+        if work.step is None or work.num_tokens != first.num_tokens:
+            return False
+        return work.num_positions < alone_positions and work.num_positions <= num_left
+
+    while num_left > 0 and (work := waiting.pop(fits)) is not None:
+        yield work
+        num_left -= work.num_positions
