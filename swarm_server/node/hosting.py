@@ -220,7 +220,9 @@ class SpanLoader:
 
     @property
     def members(self) -> int:
-        """Return how many processes compute the blocks of this server together; 1 before its group is formed."""
+        """Return how many processes or devices compute each block together now; 1 before a group is formed."""
+        if self._config.tensor_parallel:
+            return len(self._devices)
         return 1 if self._group is None else self._group.links.members
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:

@@ -132,7 +132,7 @@ class SpanMover:
     async def host(self, state: Loading) -> Serving:
         stack = await self._loader.load(state.record.span)
         runtime = await self._loader.start(stack, self._neighbours, self._prefix_sharing)
-        serving = state.serve(runtime)
+        serving = state.serve(runtime, self._loader.members)
         self._presence.enter(serving)
         return serving
 

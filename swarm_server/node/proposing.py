@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.net.hosts import host_port, split_address
@@ -83,19 +84,17 @@ def group_proposal(
     if not own.tokens_per_s:
         return None
     near = [server for server in near if rtts_s.get(server.peer_id, 1.0) <= NEAR_S]
-    near = sorted(near, key=lambda server: -_block_rate(server))[: MOST_MEMBERS - 1]
     link_bytes_per_s = own.network_tokens_per_s * _BYTES * hidden_size
     sending_s = 2 * _BYTES * hidden_size / link_bytes_per_s if link_bytes_per_s else 0.0
-
-    def group(num_others: int) -> GroupProposal:
-        others = near[:num_others]
-        rtt_s = max(rtts_s[server.peer_id] for server in others)
-        exchange_s = rtt_s + num_others * sending_s
-        rates = tuple(block_bytes * _block_rate(server) for server in (own, *others))
-        return GroupProposal(tuple(map(_host, (own, *others))), Payoff(block_bytes, rtt_s, exchange_s, rates))
-
-    best = max(map(group, range(1, len(near) + 1)), key=lambda each: each.payoff.gain, default=None)
-    return best if best is not None and best.payoff.gain >= _WORTH_PROPOSING else None
+    near_rtts_s = tuple(rtts_s[server.peer_id] for server in near)
+    rates = tuple(block_bytes * _block_rate(server) for server in (own, *near))
+    exchanges_s = tuple(rtt_s + sending_s for rtt_s in near_rtts_s)
+    payoff = Payoff(block_bytes, near_rtts_s, exchanges_s, rates, free_bytes=(inf,) * len(rates))
+    followers = payoff.best_followers(MOST_MEMBERS - 1)
+    payoff = payoff.of(followers)
+    if payoff.gain < _WORTH_PROPOSING:
+        return None
+    return GroupProposal(tuple(map(_host, (own, *(near[follower] for follower in followers)))), payoff)
 
 
 def _block_rate(server: ServerRecord) -> float:

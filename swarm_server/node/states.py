@@ -80,7 +80,6 @@ class Joined:
             quant=config.quant,
             dtype=str(self.starting.dtype).removeprefix("torch."),
             device=self.starting.devices[0].type,
-            members=config.members,
             tls_fingerprint=self.tls_fingerprint,
             software_version=metadata.version("swarm-lm"),
             pinned=config.blocks is not None,
@@ -107,8 +106,10 @@ class Loading:
         """Keep this span permanently, because loading other blocks failed."""
         return Loading(replace(self.record, span=span, pinned=True))
 
-    def serve(self, runtime: SpanRuntime) -> Serving:
-        return Serving(replace(self.record, span=runtime.span, state=ServerState.ONLINE), runtime)
+    def serve(self, runtime: SpanRuntime, members: int = 1) -> Serving:
+        """``members``: how many processes or devices compute each block together."""
+        record = replace(self.record, span=runtime.span, state=ServerState.ONLINE, members=members)
+        return Serving(record, runtime)
 
     def drain(self) -> Unloaded:
         return Unloaded(replace(self.record, state=ServerState.DRAINING, next_span=None))

@@ -48,10 +48,10 @@ def test_all_blocks_on_two_devices_that_share_their_rows(tmp_path: Path) -> None
     save_checkpoint("llama", tmp_path, hidden_size=128, num_key_value_heads=4, intermediate_size=320)
     devices = ("cuda:0", "cuda:1")
     config = ServerConfig(model=str(tmp_path), quant="none", devices=devices, tensor_parallel=True, num_blocks=1)
-    assert config.members == 2
     with CoreShare() as cores, SimulatedDevices():
         checkpoint = ModelCheckpoint.open(tmp_path)
         loader = SpanLoader(config, checkpoint, cores, (FIRST, SECOND), torch.float32, Counters())
+        assert loader.members == 2
         stack = loader._load(Span(1, 2))  # in this thread, where the devices are simulated
         split = [module for module in stack.modules() if isinstance(module, SplitLinear)]
         assert stack.devices == (FIRST,) and len(split) == 7

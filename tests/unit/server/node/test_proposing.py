@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from swarm_protocol.dht.records import ServerRecord, ServerState
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
+from swarm_server.core.config import ServerConfig
 from swarm_server.node.proposing import group_proposal, near_servers
+from swarm_server.node.server import _propose_group
 from tests.unit.support import server_record
+from tests.zoo import save_checkpoint
 
 BLOCK_BYTES, HIDDEN = 44e6, 2048
 
@@ -66,3 +76,24 @@ def test_a_slow_server_is_left_out_of_the_group() -> None:
     slow = server("slow", "192.168.1.7:1", tokens_per_s=20.0)
     proposal = group_proposal(OWN, [slow, OTHER], {"slow": 1e-4, "other": 1e-4}, BLOCK_BYTES, HIDDEN)
     assert proposal is not None and proposal.hosts == ("192.168.1.5", "192.168.1.6")
+
+
+def test_the_proposal_is_logged_with_the_flags_of_this_server(tmp_path: Path, caplog) -> None:
+    save_checkpoint("llama", tmp_path)
+    config = ServerConfig(model=str(tmp_path), swarm="home")
+    joined = SimpleNamespace(starting=SimpleNamespace(config=config, checkpoint=ModelCheckpoint.open(tmp_path)))
+
+    class Neighbourhood:
+        """Stands for the monitor, which knows the servers, and for the probe, which measures the way to them."""
+
+        async def view(self, own: ServerRecord) -> SwarmView:
+            return SwarmView((own, OTHER))
+
+        async def shortest_rtts_s(self, servers: Sequence[ServerRecord]) -> dict[str, float]:
+            return {server.peer_id: 1e-4 for server in servers}
+
+    with caplog.at_level(logging.INFO, "swarm_server.node.server"):
+        for own in (server("own", "127.0.0.1:1"), OWN):
+            asyncio.run(_propose_group(joined, own, Neighbourhood(), Neighbourhood()))
+    (line,) = caplog.messages
+    assert f"--model {tmp_path} --swarm home --group-size 2 --group-listen 192.168.1.5:31400" in line
