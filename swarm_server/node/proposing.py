@@ -17,6 +17,7 @@ NEAR_S = 1e-3  # the longest round-trip time between members that are proposed
 _WORTH_PROPOSING = 1.1  # times one session's speed: less is not worth a restart
 _PORT = 31400  # where the leader waits, in the command
 _BYTES = 4  # of a number that members exchange
+_LAN_BYTES_PER_S = 125e6  # assumed before the bandwidth has been measured
 _NETWORKS = [
     ipaddress.ip_network(text)
     for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7", "fe80::/10")
@@ -84,8 +85,8 @@ def group_proposal(
     if not own.tokens_per_s:
         return None
     near = [server for server in near if rtts_s.get(server.peer_id, 1.0) <= NEAR_S]
-    link_bytes_per_s = own.network_tokens_per_s * _BYTES * hidden_size
-    sending_s = 2 * _BYTES * hidden_size / link_bytes_per_s if link_bytes_per_s else 0.0
+    link_bytes_per_s = own.network_tokens_per_s * _BYTES * hidden_size or _LAN_BYTES_PER_S
+    sending_s = 2 * _BYTES * hidden_size / link_bytes_per_s
     near_rtts_s = tuple(rtts_s[server.peer_id] for server in near)
     rates = tuple(block_bytes * _block_rate(server) for server in (own, *near))
     exchanges_s = tuple(rtt_s + sending_s for rtt_s in near_rtts_s)

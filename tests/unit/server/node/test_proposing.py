@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,8 @@ def test_no_group_is_proposed_where_none_pays() -> None:
     slow = server("slow", "192.168.1.7:1", tokens_per_s=10.0)
     assert group_proposal(OWN, [slow], {"slow": 1e-4}, BLOCK_BYTES, HIDDEN) is None
     assert group_proposal(OWN, [], {}, BLOCK_BYTES, HIDDEN) is None
+    slower_line = replace(OWN, network_tokens_per_s=0.0)  # not measured: 1 Gbit/s
+    assert group_proposal(slower_line, [OTHER], {"other": 2e-4}, BLOCK_BYTES, HIDDEN) is None
 
 
 def test_a_slow_server_is_left_out_of_the_group() -> None:
