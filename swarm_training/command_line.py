@@ -19,7 +19,14 @@ from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
 from swarm_protocol.process.invocation import add_common_flags, run_command
-from swarm_training.commands.flags import add_joining_flags, add_report_flag, joining, parse_batch_size, parse_part
+from swarm_training.commands.flags import (
+    add_export_flags,
+    add_joining_flags,
+    add_report_flag,
+    joining,
+    parse_batch_size,
+    parse_part,
+)
 from swarm_training.commands.staged import (
     STAGE,
     TRAINER,
@@ -77,6 +84,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     export = command("export", partial(_export, stages), "write a run in stages as a checkpoint for transformers")
     add_joining_flags(export)
     export.add_argument("directory", type=Path, metavar="DIR")
+    add_export_flags(export)
 
     if backend.look is not None:
         watch = command("watch", partial(_watch, backend, stages), "show the run live, until Ctrl-C")

@@ -42,6 +42,12 @@ def add_report_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_export_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--averaged", action="store_true", help="write the moving average of the weights instead, see `average_decay`"
+    )
+
+
 def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:
     """Return how this peer joins. Raises ValueError if a flag is wrong, or the membership is not for this role."""
     return joining_as(role, file, args.initial_peers, args.membership, args.identity)

@@ -26,13 +26,13 @@ class StagesBackend:
         hold: holds a stage until Ctrl-C: the stage of these blocks (START:END), else the one where it helps most; on
             this device; in this much memory (such as 4GiB), else in as much as is useful.
         train: takes data through the stages.
-        export: writes what was trained into a directory.
+        export: writes what was trained into a directory, or, with True, its moving average.
         look: a context with a function that returns the present view of the run at each call.
     """
 
     hold: Callable[[RunFile, Joining, str | None, str, str | None], Command]
     train: Callable[[RunFile, Joining], Command]
-    export: Callable[[RunFile, Joining, Path], Command]
+    export: Callable[[RunFile, Joining, Path, bool], Command]
     look: Callable[[RunFile, Joining], AbstractContextManager[Callable[[], RunView]]]
 
 
@@ -74,4 +74,4 @@ def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile
         )
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run")
-    return stages.export(file, who, args.directory)
+    return stages.export(file, who, args.directory, args.averaged)

@@ -269,11 +269,6 @@ class RunFile:
     def __post_init__(self) -> None:
         if self.evaluation.every:
             self._check_evaluation()
-        if self.stages.count and self.optimizer.average_decay:
-            raise ValueError(
-                f"average_decay of [optimizer] is {self.optimizer.average_decay}: expected 0 with [stages], whose "
-                "peers keep no average of the weights"
-            )
         if not self.local.batch_size:
             if self.optimizer.name == "muon":
                 raise ValueError(

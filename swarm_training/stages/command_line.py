@@ -14,7 +14,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_common_flags
 from swarm_protocol.process.logs import say_error, start_logging
-from swarm_training.commands.flags import add_joining_flags, joining
+from swarm_training.commands.flags import add_export_flags, add_joining_flags, joining
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.running import Work, carry_out, device_named
@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     export = command("export", _export, "write the run as a checkpoint that transformers loads")
     export.add_argument("directory", type=Path, metavar="DIR")
+    add_export_flags(export)
     return parser
 
 
@@ -133,7 +134,7 @@ def _export(args: argparse.Namespace) -> Work:
     def work() -> Coroutine[Any, Any, None]:
         from swarm_training.stages.commands.exporting import export_run
 
-        return export_run(file, who, args.directory, say)
+        return export_run(file, who, args.directory, say, args.averaged)
 
     return work
 

@@ -110,7 +110,7 @@ def _train(file: RunFile, who: Joining) -> Command:
     return run
 
 
-def _export(file: RunFile, who: Joining, directory: Path) -> Command:
+def _export(file: RunFile, who: Joining, directory: Path, averaged: bool) -> Command:
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.running import carry_out
 
@@ -119,7 +119,7 @@ def _export(file: RunFile, who: Joining, directory: Path) -> Command:
     def run() -> None:
         from swarm_training.stages.commands.exporting import export_run
 
-        carry_out(lambda: export_run(file, who, directory, say))
+        carry_out(lambda: export_run(file, who, directory, say, averaged))
 
     return run
 

@@ -254,7 +254,14 @@ class StageWorld(World):
         number = len(self.everybody) if number is None else number
         own, config = identity(number), replace(self.config, lasting_directory=disk)
         stage = ToyStage(index, self.num_stages, self.tied)
-        state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common, config.max_norm)
+        state = TrainedState(
+            stage.parameters,
+            optimizer_of(stage),
+            Plain(),
+            config.common,
+            config.max_norm,
+            average_decay=config.average_decay,
+        )
         network, board, rng = SimulatedNetwork(self, own.peer_id), self.board(own.peer_id), random.Random(number)
         record = Progress(
             self.runs[index],

@@ -84,6 +84,7 @@ def training_config(file: RunFile, **where: Any) -> TrainingConfig:
         counting="exact",
         codec=codec,
         max_norm=file.clip.max_norm,
+        average_decay=file.optimizer.average_decay,
         presume_gone_s=PRESUME_GONE_S,
         straggler_s=file.averaging.straggler_s or TrainingConfig.straggler_s,
         checkpoint_every=file.run.checkpoint_every,
@@ -148,7 +149,9 @@ def build(
     stage.keep_at_most(room.kept)
     groups = decay_groups(stage.parameters, settings.weight_decay, settings.decay_vectors)
     optimizer = optimizer_by_name(settings.name, groups, lr=settings.rate(0))
-    state = TrainedState(stage.parameters, optimizer, Plain(), config.common, config.max_norm)
+    state = TrainedState(
+        stage.parameters, optimizer, Plain(), config.common, config.max_norm, average_decay=config.average_decay
+    )
     _schedule(optimizer, settings, state)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
     sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
@@ -160,7 +163,13 @@ def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
     most_bytes = 2 * 2 * tensor_bytes  # inputs and gradients, twice: no trainer gets more than half of the room
     num_rooms = 2 if file.stages.audit_share else 1  # auditors' requests have a room of their own
     return StageNeeds(
-        stage.num_trained, stage.untrained_bytes, file.optimizer.name, file.stages.sums, most_bytes, num_rooms
+        stage.num_trained,
+        stage.untrained_bytes,
+        file.optimizer.name,
+        file.stages.sums,
+        most_bytes,
+        num_rooms,
+        is_averaged=bool(file.optimizer.average_decay),
     )
 
 

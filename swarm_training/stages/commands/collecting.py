@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,7 @@ async def collect(
     network: Network,
     directory: Path,
     step: int | None = None,
+    averaged: bool = False,
 ) -> int:
     """Write a checkpoint that transformers loads, with its tokenizer, or an adapter for PEFT; return its step.
 
@@ -72,6 +74,7 @@ async def collect(
         records: a function that returns the records of each stage's peers, as they are known now.
         directory: the path to write to, which must not exist, or be empty.
         step: the step that the checkpoint must have; None: the newest that is available.
+        averaged: whether the checkpoint has the moving average of the weights in place of the weights.
 
     Raises:
         PeerUnavailable: no peer gives some stage.
@@ -95,7 +98,7 @@ async def collect(
                 return asyncio.run_coroutine_threadsafe(_fetched(network, source, own, moment), loop).result()
 
             try:
-                await asyncio.to_thread(write, file, source, plan, fetch, directory)
+                await asyncio.to_thread(write, file, source, plan, fetch, directory, averaged)
             except (SwarmError, TimeoutError):  # the peer is gone, or has gone on
                 continue
             return plan.moment.step
@@ -171,8 +174,9 @@ def write(
     plan: CollectionPlan,
     fetch: Callable[[TrainedState, Source], bytes],
     directory: Path,
+    averaged: bool = False,
 ) -> None:
-    """Write a plan's checkpoint or adapter. Call it in a thread, since it takes long."""
+    """Write a plan's checkpoint or adapter; ``averaged``: as for ``collect``. Call it in a thread: it takes long."""
 
     def parts() -> Iterator[Mapping[str, Tensor]]:
         for index, giver in enumerate(plan.sources):
@@ -180,7 +184,8 @@ def write(
             built.state.load(plan.moment, fetch(built.state, giver))
             if built.state.digest() != giver.digest:
                 raise PeerUnavailable("the peer has sent another state than its record says", giver.peer.peer_id)
-            yield built.stage.state()
+            with built.state.averaged() if averaged else nullcontext():
+                yield built.stage.state()
 
     lora = stage_options(file, "cpu").lora
     with whole_directory(directory) as partial_directory:

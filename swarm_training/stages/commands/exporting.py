@@ -21,8 +21,12 @@ Say = Callable[[str], object]
 _LOOK_S = 0.2
 
 
-async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, timeout_s: float = 60.0) -> None:
+async def export_run(
+    file: RunFile, who: Joining, directory: Path, say: Say, averaged: bool = False, timeout_s: float = 60.0
+) -> None:
     """Write the run as it is now if it stands still, else its newest checkpoint that all stages have.
+
+    ``averaged``: write the moving average of the weights instead of the weights.
 
     Raises:
         NoSwarm, PeerUnavailable: no peer gives some stage.
@@ -30,6 +34,8 @@ async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, tim
         ValueError: the directory is not empty, or the peers train another model.
     """
     require_stages(file)
+    if averaged and not file.optimizer.average_decay:
+        raise ValueError("the run has no average of its weights: expected average_decay under [optimizer]")
     require_new(directory)
     require_writable(directory)
     config = training_config(file)
@@ -37,10 +43,11 @@ async def export_run(file: RunFile, who: Joining, directory: Path, say: Say, tim
     watching = await WatchPresence.enter(file.run.name, file.stages.count, who.membership(), config)
     try:
         await _until_all_are_known(watching.watch, timeout_s)
-        step = await collect(file, source, watching.watch.all_records, watching.network, directory)
+        step = await collect(file, source, watching.watch.all_records, watching.network, directory, averaged=averaged)
     finally:
         await watching.leave()
-    say(f"wrote {directory}: the run after step {step}")
+    what = "the average of the weights" if averaged else "the run"
+    say(f"wrote {directory}: {what} after step {step}")
     if (layers := file.stages.layers) != NONE:
         say(
             f"the model was trained with layers between its stages ({layers}), which no stock model has: without those "

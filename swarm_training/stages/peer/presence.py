@@ -108,10 +108,6 @@ class StagePresence:
             NoSwarm: no initial peer answered.
             AccessDenied: a moderator has banned this peer.
         """
-        if config.average_decay:
-            raise ValueError(
-                f"average_decay is {config.average_decay}: expected 0, as stages keep no average of weights"
-            )
         if config.counting != "exact" or config.client_mode:
             raise ValueError("a stage peer counts exactly and can be called: expected counting 'exact', no client_mode")
         run, size = where.runs[where.index], where.num_micro_batches

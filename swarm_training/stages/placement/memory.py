@@ -24,6 +24,7 @@ class StageNeeds:
         sums: the dtype of gradient sums, ``fp32`` or ``fp64``.
         request_bytes: the least room for what trainers send, so that any micro-batch is taken.
         num_rooms: the number of rooms for requests; auditors have another one.
+        is_averaged: whether the optimizer's state has the moving average of the weights.
     """
 
     num_trained: int
@@ -32,11 +33,12 @@ class StageNeeds:
     sums: str
     request_bytes: int
     num_rooms: int = 1
+    is_averaged: bool = False
 
     @property
     def resting_bytes(self) -> float:
         """Return the bytes per parameter at rest: weight, optimizer states, sum, and the last average's result."""
-        return _WEIGHT + _OPTIMIZERS[self.optimizer] + 2 * self._sum_bytes
+        return self._state_bytes + 2 * self._sum_bytes
 
     @property
     def stepping_bytes(self) -> float:
@@ -47,7 +49,7 @@ class StageNeeds:
     @property
     def sending_bytes(self) -> float:
         """Return the bytes per parameter when a joining peer takes the state: also two written copies of the state."""
-        return self.stepping_bytes + 2 * (_WEIGHT + _OPTIMIZERS[self.optimizer])
+        return self.stepping_bytes + 2 * self._state_bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -57,6 +59,10 @@ class StageNeeds:
     @property
     def gradient_bytes(self) -> int:
         return self.num_trained * _WEIGHT
+
+    @property
+    def _state_bytes(self) -> float:
+        return _WEIGHT + _OPTIMIZERS[self.optimizer] + (_WEIGHT if self.is_averaged else 0)
 
     @property
     def _sum_bytes(self) -> int:

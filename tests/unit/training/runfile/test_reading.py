@@ -73,10 +73,6 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
             r"average_decay is 1\.0: expected a number from 0 .* to less than 1",
         ),
         (
-            text(optimizer='name = "sgd"\nlr = 1\naverage_decay = 0.9', stages="count = 2"),
-            r"average_decay of \[optimizer\] is 0\.9: expected 0 with \[stages\]",
-        ),
-        (
             text(optimizer='name = "muon"\nlr = 1'),
             r"name of \[optimizer\] is 'muon': expected another without \[local\]",
         ),

@@ -25,6 +25,8 @@ NEEDS = StageNeeds(num_trained=40 << 20, other_bytes=0, optimizer="adamw", sums=
 def test_bytes_per_parameter(optimizer: str, sums: str, expected: tuple[float, ...]) -> None:
     needs = replace(NEEDS, optimizer=optimizer, sums=sums)
     assert (needs.resting_bytes, needs.stepping_bytes, needs.sending_bytes) == pytest.approx(expected)
+    averaged = replace(needs, is_averaged=True)
+    assert (averaged.resting_bytes, averaged.sending_bytes) == pytest.approx((expected[0] + 4, expected[2] + 12))
     more = replace(needs, num_trained=2 * needs.num_trained, other_bytes=100)
     assert more.needed_bytes - needs.needed_bytes - 100 == pytest.approx(needs.num_trained * expected[-1], abs=2)
 
