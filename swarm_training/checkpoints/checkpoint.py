@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarm_models.checkpoints.safetensors_file import read_header
+from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import read_object, shown
 from swarm_protocol.untrusted.numbers import Expected, require_number
@@ -99,9 +100,8 @@ def write(checkpoint: Checkpoint, directory: Path, servable: ServableModel | Non
             _write_plain(checkpoint, partial)
         else:
             _write_servable(checkpoint, servable, partial)
-        if checkpoint.losses is not None and checkpoint.losses.series:
-            (partial / LOSSES).write_text(checkpoint.losses.json_lines())
-            (partial / PICTURE).write_text(draw(checkpoint.losses, checkpoint.run), encoding="utf-8")
+        if checkpoint.losses is not None:
+            write_losses(checkpoint.losses, checkpoint.run, partial)
 
 
 def _write_plain(checkpoint: Checkpoint, directory: Path) -> None:
@@ -226,6 +226,15 @@ def _read_servable(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
         tuple(map(str, facts["trained"])),
         read_losses(directory),
     )
+
+
+def write_losses(losses: LossCurve, run: str, directory: Path) -> None:
+    """Write the losses of a run and their picture beside checkpoints, if there are any. Raises OSError."""
+    if losses.series:
+        with written_atomically(directory / LOSSES) as partial:
+            partial.write_text(losses.json_lines())
+        with written_atomically(directory / PICTURE) as partial:
+            partial.write_text(draw(losses, run), encoding="utf-8")
 
 
 def read_losses(directory: Path) -> LossCurve | None:

@@ -43,6 +43,7 @@ def add_report_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--best", action="store_true", help="write the step with the lowest loss on held-out data")
     parser.add_argument(
         "--averaged", action="store_true", help="write the moving average of the weights instead, see `average_decay`"
     )

@@ -33,6 +33,7 @@ from swarm_training.commands.building import (
 )
 from swarm_training.commands.checking import require_held_out
 from swarm_training.commands.looking import shown_bans, view_of
+from swarm_training.commands.losses import KnownLosses
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
 from swarm_training.core.config import EvaluationPolicy
@@ -42,7 +43,6 @@ from swarm_training.data.opening import DataReader
 from swarm_training.data.order import DataShard
 from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
-from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import averaged_tensors
 from swarm_training.reports.observing import RunObserver
@@ -95,17 +95,16 @@ class Writing:
         self._copies = copies
         self._say = say
         self._policy = EvaluationPolicy() if trained.evaluation is None else trained.evaluation.policy
-        self._known = EvaluationHistory()
-        self._losses = LossCurve()
+        self._losses = KnownLosses(say)
 
     def begin(self, run: RunLike, is_own: bool = True, is_founder: bool = True) -> None:
         """Remove the checkpoints from which the run does not go on: discard those that a rollback has undone, and
         rename those of steps that the run has not reached. The losses go on from there. ``is_own``: whether the run has
         begun with the newest one here; if not, ``is_founder``: whether it has begun here, with that of another peer."""
-        self._known = run.evaluations
+        self._losses.held_out = run.evaluations
         if self._directory is None:
             return
-        self._begin_losses(self._directory, run.num_steps)
+        self._losses.begin(self._directory.losses(), run.num_steps)
         if self._policy.every:
             self._write_evaluations(self._directory)
         if is_own:  # the others are older
@@ -117,29 +116,27 @@ class Writing:
                 f"{unused[-1]} now; to go on from that, stop all peers, rename it back, and found the run here"
             )
         if not is_founder:  # a founder keeps its own, as the newest one may be on the disk of one other peer alone
-            best = self._known.best
+            best = run.evaluations.best
             self._directory.discard_undone(run.num_rollbacks, run.went_back_to, None if best is None else best.moment)
 
-    def _begin_losses(self, directory: CheckpointDirectory, step: int) -> None:
-        """Begin with the losses in the newest checkpoint, and those on held-out data that became known after it."""
-        self._losses = directory.losses()
-        self._losses.discard_after(step)
-        points = self._losses.series.get(HELD_OUT)
-        last = points[-1][0] if points else 0
-        for each in self._known.losses:
-            if each.step > last:
-                self._losses.add(each.step, {HELD_OUT: each.loss})
-
-    def went_back(self, step: int) -> None:
-        """Discard the checkpoints and losses of later steps, which the rollback has undone."""
-        self._losses.discard_after(step)
-        if self._directory is not None:
+    def went_back(self, step: int | None) -> None:
+        """Discard the checkpoints and losses of later steps, which the rollback has undone. None: there were several
+        rollbacks, and nobody here knows how far back the earlier ones went. So all checkpoints are renamed."""
+        self._losses.went_back(step or 0)
+        if self._directory is None:
+            return
+        if step is not None:
             self._directory.discard_after(step)
+        elif unused := self._directory.set_aside_after(0):
+            self._say(
+                f"the run has gone back several times, which may have undone any checkpoint here: the newest is "
+                f"{unused[-1]} now"
+            )
 
     def after_step(self, step: int, rollbacks: int, data: dict[str, object], loss: float | None = None) -> None:
         """Write a checkpoint if one is due, or the step is evaluated. ``data``: the state of the batches. ``loss``: the
         loss of the step."""
-        self._losses.add(step, {TRAINING: loss})
+        self._losses.stepped(step, loss)
         file, every = self._trained.file, self._policy.every
         is_due = step % file.run.checkpoint_every == 0
         if self._directory is None or not (is_due or (every and step % every == 0)):
@@ -154,12 +151,12 @@ class Writing:
             config=asdict(file),
             rollbacks=rollbacks,
             trained=tuple(name for name, each in model.named_parameters() if each.requires_grad),
-            losses=self._losses,
+            losses=self._losses.curve,
         )
         averaged = averaged_tensors(self._trained.optimizer, model)
         servable = ServableModel(model, self._trained.tokenizer, averaged) if is_servable(model) else None
         try:
-            spared = steps_to_keep(self._policy, self._known, step)
+            spared = steps_to_keep(self._policy, self._losses.held_out, step)
             path = self._directory.write(content, servable, spared)
             if self._copies is not None and is_due:
                 self._copies.write(path, content)
@@ -168,28 +165,20 @@ class Writing:
 
     def after_evaluations(self, known: EvaluationHistory) -> None:
         """Say which losses on held-out data have become known, and write down which checkpoint is the best one."""
-        if known == self._known:
-            return
-        for each in known.losses:
-            if each not in self._known.losses:
-                self._losses.add(each.step, {HELD_OUT: each.loss})
-                lowest = ", the lowest so far" if each == known.best else ""
-                self._say(f"step {each.step}: loss on held-out data {each.loss:.4f}{lowest}")
-        self._known = known
-        if self._directory is not None:
+        if self._losses.evaluated(known) and self._directory is not None:
             self._write_evaluations(self._directory)
 
     def _write_evaluations(self, store: CheckpointDirectory) -> None:
         best = self.best_checkpoint()
         name = None if best is None else best.name
         try:
-            write_evaluations(store.directory, self._trained.file.run.name, self._known, name)
+            write_evaluations(store.directory, self._trained.file.run.name, self._losses.held_out, name)
         except ValueError as error:
             self._say(f"warning: {error}")
 
     def best_checkpoint(self) -> Path | None:
         """Return the checkpoint here with the lowest loss on held-out data; None if it is not here."""
-        best = self._known.best
+        best = self._losses.held_out.best
         if self._directory is None or best is None or best.step not in self._directory.steps():
             return None
         return self._directory.path(best.step)
@@ -246,7 +235,7 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
             loss.backward()
             run.step(samples=len(tokens), loss=loss.item())
             if run.num_rollbacks > rollbacks:
-                kept_up_to = run.went_back_to if run.num_rollbacks == rollbacks + 1 else 0
+                kept_up_to = run.went_back_to if run.num_rollbacks == rollbacks + 1 else None
                 say(f"the run has gone back to step {run.went_back_to}")
                 writing.went_back(kept_up_to)
             elif run.num_steps > step:

@@ -9,10 +9,9 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from swarm_training.contract.run_like import BanView, HeldOutView, PeerView, RunView, UserView
-from swarm_training.core.moment import Moment
 from swarm_training.core.record import PRESENT, HeldOutLoss, Progress
 from swarm_training.core.signing import read_signed
-from swarm_training.evaluation.policy import EvaluationHistory
+from swarm_training.evaluation.policy import shown_losses
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import Ban, ModeratorOrder
 from swarm_training.progress.policy import mean_loss
@@ -59,7 +58,7 @@ def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans:
     if not peers:
         return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
     moment = max(peer.moment for peer in peers)
-    held_out = _held_out(moment, peers)
+    held_out = shown_losses(moment, peers)
     samples = sum(peer.samples for peer in peers if peer.moment == moment)
     target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
     speed = sum(peer.samples_per_s for peer in peers)
@@ -78,23 +77,12 @@ def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans:
         ),
         bans,
         moment.rollbacks,
-        held_out=_shown(held_out.newest),
-        best_held_out=_shown(held_out.best),
+        held_out=shown_loss(held_out.newest),
+        best_held_out=shown_loss(held_out.best),
         has_ended=any(peer.has_ended for peer in peers if peer.moment == moment),
     )
 
 
-def _held_out(moment: Moment, peers: Iterable[Progress]) -> EvaluationHistory:
-    """Return the newest and the lowest losses on held-out data in the records. Losses that nobody has agreed on yet
-    count too, but not those of steps that the run has undone."""
-    found: list[HeldOutLoss | None] = []
-    for peer in peers:
-        if peer.rollbacks == moment.rollbacks:
-            found += [peer.newest_held_out, peer.best_held_out]
-        if peer.held_out is not None and peer.held_out.moment.rollbacks == moment.rollbacks:
-            found.append(peer.held_out)
-    return EvaluationHistory.of(loss for loss in found if loss is not None)
-
-
-def _shown(loss: HeldOutLoss | None) -> HeldOutView | None:
+def shown_loss(loss: HeldOutLoss | None) -> HeldOutView | None:
+    """Return the view of a loss."""
     return None if loss is None else HeldOutView(loss.step, loss.loss if isfinite(loss.loss) else None)

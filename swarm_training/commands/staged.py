@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.run_like import RunView
+from swarm_training.reports.reporter import OpenReporter, parse_report
 from swarm_training.runfile.settings import RunFile
 
 STAGE, TRAINER = "stage", "trainer"
 Command: TypeAlias = Callable[[], None]
 _ROLES = f"--as {STAGE} to hold and compute a stage of the model, or --as {TRAINER} to take data through all stages"
+
+
+class Export(Protocol):
+    def __call__(self, file: RunFile, who: Joining, directory: Path, /, *, averaged: bool, best: bool) -> Command: ...
 
 
 @dataclass(frozen=True)
@@ -24,15 +29,17 @@ class StagesBackend:
 
     Attributes:
         hold: holds a stage until Ctrl-C: the stage of these blocks (START:END), else the one where it helps most; on
-            this device; in this much memory (such as 4GiB), else in as much as is useful.
-        train: takes data through the stages.
-        export: writes what was trained into a directory, or, with True, its moving average.
+            this device; in this much memory (such as 4GiB), else in as much as is useful; with these reports
+            of each step.
+        train: takes data through the stages, with these reports of each step.
+        export: writes what was trained into a directory, or its moving average (``averaged``), or of the step with the
+            lowest loss on held-out data (``best``).
         look: a context with a function that returns the present view of the run at each call.
     """
 
-    hold: Callable[[RunFile, Joining, str | None, str, str | None], Command]
-    train: Callable[[RunFile, Joining], Command]
-    export: Callable[[RunFile, Joining, Path, bool], Command]
+    hold: Callable[[RunFile, Joining, str | None, str, str | None, Sequence[OpenReporter]], Command]
+    train: Callable[[RunFile, Joining, Sequence[OpenReporter]], Command]
+    export: Export
     look: Callable[[RunFile, Joining], AbstractContextManager[Callable[[], RunView]]]
 
 
@@ -40,19 +47,18 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
     """Return the command to hold a stage, or to train through all stages. Raises ValueError if the flags do not fit."""
     if args.role is None:
         raise ValueError(f"{args.run_file} is of a run in stages: expected {_ROLES}")
-    if args.report:
-        raise ValueError("--report is not for a peer of a run in stages: `swarm train watch` reports all stages")
+    reports = [parse_report(text) for text in args.report]
     for name, value in (("--batch-size", args.batch_size), ("--part", args.part)):
         if value is not None:
             raise ValueError(f"{name} is not for a run in stages: its run file says what is in a batch")
     if args.role == STAGE:
-        return stages.hold(file, who, args.blocks, args.device, args.memory)
+        return stages.hold(file, who, args.blocks, args.device, args.memory, reports)
     for name, value in (("--blocks", args.blocks), ("--memory", args.memory)):
         if value is not None:
             raise ValueError(f"{name} is for --as {STAGE}: a trainer holds no part of the model")
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run, since a trainer holds no part of it")
-    return stages.train(file, who)
+    return stages.train(file, who, reports)
 
 
 def require_unstaged(args: argparse.Namespace) -> None:
@@ -74,4 +80,4 @@ def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile
         )
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run")
-    return stages.export(file, who, args.directory, args.averaged)
+    return stages.export(file, who, args.directory, averaged=args.averaged, best=args.best)

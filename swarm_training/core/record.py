@@ -143,6 +143,7 @@ class Progress:
     newest_held_out: HeldOutLoss | None = None
     best_held_out: HeldOutLoss | None = None
     has_ended: bool = False
+    best: Kept | None = None
 
     @property
     def counts_exactly(self) -> bool:
@@ -228,7 +229,7 @@ def _fits_batch(record: Progress) -> bool:
 
 
 _MESSAGES: Final[dict[str, Any]] = {
-    **dict.fromkeys(("kept", "replica", "shared"), Kept),
+    **dict.fromkeys(("kept", "replica", "shared", "best"), Kept),
     **dict.fromkeys(("held_out", "newest_held_out", "best_held_out"), HeldOutLoss),
 }
 _OPTIONAL: Final = ("next_stage", "global_squared_norm")

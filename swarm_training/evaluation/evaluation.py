@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.record import HeldOutLoss
+from swarm_training.evaluation.evaluator import InThread
 
 # Of a model in evaluation mode: for each batch of the held-out data, the mean loss and the number of samples.
 Losses = Callable[[nn.Module], Iterable[tuple[Tensor | float, int]]]
@@ -125,6 +127,15 @@ class Snapshot:
     def stop(self) -> None:
         """End the computing of the loss after the present batch."""
         self._stopping.set()
+
+    async def computed(self, in_thread: InThread) -> tuple[float, int]:
+        """Return what ``loss`` does in a thread; end it if this call is cancelled."""
+        try:
+            found: tuple[float, int] = await in_thread(self.loss)
+            return found
+        except asyncio.CancelledError:
+            self.stop()
+            raise
 
     def loss(self) -> tuple[float, int]:
         """Return what ``Evaluation.loss_with`` does."""

@@ -19,15 +19,14 @@ from swarm_training.progress.policy import LocalView
 
 _LOOK_S = 0.5  # between two looks at whose turn it is
 _logger = logging.getLogger(__name__)
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class HeldParameters(Protocol):
-    """The parameters of one step, with which this peer can compute the loss: a ``Snapshot``."""
+    """The parameters of one step, with which this peer can compute the loss: a ``Snapshot``, or those of all stages."""
 
-    def loss(self) -> tuple[float, int]:
-        """Return the mean loss and the number of samples. Called in a thread."""
-
-    def stop(self) -> None: ...
+    async def computed(self, in_thread: InThread) -> tuple[float, int]:
+        """Return the mean loss and the number of samples. ``in_thread``: calls a function in a thread."""
 
 
 class EvaluatedPeer(Protocol):
@@ -62,7 +61,7 @@ class Evaluator:
         self,
         policy: EvaluationPolicy,
         peer: EvaluatedPeer,
-        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
+        in_thread: InThread,
     ) -> None:
         self.policy = policy
         self.history = EvaluationHistory()
@@ -73,7 +72,7 @@ class Evaluator:
         self._news = asyncio.Event()
 
     def is_due(self, step: int) -> bool:
-        return self.policy.every > 0 and step % self.policy.every == 0
+        return self.policy.every > 0 and step > 0 and step % self.policy.every == 0
 
     def to_agree_on(self, now: Moment) -> list[pb.SignedProgress]:
         """Return the signed records with the losses on which the next group should agree."""
@@ -147,10 +146,7 @@ class Evaluator:
 
     async def _computed(self, moment: Moment, held: HeldParameters) -> HeldOutLoss:
         try:
-            loss, samples = await self._in_thread(held.loss)
-        except asyncio.CancelledError:
-            held.stop()
-            raise
+            loss, samples = await held.computed(self._in_thread)
         except Exception as error:  # of the caller's function
             _logger.warning("the loss on held-out data of step %d cannot be computed here: %s", moment.step, error)
             loss, samples = 0.0, 0

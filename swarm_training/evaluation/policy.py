@@ -87,6 +87,18 @@ def reason_to_end(policy: EvaluationPolicy, history: EvaluationHistory) -> str:
     return f"the loss on held-out data has not fallen{by} in {policy.patience} evaluations: {lowest}"
 
 
+def shown_losses(now: Moment, records: Iterable[Progress]) -> EvaluationHistory:
+    """Return the newest and the lowest losses on held-out data in records of a run that has come to the moment ``now``.
+    Losses that nobody has agreed on yet count too, but not those of steps that the run has undone."""
+    found: list[HeldOutLoss | None] = []
+    for record in records:
+        if record.rollbacks == now.rollbacks:
+            found += [record.newest_held_out, record.best_held_out]
+        if record.held_out is not None and record.held_out.moment.rollbacks == now.rollbacks:
+            found.append(record.held_out)
+    return EvaluationHistory.of(loss for loss in found if loss is not None)
+
+
 def evaluators_of(run: str, moment: Moment, members: Iterable[str]) -> tuple[str, ...]:
     """Return the ids of the members that hold the parameters of a step to evaluate them, the first to do it first."""
     ordered = sorted(members, key=lambda peer_id: rank(f"{run}/evaluation", moment, peer_id))

@@ -19,7 +19,7 @@ LEFT: PeerState
 JOINING: PeerState
 
 class Progress(_message.Message):
-    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks", "micro_batches", "accepted", "decided", "kept", "replica", "shared", "may_move", "next_stage", "excludes", "skipped_batches", "offers", "squared_norm", "global_squared_norm", "held_out", "newest_held_out", "best_held_out", "has_ended")
+    __slots__ = ("wire_version", "run", "peer_id", "version", "state", "step", "samples", "samples_per_s", "call_s", "target_batch_size", "address", "tls_fingerprint", "share", "model", "state_digest", "result_digest", "loss", "loss_samples", "bytes_sent", "bytes_received", "rollbacks", "micro_batches", "accepted", "decided", "kept", "replica", "shared", "may_move", "next_stage", "excludes", "skipped_batches", "offers", "squared_norm", "global_squared_norm", "held_out", "newest_held_out", "best_held_out", "has_ended", "best")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class Progress(_message.Message):
     NEWEST_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     BEST_HELD_OUT_FIELD_NUMBER: _ClassVar[int]
     HAS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     run: str
     peer_id: str
@@ -96,7 +97,8 @@ class Progress(_message.Message):
     newest_held_out: HeldOutLoss
     best_held_out: HeldOutLoss
     has_ended: bool
-    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ..., micro_batches: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., decided: _Optional[bytes] = ..., kept: _Optional[_Union[Checkpoint, _Mapping]] = ..., replica: _Optional[_Union[Checkpoint, _Mapping]] = ..., shared: _Optional[_Union[Checkpoint, _Mapping]] = ..., may_move: bool = ..., next_stage: _Optional[int] = ..., excludes: _Optional[_Iterable[str]] = ..., skipped_batches: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[StageCheckpoint, _Mapping]]] = ..., squared_norm: _Optional[_Iterable[float]] = ..., global_squared_norm: _Optional[float] = ..., held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., newest_held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., best_held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., has_ended: bool = ...) -> None: ...
+    best: Checkpoint
+    def __init__(self, wire_version: _Optional[int] = ..., run: _Optional[str] = ..., peer_id: _Optional[str] = ..., version: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., call_s: _Optional[float] = ..., target_batch_size: _Optional[int] = ..., address: _Optional[str] = ..., tls_fingerprint: _Optional[bytes] = ..., share: _Optional[float] = ..., model: _Optional[bytes] = ..., state_digest: _Optional[bytes] = ..., result_digest: _Optional[bytes] = ..., loss: _Optional[float] = ..., loss_samples: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., rollbacks: _Optional[int] = ..., micro_batches: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., decided: _Optional[bytes] = ..., kept: _Optional[_Union[Checkpoint, _Mapping]] = ..., replica: _Optional[_Union[Checkpoint, _Mapping]] = ..., shared: _Optional[_Union[Checkpoint, _Mapping]] = ..., may_move: bool = ..., next_stage: _Optional[int] = ..., excludes: _Optional[_Iterable[str]] = ..., skipped_batches: _Optional[int] = ..., offers: _Optional[_Iterable[_Union[StageCheckpoint, _Mapping]]] = ..., squared_norm: _Optional[_Iterable[float]] = ..., global_squared_norm: _Optional[float] = ..., held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., newest_held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., best_held_out: _Optional[_Union[HeldOutLoss, _Mapping]] = ..., has_ended: bool = ..., best: _Optional[_Union[Checkpoint, _Mapping]] = ...) -> None: ...
 
 class HeldOutLoss(_message.Message):
     __slots__ = ("step", "rollbacks", "loss", "samples")

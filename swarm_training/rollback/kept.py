@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +23,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
+    """``is_extra``: True if the state is none to go back to, and stays only as long as it is spared."""
+
     kept: Kept
     data: bytes | Path
+    is_extra: bool = False
 
 
 class KeptCheckpoints:
@@ -55,6 +58,7 @@ class KeptCheckpoints:
         self._stays = stays
         self._digest_of = digest_of
         self._kept: dict[int, _Entry] = {}  # by step, ascending; replaced, never changed
+        self._spared: frozenset[int] = frozenset()
         if every and directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -64,27 +68,62 @@ class KeptCheckpoints:
             if stays:
                 remove_abandoned(directory)
 
+    @property
+    def is_on(self) -> bool:
+        """Return whether any checkpoints are kept."""
+        return self._every > 0
+
+    @property
+    def spared(self) -> frozenset[int]:
+        """Return the steps of the last call of ``spare``."""
+        return self._spared
+
     def is_due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
+
+    def spare(self, steps: Collection[int]) -> None:
+        """Let the checkpoints of these steps stay, however old they are, in place of the steps of an earlier call. Call
+        it where checkpoints are kept."""
+        if self._spared != (spared := frozenset(steps)):
+            self._spared = spared
+            self._replace(self._staying(self._kept))
+
+    def of(self, step: int) -> Kept | None:
+        """Return the checkpoint of this step; None if there is none."""
+        entry = self._kept.get(step)
+        return None if entry is None else entry.kept
 
     def keep(self, step: int, digest: bytes, data: bytes, lineage: Lineage = NEW_STATE) -> None:
         """Keep a state. Raises OSError if it cannot be written."""
         self.keep_written(step, digest, lambda file: file.write(data), lineage)
 
     def keep_written(
-        self, step: int, digest: bytes, write: Callable[[BinaryIO], object], lineage: Lineage = NEW_STATE
+        self,
+        step: int,
+        digest: bytes,
+        write: Callable[[BinaryIO], object],
+        lineage: Lineage = NEW_STATE,
+        *,
+        is_extra: bool = False,
     ) -> None:
-        """Keep a state, unless it is kept already. ``write``: writes all of the state to a file. Raises OSError if that
-        fails."""
+        """Keep a state, unless it is kept already. ``write``: writes all of the state to a file. ``is_extra``: the
+        state is none to go back to, and stays as long as it is spared. Raises OSError if writing fails."""
         known = self._kept.get(step)
         if known is not None and known.kept.state_digest == digest:
             self.mark(step, lineage.rollbacks, lineage.skipped_batches)
             return
         kept = Kept(step, digest, lineage)
-        newest = sorted({**self._kept, step: _Entry(kept, self._written(kept, write))}.items())[-self._most :]
-        self._replace(dict(newest))
-        if self._stays and len(self._kept) == self._most:
+        self._replace(self._staying({**self._kept, step: _Entry(kept, self._written(kept, write), is_extra)}))
+        if self._stays and len(self.digests()) == self._most:
             self._remove_older()
+
+    def _staying(self, entries: Mapping[int, _Entry]) -> dict[int, _Entry]:
+        """Return the newest entries, and those that are spared, by step, ascending."""
+        newest = self._newest(entries)
+        return {step: entries[step] for step in sorted(entries) if step in self._spared or step in newest}
+
+    def _newest(self, entries: Mapping[int, _Entry]) -> list[int]:
+        return sorted(step for step, entry in entries.items() if not entry.is_extra)[-self._most :]
 
     def _written(self, kept: Kept, write: Callable[[BinaryIO], object]) -> bytes | Path:
         if self._parent is None:
@@ -111,7 +150,7 @@ class KeptCheckpoints:
         if isinstance(data, Path):
             with suppress(OSError):  # another process that shares the directory has renamed it, for instance
                 data = data.replace(data.with_name(file_name(kept)))
-        self._kept = {**self._kept, step: _Entry(kept, data)}
+        self._kept = {**self._kept, step: _Entry(kept, data, entry.is_extra)}
 
     def adopt(self, step: int, digest: bytes) -> None:
         """Take over the checkpoints that an earlier process has left in the directory, up to the one of this step and
@@ -126,18 +165,21 @@ class KeptCheckpoints:
             # A checkpoint with fewer skipped batches than an older one was undone by a rollback.
             if is_start or (kept.step < step and kept.lineage.skipped_batches >= most_skipped):
                 most_skipped = kept.lineage.skipped_batches
-                found[kept.step] = _Entry(kept, path)
-        self._kept = dict(list(found.items())[-self._most :])
+                is_extra = kept.step in self._spared and not is_start and not self.is_due(kept.step)
+                found[kept.step] = _Entry(kept, path, is_extra)
+        self._kept = self._staying(found)
         used = {entry.data for entry in self._kept.values()}
         _remove(files.keys() - used)
 
     def digests(self) -> dict[int, bytes]:
-        """Return the digests of the kept states, by step."""
-        return {step: entry.kept.state_digest for step, entry in self._kept.items()}
+        """Return the digests of the states to go back to, by step."""
+        entries = self._kept
+        return {step: entries[step].kept.state_digest for step in self._newest(entries)}
 
     def newest(self) -> Kept | None:
-        entries = self._kept
-        return entries[max(entries)].kept if entries else None
+        """Return the newest state to go back to; None if there is none."""
+        steps = self.digests()
+        return self._kept[max(steps)].kept if steps else None
 
     def read(self, digest: bytes) -> bytes | None:
         """Return the state with this digest; None if there is none, or it is damaged."""
@@ -175,8 +217,9 @@ class KeptCheckpoints:
     def _remove_older(self) -> None:
         """Remove the files of steps before all kept ones, which earlier processes have left."""
         assert self._directory is not None
-        oldest = min(self._kept)
-        _remove(path for path, kept in stored_in(self._directory).items() if kept.step < oldest)
+        oldest = min(self.digests())
+        files = stored_in(self._directory).items()
+        _remove(path for path, kept in files if kept.step < oldest and kept.step not in self._spared)
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -6,7 +6,7 @@ The state is one file, or if its model is known, a servable checkpoint: see ``ch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -41,9 +41,12 @@ class SavedState(Protocol):
     ) -> None: ...
 
 
-def save(state: SavedState, went_back_to: int, directory: Path, keep: int) -> Path:
+def save(
+    state: SavedState, went_back_to: int, directory: Path, keep: int, spared: Collection[int] = frozenset()
+) -> Path:
     """Write the state to a new file in the directory; return its path. A process that is killed meanwhile leaves the
-    files that were there. All but the newest ``keep`` files are removed, and those of steps that the run has undone.
+    files that were there. All but the newest ``keep`` files are removed, except those of the steps ``spared``, and so
+    are those of steps that the run has undone.
 
     Raises:
         ValueError: ``keep`` is less than 1, or the directory cannot be written.
@@ -53,6 +56,7 @@ def save(state: SavedState, went_back_to: int, directory: Path, keep: int) -> Pa
     moment, digest = state.moment, state.digest()
     kept = Kept(moment.step, digest, Lineage(moment.rollbacks, moment.rollbacks))
     checkpoints = KeptCheckpoints(1, keep, directory, stays=True)
+    checkpoints.spare(spared)
     try:
         for path, other in stored_in(directory).items():
             if other.lineage.rollbacks < moment.rollbacks and other.step > went_back_to:
@@ -64,7 +68,14 @@ def save(state: SavedState, went_back_to: int, directory: Path, keep: int) -> Pa
     return directory / file_name(kept)
 
 
-def save_servable(content: Checkpoint, servable: ServableModel, went_back_to: int, directory: Path, keep: int) -> Path:
+def save_servable(
+    content: Checkpoint,
+    servable: ServableModel,
+    went_back_to: int,
+    directory: Path,
+    keep: int,
+    spared: Collection[int] = frozenset(),
+) -> Path:
     """Write a servable checkpoint to a new folder in the directory; return its path. The rest is as for ``save``.
 
     Raises:
@@ -74,7 +85,7 @@ def save_servable(content: Checkpoint, servable: ServableModel, went_back_to: in
     store = CheckpointDirectory(directory, keep)
     store.require_of(content.run)
     store.discard_undone_since(content.rollbacks, went_back_to)
-    return store.write(content, servable)
+    return store.write(content, servable, spared)
 
 
 def load_newest(state: SavedState, directory: Path, digest_of: Callable[[bytes], bytes]) -> Moment | None:

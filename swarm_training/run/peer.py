@@ -377,17 +377,20 @@ class TrainingPeer:
         self._standing.update(squared_norm=squared_norm)
         self.gossip.tell(urgent=True)
 
-    async def go_back(self, moment: Moment, state_digest: bytes) -> None:
+    async def go_back(self, moment: Moment, state_digest: bytes, skipped_batches: int) -> None:
         """Record that the run has gone back to a moment, as was decided elsewhere, and that this peer has taken over
-        the checkpoint of that step.
+        the checkpoint of that step. ``skipped_batches``: see ``skip_batches``.
 
         The roster of the last step decides about the next one, because no other peers are known to be there.
         """
         self._averager.took_over_state()
         self.rollbacks.took_over(LossHistory(), moment.step)
         self.rollbacks.kept.discard_after(moment.step)
-        self._standing.update(loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
-        await self._arrive(Arrival(moment, self._standing.roster, b"", went_back_to=moment.step), state_digest)
+        self.evaluator.took_over(self.evaluator.history.up_to(moment.step))
+        self._standing.update(skipped_batches=skipped_batches, loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
+        known = self.evaluator.history
+        arrival = Arrival(moment, self._standing.roster, b"", went_back_to=moment.step, evaluations=known)
+        await self._arrive(arrival, state_digest)
 
     @property
     def is_cut_off(self) -> bool:
@@ -416,6 +419,18 @@ class TrainingPeer:
         """Publish how many batches of the data have been skipped since the run began."""
         self._standing.update(skipped_batches=skipped)
         self._mark_kept()
+
+    def show_best(self, step: int | None) -> None:
+        """Publish the checkpoint of the step with the lowest loss on held-out data, if this peer keeps it."""
+        best = None if step is None else self.rollbacks.kept.of(step)
+        if best != self.own.best:
+            self._standing.update(best=best)
+            self.gossip.tell()
+
+    @property
+    def roster(self) -> tuple[str, ...]:
+        """Return the ids of the peers that took the last step together."""
+        return self._standing.roster
 
     def show_replica(self) -> None:
         """Publish the newest checkpoint in ``replicas``."""
@@ -496,10 +511,14 @@ class TrainingPeer:
 
         ``born``: see ``Lineage``; None: the state is new, or kept already."""
         kept, moment = self.rollbacks.kept, self._state.moment
-        if kept.is_due(moment.step) and self._state.is_finite():
+        is_evaluated = self.own.counts_exactly and kept.is_on and self.evaluator.is_due(moment.step)
+        if is_evaluated:  # its checkpoint stays at least until the loss is known
+            kept.spare({*kept.spared, moment.step})
+        if (is_evaluated or kept.is_due(moment.step)) and self._state.is_finite():
             lineage = Lineage(moment.rollbacks if born is None else born, moment.rollbacks, self.own.skipped_batches)
             try:
-                kept.keep_written(moment.step, state_digest, self._state.write, lineage)
+                is_extra = not kept.is_due(moment.step)
+                kept.keep_written(moment.step, state_digest, self._state.write, lineage, is_extra=is_extra)
             except OSError as error:
                 _logger.warning("the state of step %d is not kept: %s", moment.step, error.strerror)
 

@@ -25,7 +25,7 @@ from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.evaluation.evaluation import Evaluation
-from swarm_training.evaluation.policy import EvaluationHistory
+from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import ModeratorOrder
 from swarm_training.net.membership import RunMembership
@@ -133,7 +133,7 @@ class TrainingRun:
             )
         )
         self._share = make_share(self._presence.peer, self._state, config, local, evaluation)
-        self._max_norm = config.max_norm
+        self._max_norm, self._evaluation = config.max_norm, config.evaluation
         self._using = threading.Lock()
         self._is_closed = False
         with ExitStack() as on_error:
@@ -254,7 +254,8 @@ class TrainingRun:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Path:
         """Write parameters, optimizer state and compressor state as of the last global step into a directory, which is
-        for this run alone; return the path of the new checkpoint. The newest ``keep`` stay. See ``resume``.
+        for this run alone; return the path of the new checkpoint. The newest ``keep`` stay, and so does the one with
+        the lowest loss on held-out data, if there is one. See ``resume``.
 
         Call this between two calls of ``step``. A process that is killed meanwhile leaves the older ones intact.
 
@@ -269,9 +270,10 @@ class TrainingRun:
                 not one that transformers writes.
             CheckpointError: the directory has checkpoints of another run.
         """
+        spared = steps_to_keep(self._evaluation, self.evaluations, self.num_steps)
         with self._using:
             if model is None:
-                return save(self._state, self.went_back_to, Path(directory), keep)
+                return save(self._state, self.went_back_to, Path(directory), keep, spared)
             if not is_servable(model):
                 raise ValueError(
                     f"model is a {type(model).__name__}: expected a PreTrainedModel of transformers with all of its "
@@ -280,7 +282,7 @@ class TrainingRun:
             with self._state.restored():
                 content = self._state.checkpoint(self._name, model)
                 servable = ServableModel(model, tokenizer, self._state.averaged_tensors(model))
-                return save_servable(content, servable, self.went_back_to, Path(directory), keep)
+                return save_servable(content, servable, self.went_back_to, Path(directory), keep, spared)
 
     def finish(self) -> None:
         """Wait until the loss on held-out data is known, if the parameters of the last steps are being evaluated. Call

@@ -205,11 +205,15 @@ class EvaluationSettings:
     least_improvement: float = 0.0
 
     def __post_init__(self) -> None:
-        EvaluationPolicy(self.every, self.patience, self.least_improvement)
+        assert self.policy  # which checks the numbers
         require_count("samples", self.samples)
         if bool(self.every) != bool(self.source):
             expected = "held-out data, since every is" if self.every else "none without every, which is"
             raise ValueError(f"source is {self.source!r}: expected {expected} {self.every}")
+
+    @property
+    def policy(self) -> EvaluationPolicy:
+        return EvaluationPolicy(self.every, self.patience, self.least_improvement)
 
     def data(self, block_length: int) -> DataSettings:
         """Return the settings of the held-out data."""
@@ -289,10 +293,6 @@ class RunFile:
             )
 
     def _check_evaluation(self) -> None:
-        if self.stages.count:
-            raise ValueError(
-                f"count of [stages] is {self.stages.count}: expected 0 with [evaluation], which does not go with it"
-            )
         own, data = self.evaluation, self.data
         if (own.source, own.split, own.config) == (data.source, data.split, data.config):
             raise ValueError(

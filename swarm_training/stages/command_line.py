@@ -134,7 +134,7 @@ def _export(args: argparse.Namespace) -> Work:
     def work() -> Coroutine[Any, Any, None]:
         from swarm_training.stages.commands.exporting import export_run
 
-        return export_run(file, who, args.directory, say, args.averaged)
+        return export_run(file, who, args.directory, say, averaged=args.averaged, best=args.best)
 
     return work
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ from swarm_training.commands.staged import StagesBackend
 if TYPE_CHECKING:
     from swarm_training.contract.backend import Joining
     from swarm_training.contract.run_like import RunView
+    from swarm_training.reports.reporter import OpenReporter
+    from swarm_training.reports.stepping import StepReports
     from swarm_training.runfile.settings import RunFile
 
 Command = Callable[[], None]
@@ -49,7 +51,7 @@ def serve_stage(args: argparse.Namespace) -> Command:
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
     afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)
     options = {"stays": stays, "afterwards": afterwards}
-    return _until_stopped(_hold(file, who, blocks, args.device, args.memory, **options, **where))
+    return _until_stopped(_hold(file, who, blocks, args.device, args.memory, (), **options, **where))
 
 
 def _hold(
@@ -58,9 +60,11 @@ def _hold(
     blocks: str | None,
     device: str,
     memory: str | None,
+    reports: Sequence[OpenReporter],
     **options: Any,
 ) -> Command:
-    """Return the command that holds a stage. ``options``: see ``serve``."""
+    """Return the command that holds a stage. ``reports``: where the numbers of each step go. ``options``: see
+    ``serve``."""
     from swarm_protocol.span import Span
     from swarm_server.core.config import parse_size
     from swarm_training.stages.commands.building import require_stages, stage_source
@@ -75,7 +79,21 @@ def _hold(
         index = stage_with(span, spans)
     named = device_named(device)
     options["memory_bytes"] = None if memory is None else parse_size(memory)
-    return lambda: carry_out(lambda: serve(file, who, index, say, named, **options))
+
+    def run() -> None:
+        with _opened(reports, file) as opened:
+            carry_out(lambda: serve(file, who, index, say, named, reports=opened, **options))
+
+    return run
+
+
+@contextmanager
+def _opened(reports: Sequence[OpenReporter], file: RunFile) -> Iterator[StepReports | None]:
+    """Open the places for the numbers of each step. Raises ValueError if one of them cannot be opened."""
+    from swarm_training.reports.stepping import open_reports
+
+    with closing(open_reports(reports, file.run.name)) as opened:
+        yield opened if reports else None
 
 
 def _until_stopped(hold: Command) -> Command:
@@ -95,7 +113,7 @@ def _until_stopped(hold: Command) -> Command:
     return run
 
 
-def _train(file: RunFile, who: Joining) -> Command:
+def _train(file: RunFile, who: Joining, reports: Sequence[OpenReporter] = ()) -> Command:
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.running import carry_out
     from swarm_training.stages.routing.router import SHORTEST_DELAY
@@ -105,12 +123,13 @@ def _train(file: RunFile, who: Joining) -> Command:
     def run() -> None:
         from swarm_training.stages.commands.training import train_run
 
-        carry_out(lambda: train_run(file, who, SHORTEST_DELAY, None, say))
+        with _opened(reports, file) as opened:
+            carry_out(lambda: train_run(file, who, SHORTEST_DELAY, None, say, opened))
 
     return run
 
 
-def _export(file: RunFile, who: Joining, directory: Path, averaged: bool) -> Command:
+def _export(file: RunFile, who: Joining, directory: Path, /, *, averaged: bool, best: bool) -> Command:
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.running import carry_out
 
@@ -119,7 +138,7 @@ def _export(file: RunFile, who: Joining, directory: Path, averaged: bool) -> Com
     def run() -> None:
         from swarm_training.stages.commands.exporting import export_run
 
-        carry_out(lambda: export_run(file, who, directory, say, averaged))
+        carry_out(lambda: export_run(file, who, directory, say, averaged=averaged, best=best))
 
     return run
 

@@ -167,7 +167,9 @@ def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(
             assert ("which no stock model has" in said[-1]) == (layers != "none")
             missing = replace(file, stages=replace(file.stages, count=3))
             with pytest.raises(PeerUnavailable, match=r"nobody is at stage .*2: expected"):
-                await export_run(missing, replace(who, identity=Identity.generate()), tmp_path / "x", said.append, 1.0)
+                await export_run(
+                    missing, replace(who, identity=Identity.generate()), tmp_path / "x", said.append, timeout_s=1.0
+                )
 
     asyncio.run(scenario())
     expected = one_process(file, steps)

@@ -47,6 +47,18 @@ CONFIG = TrainingConfig(
 )
 
 
+HELD_OUT = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(1))
+EVALUATION_S = 4.0  # that held-out data take through one stage; a step takes less than a second
+
+
+def held_out_loss(stages: Sequence[Sequence[Tensor]]) -> float:
+    """The mean loss that one plain process has with the parameters of all stages."""
+    hidden = HELD_OUT
+    for weight, bias in stages:
+        hidden = torch.tanh(hidden @ weight.T + bias)
+    return float(((hidden - 0.5) ** 2).sum()) / len(HELD_OUT)
+
+
 def micro_batch(step: int, m: int) -> Tensor:
     return torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(7919 * step + m))
 
@@ -70,10 +82,13 @@ class ToyStage:
         with torch.no_grad():
             return torch.tanh(self.layer(inputs))
 
+    def loss_sum(self, hidden: Tensor) -> Tensor:
+        return ((torch.tanh(hidden) - 0.5) ** 2).sum()
+
     def backward(self, inputs: Tensor, grad: Tensor | None) -> ToyGradients:
         inputs = inputs.detach().requires_grad_(True)
         output = torch.tanh(self.layer(inputs))
-        loss = ((output - 0.5) ** 2).sum() if self.is_last else None
+        loss = self.loss_sum(self.layer(inputs)) if self.is_last else None
         *parameters, of_inputs = torch.autograd.grad(output if loss is None else loss, [*self.parameters, inputs], grad)
         return ToyGradients(of_inputs, parameters, None if loss is None else float(loss.detach()), ROWS)
 
@@ -196,6 +211,17 @@ class SimulatedStagePeer:
         if self.peer.own.state_digest:
             self.history[self.state.moment] = [parameter.detach().clone() for parameter in self.stage.parameters]
 
+    async def held_out_loss(self, moment: Moment) -> tuple[float, int]:
+        """Of the last stage, which takes the held-out data through those before it."""
+        self.world.begun_evaluations.append((moment, self.peer_id))
+        hidden = HELD_OUT
+        for index in range(self.world.num_stages - 1):
+            while not (there := [peer for peer in self.world.alive(index) if peer.state.moment == moment]):
+                await asyncio.sleep(0.1)
+            hidden = await there[0].call(partial(there[0].forward, moment.step, hidden), EVALUATION_S)
+        self._at(moment.step)
+        return float(self.stage.loss_sum(self.stage.layer(hidden)).detach()) / len(hidden), len(hidden)
+
     async def call(self, function: Callable[[], Any], took_s: float) -> Any:
         """What a trainer asks for; the answer comes only if this peer is still there."""
         await self.world.pass_to(self.peer_id)
@@ -240,6 +266,7 @@ class StageWorld(World):
         self.runs = [stage_run("toy", index) for index in range(num_stages)]
         self.everybody: dict[str, SimulatedStagePeer] = {}
         self.choosing: list[asyncio.Task[None]] = []
+        self.begun_evaluations: list[tuple[Moment, str]] = []
         self.former: list[SimulatedStagePeer] = []  # what those who have moved were before
 
     def alive(self, index: int | None = None) -> list[SimulatedStagePeer]:
@@ -290,6 +317,7 @@ class StageWorld(World):
             OwnStage(index, state, sums), peer, watch, replicas, config.codec, at_once, at_once, shared
         )
         made = SimulatedStagePeer(self, number, stage, stage_peer, state)
+        stage_peer.evaluation.compute_by(made.held_out_loss)
         self.peers[own.peer_id] = made  # type: ignore[assignment]
         self.everybody[own.peer_id] = made
         return made

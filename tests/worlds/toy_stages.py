@@ -65,7 +65,7 @@ class ToyStage:
         logits, targets = self._head(hidden)[:, :-1], labels[:, 1:]
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> ToyOutput:
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, keeps: bool = True) -> ToyOutput:
         with torch.no_grad():
             output, num_tokens = self._run(inputs if self.is_first else inputs.float(), labels)
         return ToyOutput(loss_sum=output, num_tokens=num_tokens) if self.is_last else ToyOutput(output)

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import grpc
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
@@ -30,6 +31,7 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
+from swarm_training.data.blocks import TokenBlocks
 from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
@@ -54,6 +56,7 @@ from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer import presence
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.evaluating import HeldOutSamples
 from swarm_training.stages.trainer.presence import train_beside
 from swarm_training.stages.trainer.recomputing import Recomputing
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
@@ -80,6 +83,9 @@ CONFIG = TrainingConfig(
     checkpoint_every=2,
     checkpoints_kept=8,
 )
+
+
+HELD_OUT = TokenBlocks(np.random.default_rng(3).integers(VOCABULARY, size=5 * POSITIONS, dtype=np.int32), POSITIONS)
 
 
 class Data:
@@ -217,6 +223,7 @@ class WholeRun:
         hosted, answers, certificate = HostedStage(computes(stage), life, sums), AnswerLog(), Certificate.generate()
         config = TrainerConfig(forms=WireForms("fp64", "fp64"))
         recomputing = Recomputing(RUN, hosted, lambda: watch.view().stages, network, config, Data.loss_scale)
+        life.evaluation.compute_by(HeldOutSamples(HELD_OUT, ROWS, recomputing.held_out_loss).loss)
         service = StagesService(RUN, hosted, answers=answers, is_finite=recomputing.is_finite)
         audits = AuditService(RUN, Witness(hosted, sums, peer, own, answers))
 
@@ -272,7 +279,7 @@ class WholeRun:
 
     async def train(
         self, end: int | None, reports: list[StepReport], number: int = 90, audit_share: float = 0.0
-    ) -> None:
+    ) -> int | None:
         own = identity(number)
         network = GrpcNetwork(ClientCredentials(own))
         runs = [stage_run(RUN, index) for index in range(self.num_stages)]
@@ -285,7 +292,7 @@ class WholeRun:
         trainer = Trainer(own.peer_id, run_source, network, Data(), config, reports.append)
         try:
             with patch.object(presence, "_NEWS_S", 0.1):  # records of this board are never old
-                await train_beside(watch, roster, trainer, MICRO_BATCHES, end, join_timeout_s=60.0)
+                return await train_beside(watch, roster, trainer, MICRO_BATCHES, end, join_timeout_s=60.0)
         finally:
             await end_tasks([watching])
             await network.close()

@@ -13,10 +13,12 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_protocol.failures import first_line
 from swarm_protocol.process.scratch import scratch_directory
-from swarm_training.commands.building import build_blocks, build_tokenizer
+from swarm_training.commands.building import build_blocks, build_held_out, build_tokenizer
+from swarm_training.commands.checking import require_held_out
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.core.config import TrainingConfig, checkpoints_needed
+from swarm_training.data.blocks import TokenBlocks
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
 from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
@@ -40,12 +42,14 @@ class BuiltStage:
     Attributes:
         state: the stage's parameters and their optimizer; the learning rate follows from the global step.
         limits: the limits of what trainers may send.
+        memory: a part of a sentence that says what the peer holds.
     """
 
     stage: Stage
     state: TrainedState
     sums: Accumulator
     limits: StageLimits
+    memory: str = ""
 
 
 def require_stages(file: RunFile) -> int:
@@ -92,6 +96,7 @@ def training_config(file: RunFile, **where: Any) -> TrainingConfig:
         checkpoint_directory=None if lasting else scratch_directory(),
         lasting_directory=lasting,
         rollback=file.rollback,
+        evaluation=file.evaluation.policy,
         **where,
     )
 
@@ -145,7 +150,8 @@ def build(
     num_micro_batches = require_stages(file)
     stage = build_stage(source, index, file.stages.count, stage_options(file, device))
     settings = file.optimizer
-    room = room_of(needs_of(file, stage), memory_bytes)
+    needs = needs_of(file, stage)
+    room = room_of(needs, memory_bytes)
     stage.keep_at_most(room.kept)
     groups = decay_groups(stage.parameters, settings.weight_decay, settings.decay_vectors)
     optimizer = optimizer_by_name(settings.name, groups, lr=settings.rate(0))
@@ -155,7 +161,9 @@ def build(
     _schedule(optimizer, settings, state)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
     sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
-    return BuiltStage(stage, state, sums, StageLimits(max_bytes=room.requests))
+    return BuiltStage(
+        stage, state, sums, StageLimits(max_bytes=room.requests), needs.described(room, config.checkpoints_kept)
+    )
 
 
 def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
@@ -181,6 +189,14 @@ def build_micro_batches(file: RunFile) -> BlockMicroBatches:
     cache = platformdirs.user_cache_path("swarm") / "tokens"
     blocks = build_blocks(file.data, file.run.name, build_tokenizer(file.model), cache)
     return BlockMicroBatches(blocks, file.run.name, require_stages(file), file.stages.micro_batch_size)
+
+
+def held_out_samples(file: RunFile) -> TokenBlocks | None:
+    """Return the held-out samples; None if the run is not evaluated. Raises ValueError if there are no such data."""
+    if not file.evaluation.every:
+        return None
+    require_held_out(file)
+    return build_held_out(file.evaluation, file.data.block_length, build_tokenizer(file.model))
 
 
 def loss_scale(file: RunFile) -> float:

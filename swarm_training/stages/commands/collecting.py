@@ -67,6 +67,7 @@ async def collect(
     directory: Path,
     step: int | None = None,
     averaged: bool = False,
+    best: bool = False,
 ) -> int:
     """Write a checkpoint that transformers loads, with its tokenizer, or an adapter for PEFT; return its step.
 
@@ -75,6 +76,7 @@ async def collect(
         directory: the path to write to, which must not exist, or be empty.
         step: the step that the checkpoint must have; None: the newest that is available.
         averaged: whether the checkpoint has the moving average of the weights in place of the weights.
+        best: whether it has the step with the lowest loss on held-out data.
 
     Raises:
         PeerUnavailable: no peer gives some stage.
@@ -91,8 +93,8 @@ async def collect(
         # Records of a run that stands still may be old at first. Hence the last attempt alone takes older states, such
         # as checkpoints, and the states of peers that were cut off.
         is_last = attempt >= (_TRIES_AT_REST if step is None and now == newest else _TRIES)
-        all_plans = plans(stages, step)
-        for plan in (each for each in all_plans if step is not None or is_last or (now and each.is_of_now(now))):
+        all_plans, is_given = plans(stages, step, best), best or step is not None
+        for plan in (each for each in all_plans if is_given or is_last or (now and each.is_of_now(now))):
 
             def fetch(own: TrainedState, source: Source, moment: Moment = plan.moment) -> bytes:
                 return asyncio.run_coroutine_threadsafe(_fetched(network, source, own, moment), loop).result()
@@ -105,6 +107,8 @@ async def collect(
         if not is_last:
             await asyncio.sleep(_RETRY_S)
             stages = records()
+    if best:
+        raise PeerUnavailable("some stage does not keep the checkpoint with the lowest loss on held-out data so far")
     if step is not None:
         raise PeerUnavailable(f"some stage has no state of step {step}: expected a run that ended there")
     raise PeerUnavailable(
@@ -129,15 +133,21 @@ def require_new(directory: Path) -> None:
         raise ValueError(f"{directory} is not empty: expected a new directory")
 
 
-def plans(stages: Sequence[Sequence[Progress]], step: int | None = None) -> list[CollectionPlan]:
-    """Return the plans for all stages of one step, newest first; current states come before checkpoints of it."""
+def plans(stages: Sequence[Sequence[Progress]], step: int | None = None, best: bool = False) -> list[CollectionPlan]:
+    """Return the plans for all stages of one step, newest first; current states come before checkpoints of it.
+    ``best``: the step is that with the lowest loss on held-out data."""
     life = max((peer.rollbacks for stage in stages for peer in stage), default=0)
     now = [[(peer.moment, Source(peer, peer.state_digest, False)) for peer in stage] for stage in stages]
-    kept = [
-        [(Moment(life, peer.kept.step), Source(peer, peer.kept.state_digest, True)) for peer in stage if peer.kept]
+    stored = [
+        [
+            (Moment(life, kept.step), Source(peer, kept.state_digest, True))
+            for peer in stage
+            if (kept := peer.best if best else peer.kept) is not None
+        ]
         for stage in stages
     ]
-    found = [plan for offers in (now, kept) for plan in _plans(offers) if step in (None, plan.moment.step)]
+    offered = (stored,) if best else (now, stored)
+    found = [plan for offers in offered for plan in _plans(offers) if step in (None, plan.moment.step)]
     return sorted(found, key=lambda plan: plan.moment, reverse=True)
 
 

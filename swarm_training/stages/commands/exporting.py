@@ -22,11 +22,19 @@ _LOOK_S = 0.2
 
 
 async def export_run(
-    file: RunFile, who: Joining, directory: Path, say: Say, averaged: bool = False, timeout_s: float = 60.0
+    file: RunFile,
+    who: Joining,
+    directory: Path,
+    say: Say,
+    *,
+    averaged: bool = False,
+    best: bool = False,
+    timeout_s: float = 60.0,
 ) -> None:
     """Write the run as it is now if it stands still, else its newest checkpoint that all stages have.
 
-    ``averaged``: write the moving average of the weights instead of the weights.
+    ``averaged``: write the moving average of the weights instead of the weights. ``best``: write the checkpoint with
+    the lowest loss on held-out data instead.
 
     Raises:
         NoSwarm, PeerUnavailable: no peer gives some stage.
@@ -36,6 +44,8 @@ async def export_run(
     require_stages(file)
     if averaged and not file.optimizer.average_decay:
         raise ValueError("the run has no average of its weights: expected average_decay under [optimizer]")
+    if best and not file.evaluation.every:
+        raise ValueError("the run is not evaluated on held-out data: expected [evaluation] in its file")
     require_new(directory)
     require_writable(directory)
     config = training_config(file)
@@ -43,7 +53,8 @@ async def export_run(
     watching = await WatchPresence.enter(file.run.name, file.stages.count, who.membership(), config)
     try:
         await _until_all_are_known(watching.watch, timeout_s)
-        step = await collect(file, source, watching.watch.all_records, watching.network, directory, averaged=averaged)
+        watch, network = watching.watch, watching.network
+        step = await collect(file, source, watch.all_records, network, directory, averaged=averaged, best=best)
     finally:
         await watching.leave()
     what = "the average of the weights" if averaged else "the run"

@@ -15,6 +15,7 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError, SwarmError
 from swarm_protocol.file_lock import try_lock
 from swarm_protocol.process.local_registry import checked_name
+from swarm_protocol.process.routine import end_tasks
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
 from swarm_training.checkpoints.whole_directory import refusals, require_writable
@@ -26,7 +27,7 @@ from swarm_training.stages.commands.collecting import collect, is_taken
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.peer.watch import RunWatch, until_end
 
 Say = Callable[[str], object]
 _LOOK_S = 0.2
@@ -108,10 +109,14 @@ def require_untaken(after: Afterwards, step: int) -> None:
         )
 
 
-async def until_step(watch: RunWatch, step: int) -> None:
-    """Wait until all stages have taken this step."""
-    while (moment := watch.view().moment) is None or moment.step < step:
-        await asyncio.sleep(_LOOK_S)
+async def until_last_step(watch: RunWatch, planned: int) -> None:
+    """Wait until all stages have taken the planned last step, or the run has ended before it."""
+    ending = asyncio.ensure_future(until_end(watch))
+    try:
+        while not ending.done() and ((moment := watch.view().moment) is None or moment.step < planned):
+            await asyncio.sleep(_LOOK_S)
+    finally:
+        await end_tasks([ending])
 
 
 async def serve_trained(file: RunFile, after: Afterwards, place: InferenceContext, say: Say) -> None:

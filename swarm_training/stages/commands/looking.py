@@ -8,11 +8,13 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 
 from swarm_protocol.process import network_loop
+from swarm_training.commands.looking import shown_loss
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.run_like import PeerView, RunView, StagePeerView, StageView
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
+from swarm_training.evaluation.policy import shown_losses
 from swarm_training.progress.policy import mean_loss
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import require_stages, training_config
@@ -61,6 +63,7 @@ def view_of(run: str, num_micro_batches: int, records: Sequence[Sequence[Progres
     done = min((_samples_of(stage, moment, size) for stage in stages), default=0)
     speed = min((stage.micro_batches_per_s for stage in stages), default=0.0)
     everybody = list(chain.from_iterable(records))
+    held_out = shown_losses(moment, records[-1])
     return RunView(
         run,
         moment.step,
@@ -73,6 +76,9 @@ def view_of(run: str, num_micro_batches: int, records: Sequence[Sequence[Progres
         tuple(map(_peer_view, chain.from_iterable(stage.peers for stage in stages))),
         rollbacks=moment.rollbacks,
         stages=stages,
+        held_out=shown_loss(held_out.newest),
+        best_held_out=shown_loss(held_out.best),
+        has_ended=found.has_ended,
     )
 
 

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -18,9 +18,11 @@ from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_server.machine.heap import HeapTrimmer
 from swarm_training.contract.backend import Joining
 from swarm_training.core.config import TrainingConfig
+from swarm_training.data.blocks import TokenBlocks
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import RunMembership
 from swarm_training.progress.board import DhtPeerRegistry
+from swarm_training.reports.stepping import StepReports
 from swarm_training.rollback.stored import StoredCheckpoints
 from swarm_training.run.state import digest_of
 from swarm_training.runfile.settings import RunFile
@@ -28,6 +30,7 @@ from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.service import AuditService, Witness
 from swarm_training.stages.commands.building import (
     build,
+    held_out_samples,
     loss_scale,
     require_same_count,
     require_stages,
@@ -35,12 +38,13 @@ from swarm_training.stages.commands.building import (
     trainer_config,
     training_config,
 )
+from swarm_training.stages.commands.following import CurveFiles, follow_stage
 from swarm_training.stages.commands.inference import (
     Afterwards,
     InferenceContext,
     require_untaken,
     serve_trained,
-    until_step,
+    until_last_step,
 )
 from swarm_training.stages.commands.spans import costs_of, spans_of_stages
 from swarm_training.stages.engine.settings import StageSource
@@ -53,10 +57,10 @@ from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.routing.router import SHORTEST_DELAY
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
+from swarm_training.stages.trainer.evaluating import HeldOutSamples
 from swarm_training.stages.trainer.recomputing import Recomputing
 
 Say = Callable[[str], object]
-_LOOK_S = 0.2
 _TRIM_S = 20.0  # between two checks for heap growth: giving memory back stops computing for 0.3 s
 
 
@@ -71,6 +75,7 @@ async def serve(
     pace: PlacementTimes | None = None,
     afterwards: Afterwards | None = None,
     memory_bytes: int | None = None,
+    reports: StepReports | None = None,
     **where: Any,
 ) -> None:
     """Hold a stage until cancelled, and then leave the run.
@@ -78,7 +83,8 @@ async def serve(
     ``index``: the stage where the peer begins; None: the stage that limits the run. ``stays``: the peer stays at a
     given stage; else it moves to another when that helps. ``afterwards``: the plan after the last step, when the
     process serves the trained blocks; the peer stays in the run then, for peers that come late. ``memory_bytes``: the
-    memory that the process may take, see ``room_of``. ``where``: addresses and ports, see ``TrainingConfig``.
+    memory that the process may take, see ``room_of``. ``reports``: where the numbers of each step go; None: nowhere.
+    ``where``: addresses and ports, see ``TrainingConfig``.
 
     Raises:
         ValueError: there is no such stage, model or address, or no room for the stage; or the other peers train another
@@ -91,10 +97,24 @@ async def serve(
     require_same_count(file)
     config, member = training_config(file, **where), who.membership()
     source = await asyncio.to_thread(stage_source, file)
+    may_be_last = index in (None, file.stages.count - 1) or not stays
+    held_out = await asyncio.to_thread(held_out_samples, file) if may_be_last else None
     board = await member.join(place.run, config, await member.find_host(config))
     try:
         serving = _Serving(
-            file, source, member, config, board, place, device, pace or PlacementTimes(), say, afterwards, memory_bytes
+            file,
+            source,
+            member,
+            config,
+            board,
+            place,
+            device,
+            pace or PlacementTimes(),
+            say,
+            afterwards,
+            memory_bytes,
+            held_out,
+            reports,
         )
         if index is not None and stays:
             await serving.hold(index, stays=True)
@@ -119,6 +139,8 @@ class _Serving:
     say: Say
     afterwards: Afterwards | None
     memory_bytes: int | None
+    held_out: TokenBlocks | None
+    reports: StepReports | None
 
     def __post_init__(self) -> None:
         runs = self.place.runs
@@ -167,9 +189,12 @@ class _Serving:
 
         def add_services(server: grpc.aio.Server, peer: StagePeer, network: GrpcNetwork) -> None:
             hosted, access = HostedStage(stage, peer, built.sums), self.member.access
-            is_finite = self._recomputing(hosted, peer, network).is_finite
+            recomputing = self._recomputing(hosted, peer, network)
+            if stage.is_last and self.held_out is not None:
+                rows = self.file.stages.micro_batch_size
+                peer.evaluation.compute_by(HeldOutSamples(self.held_out, rows, recomputing.held_out_loss).loss)
             services.append(
-                StagesService(place.run, hosted, built.limits, access, answers, peer.peer.banned, is_finite)
+                StagesService(place.run, hosted, built.limits, access, answers, peer.peer.banned, recomputing.is_finite)
             )
             services[-1].add_to(server)
             if answers is not None:
@@ -178,6 +203,7 @@ class _Serving:
                 AuditService(place.run, witness, built.limits, access).add_to(server)
 
         self.say(f"stage {index} of {place.num_stages}: blocks {stage.span}, {stage.num_trained} parameters")
+        self.say(f"memory {built.memory}")
         if waits := self.is_new and self._has_checkpoints():
             await self._say_address()
             self.say("the run goes on from checkpoints on the disks of its peers, once each stage has one")
@@ -192,7 +218,8 @@ class _Serving:
             board=self.board,
             look_s=0.0 if self.is_founder else LOOK_S,
         )
-        telling = asyncio.ensure_future(_tell_steps(presence.stage_peer, place.num_micro_batches, self.say))
+        files = CurveFiles(config.lasting_directory, self.file, self.say)
+        telling = asyncio.ensure_future(follow_stage(presence.stage_peer, self.file, self.reports, files, self.say))
         trimming: asyncio.Task[None] = asyncio.ensure_future(repeat(HeapTrimmer().trim, (_TRIM_S, _TRIM_S)))
         moved_to: int | None = None
         try:
@@ -232,11 +259,13 @@ class _Serving:
         if not stays:
             ways.append(StageChooser(peer, self.costs, self.pace).next_stage())
         if after is not None:
-            ways.append(until_step(peer.watch, after.step))
+            ways.append(until_last_step(peer.watch, after.step))
         moved_to = await _first_of(ways)
         if moved_to is not None:
             return moved_to
         assert after is not None, "a peer that stays is there until it is cancelled"
+        moment = peer.watch.view().moment
+        after = replace(after, step=min(after.step, after.step if moment is None else moment.step))
         host = self.config.host, self.config.announce_host
         here = InferenceContext(stage, peer.watch, presence.network, presence.addresses, *host)
         await _first_of([presence.wait(), serve_trained(self.file, after, here, self.say)])
@@ -251,15 +280,3 @@ async def _first_of(ways: list[Coroutine[Any, Any, int | None]]) -> int | None:
         return next(task for task in tasks if task in done).result()
     finally:
         await end_tasks(tasks)
-
-
-async def _tell_steps(peer: StagePeer, num_micro_batches: int, say: Say) -> None:
-    moment = peer.moment
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        if peer.moment != moment:
-            if peer.moment.rollbacks > moment.rollbacks:
-                say(f"the run has gone back to step {peer.step}")
-            else:
-                say(f"step {peer.step}: {peer.num_counted} of {num_micro_batches} micro-batches here")
-            moment = peer.moment

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from swarm_training.contract.backend import Joining
+from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import build_micro_batches, require_stages, trainer_config
+from swarm_training.stages.commands.following import follow_as_trainer
 from swarm_training.stages.trainer.presence import train
 from swarm_training.stages.trainer.trainer import StepReport
 
 Say = Callable[[str], object]
 
 
-async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, say: Say) -> None:
-    """Train until the run has taken ``end`` steps, or all of its schedule, or until cancelled.
+async def train_run(
+    file: RunFile, who: Joining, routing: str, end: int | None, say: Say, reports: StepReports | None = None
+) -> None:
+    """Train until the run has taken ``end`` steps, or all of its schedule, or until cancelled. ``reports``: where the
+    numbers of each step go; None: nowhere.
 
     Raises ValueError if there is no such data, and as ``swarm_training.stages.trainer.presence.train``.
     """
@@ -36,6 +42,9 @@ async def train_run(file: RunFile, who: Joining, routing: str, end: int | None, 
             f"micro-batches{again} in {report.seconds:.1f} s"
         )
 
-    await train(file.run.name, file.stages.count, who.membership(), data, config, tell, steps)
-    if not has_told:
+    beside = None if reports is None else partial(follow_as_trainer, file=file, reports=reports, say=say)
+    ended = await train(file.run.name, file.stages.count, who.membership(), data, config, tell, steps, beside=beside)
+    if ended is not None:
+        say(f"the run has ended at step {ended}, since the loss on held-out data falls no more")
+    elif not has_told:
         say(f"nothing was left to do: the run has taken {steps} steps")

@@ -116,7 +116,7 @@ class Stage:
 
     # ---------------------------------------------------------------- compute
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> StageOutput:
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, keeps: bool = True) -> StageOutput:
         """Compute a micro-batch; keep the graph of the output for ``backward`` if there is room.
 
         Args:
@@ -124,6 +124,7 @@ class Stage:
                 of any floating dtype.
             labels: [batch, positions] int64, for the last stage, usually the token ids. The token at position i + 1 is
                 predicted at i, and −100 counts for nothing.
+            keeps: False if no ``backward`` follows, so that no graph is kept.
 
         Raises:
             RequestRejected: a tensor is missing, or of a wrong shape, dtype or range.
@@ -131,7 +132,7 @@ class Stage:
         self._check(inputs, labels)
         self._refresh()
         given = self._prepared(inputs)
-        if self._kept.has_room and not self.is_last:
+        if keeps and self._kept.has_room and not self.is_last:
             return StageOutput(hidden=self._run_and_keep(given))
         with torch.no_grad():  # not inference mode: autograd could never use the tensors that a model keeps
             output = self._run(given)

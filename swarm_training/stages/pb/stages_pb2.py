@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from swarm_protocol.pb import swarm_pb2 as swarm__protocol_dot_pb_dot_swarm__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarm_training/stages/pb/stages.proto\x12\x0fswarm.stages.v1\x1a\x1dswarm_protocol/pb/swarm.proto\"o\n\nMicroBatch\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x11\n\trollbacks\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0e\n\x06number\x18\x06 \x01(\r\"\xa7\x01\n\x0e\x43omputeRequest\x12#\n\x04work\x18\x01 \x01(\x0b\x32\x15.swarm.stages.v1.Work\x12 \n\x06inputs\x18\x02 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12 \n\x06labels\x18\x03 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12\x1e\n\x04grad\x18\x04 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12\x0c\n\x04part\x18\x05 \x01(\x0c\"\xf6\x01\n\x04Work\x12\x30\n\x0bmicro_batch\x18\x01 \x01(\x0b\x32\x1b.swarm.stages.v1.MicroBatch\x12*\n\x0binputs_form\x18\x02 \x01(\x0e\x32\x15.swarm.stages.v1.Form\x12(\n\tgrad_form\x18\x03 \x01(\x0e\x32\x15.swarm.stages.v1.Form\x12)\n\nreply_form\x18\x04 \x01(\x0e\x32\x15.swarm.stages.v1.Form\x12\x13\n\x0b\x61\x63\x63umulates\x18\x05 \x01(\x08\x12\x12\n\nloss_scale\x18\x06 \x01(\x01\x12\x12\n\nwants_grad\x18\x07 \x01(\x08\"d\n\x0c\x43omputeReply\x12 \n\x06tensor\x18\x01 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12\x0c\n\x04part\x18\x02 \x01(\x0c\x12\x10\n\x08loss_sum\x18\x03 \x01(\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\"\x99\x01\n\rCommitRequest\x12\x30\n\x0bmicro_batch\x18\x01 \x01(\x0b\x32\x1b.swarm.stages.v1.MicroBatch\x12\x15\n\ris_not_finite\x18\x02 \x01(\x08\x12\x1d\n\x03ids\x18\x03 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12 \n\x06labels\x18\x04 \x01(\x0b\x32\x10.swarm.v1.Tensor\"#\n\x0b\x43ommitReply\x12\x14\n\x0cis_committed\x18\x01 \x01(\x08\"5\n\rTrainerRecord\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\x12\x10\n\x08has_left\x18\x02 \x01(\x08*.\n\x04\x46orm\x12\x08\n\x04\x46P32\x10\x00\x12\x08\n\x04\x46P64\x10\x01\x12\x08\n\x04\x42\x46\x31\x36\x10\x02\x12\x08\n\x04INT8\x10\x03\x32\xef\x01\n\x06Stages\x12M\n\x07\x46orward\x12\x1f.swarm.stages.v1.ComputeRequest\x1a\x1d.swarm.stages.v1.ComputeReply(\x01\x30\x01\x12N\n\x08\x42\x61\x63kward\x12\x1f.swarm.stages.v1.ComputeRequest\x1a\x1d.swarm.stages.v1.ComputeReply(\x01\x30\x01\x12\x46\n\x06\x43ommit\x12\x1e.swarm.stages.v1.CommitRequest\x1a\x1c.swarm.stages.v1.CommitReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarm_training/stages/pb/stages.proto\x12\x0fswarm.stages.v1\x1a\x1dswarm_protocol/pb/swarm.proto\"o\n\nMicroBatch\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05stage\x18\x03 \x01(\r\x12\x11\n\trollbacks\x18\x04 \x01(\r\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x0e\n\x06number\x18\x06 \x01(\r\"\xa7\x01\n\x0e\x43omputeRequest\x12#\n\x04work\x18\x01 \x01(\x0b\x32\x15.swarm.stages.v1.Work\x12 \n\x06inputs\x18\x02 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12 \n\x06labels\x18\x03 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12\x1e\n\x04grad\x18\x04 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12\x0c\n\x04part\x18\x05 \x01(\x0c\"\x8c\x02\n\x04Work\x12\x30\n\x0bmicro_batch\x18\x01 \x01(\x0b\x32\x1b.swarm.stages.v1.MicroBatch\x12*\n\x0binputs_form\x18\x02 \x01(\x0e\x32\x15.swarm.stages.v1.Form\x12(\n\tgrad_form\x18\x03 \x01(\x0e\x32\x15.swarm.stages.v1.Form\x12)\n\nreply_form\x18\x04 \x01(\x0e\x32\x15.swarm.stages.v1.Form\x12\x13\n\x0b\x61\x63\x63umulates\x18\x05 \x01(\x08\x12\x12\n\nloss_scale\x18\x06 \x01(\x01\x12\x12\n\nwants_grad\x18\x07 \x01(\x08\x12\x14\n\x0c\x66orward_only\x18\x08 \x01(\x08\"d\n\x0c\x43omputeReply\x12 \n\x06tensor\x18\x01 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12\x0c\n\x04part\x18\x02 \x01(\x0c\x12\x10\n\x08loss_sum\x18\x03 \x01(\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\"\x99\x01\n\rCommitRequest\x12\x30\n\x0bmicro_batch\x18\x01 \x01(\x0b\x32\x1b.swarm.stages.v1.MicroBatch\x12\x15\n\ris_not_finite\x18\x02 \x01(\x08\x12\x1d\n\x03ids\x18\x03 \x01(\x0b\x32\x10.swarm.v1.Tensor\x12 \n\x06labels\x18\x04 \x01(\x0b\x32\x10.swarm.v1.Tensor\"#\n\x0b\x43ommitReply\x12\x14\n\x0cis_committed\x18\x01 \x01(\x08\"5\n\rTrainerRecord\x12\x12\n\nfirst_step\x18\x01 \x01(\x04\x12\x10\n\x08has_left\x18\x02 \x01(\x08*.\n\x04\x46orm\x12\x08\n\x04\x46P32\x10\x00\x12\x08\n\x04\x46P64\x10\x01\x12\x08\n\x04\x42\x46\x31\x36\x10\x02\x12\x08\n\x04INT8\x10\x03\x32\xef\x01\n\x06Stages\x12M\n\x07\x46orward\x12\x1f.swarm.stages.v1.ComputeRequest\x1a\x1d.swarm.stages.v1.ComputeReply(\x01\x30\x01\x12N\n\x08\x42\x61\x63kward\x12\x1f.swarm.stages.v1.ComputeRequest\x1a\x1d.swarm.stages.v1.ComputeReply(\x01\x30\x01\x12\x46\n\x06\x43ommit\x12\x1e.swarm.stages.v1.CommitRequest\x1a\x1c.swarm.stages.v1.CommitReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm_training.stages.pb.stages_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FORM']._serialized_start=971
-  _globals['_FORM']._serialized_end=1017
+  _globals['_FORM']._serialized_start=993
+  _globals['_FORM']._serialized_end=1039
   _globals['_MICROBATCH']._serialized_start=89
   _globals['_MICROBATCH']._serialized_end=200
   _globals['_COMPUTEREQUEST']._serialized_start=203
   _globals['_COMPUTEREQUEST']._serialized_end=370
   _globals['_WORK']._serialized_start=373
-  _globals['_WORK']._serialized_end=619
-  _globals['_COMPUTEREPLY']._serialized_start=621
-  _globals['_COMPUTEREPLY']._serialized_end=721
-  _globals['_COMMITREQUEST']._serialized_start=724
-  _globals['_COMMITREQUEST']._serialized_end=877
-  _globals['_COMMITREPLY']._serialized_start=879
-  _globals['_COMMITREPLY']._serialized_end=914
-  _globals['_TRAINERRECORD']._serialized_start=916
-  _globals['_TRAINERRECORD']._serialized_end=969
-  _globals['_STAGES']._serialized_start=1020
-  _globals['_STAGES']._serialized_end=1259
+  _globals['_WORK']._serialized_end=641
+  _globals['_COMPUTEREPLY']._serialized_start=643
+  _globals['_COMPUTEREPLY']._serialized_end=743
+  _globals['_COMMITREQUEST']._serialized_start=746
+  _globals['_COMMITREQUEST']._serialized_end=899
+  _globals['_COMMITREPLY']._serialized_start=901
+  _globals['_COMMITREPLY']._serialized_end=936
+  _globals['_TRAINERRECORD']._serialized_start=938
+  _globals['_TRAINERRECORD']._serialized_end=991
+  _globals['_STAGES']._serialized_start=1042
+  _globals['_STAGES']._serialized_end=1281
 # @@protoc_insertion_point(module_scope)

@@ -49,7 +49,7 @@ class ComputeRequest(_message.Message):
     def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., inputs: _Optional[_Union[_swarm_pb2.Tensor, _Mapping]] = ..., labels: _Optional[_Union[_swarm_pb2.Tensor, _Mapping]] = ..., grad: _Optional[_Union[_swarm_pb2.Tensor, _Mapping]] = ..., part: _Optional[bytes] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("micro_batch", "inputs_form", "grad_form", "reply_form", "accumulates", "loss_scale", "wants_grad")
+    __slots__ = ("micro_batch", "inputs_form", "grad_form", "reply_form", "accumulates", "loss_scale", "wants_grad", "forward_only")
     MICRO_BATCH_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FORM_FIELD_NUMBER: _ClassVar[int]
     GRAD_FORM_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class Work(_message.Message):
     ACCUMULATES_FIELD_NUMBER: _ClassVar[int]
     LOSS_SCALE_FIELD_NUMBER: _ClassVar[int]
     WANTS_GRAD_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     micro_batch: MicroBatch
     inputs_form: Form
     grad_form: Form
@@ -64,7 +65,8 @@ class Work(_message.Message):
     accumulates: bool
     loss_scale: float
     wants_grad: bool
-    def __init__(self, micro_batch: _Optional[_Union[MicroBatch, _Mapping]] = ..., inputs_form: _Optional[_Union[Form, str]] = ..., grad_form: _Optional[_Union[Form, str]] = ..., reply_form: _Optional[_Union[Form, str]] = ..., accumulates: bool = ..., loss_scale: _Optional[float] = ..., wants_grad: bool = ...) -> None: ...
+    forward_only: bool
+    def __init__(self, micro_batch: _Optional[_Union[MicroBatch, _Mapping]] = ..., inputs_form: _Optional[_Union[Form, str]] = ..., grad_form: _Optional[_Union[Form, str]] = ..., reply_form: _Optional[_Union[Form, str]] = ..., accumulates: bool = ..., loss_scale: _Optional[float] = ..., wants_grad: bool = ..., forward_only: bool = ...) -> None: ...
 
 class ComputeReply(_message.Message):
     __slots__ = ("tensor", "part", "loss_sum", "num_tokens")

@@ -31,6 +31,7 @@ class StageMember:
         skipped_batches: the batches of data skipped since the run began: at step t, the batch is t plus this.
         squared_norm: numbers whose exact sum is the squared norm of the average that it holds; empty: it holds none.
         global_squared_norm: the squared norm of all stages' averages that led to the moment; None: it is not known.
+        has_ended: whether the run ends at the moment, since the loss on held-out data has stopped falling.
     """
 
     peer_id: str
@@ -44,6 +45,7 @@ class StageMember:
     skipped_batches: int = 0
     squared_norm: tuple[float, ...] = ()
     global_squared_norm: float | None = None
+    has_ended: bool = False
 
     @classmethod
     def of(cls, record: Progress) -> StageMember:
@@ -59,6 +61,7 @@ class StageMember:
             record.skipped_batches,
             record.squared_norm,
             record.global_squared_norm,
+            record.has_ended,
         )
 
 
@@ -84,6 +87,12 @@ class RunStages:
             tuple(tuple(map(StageMember.of, records)) for records in usual),
             max(sizes, key=lambda size: (sizes[size], size), default=0),
         )
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the run has ended: more than half of the last stage, which has the losses, must say so."""
+        last = self.stages[-1] if self.stages else ()
+        return 2 * sum(peer.has_ended for peer in last) > len(last)
 
     @property
     def moment(self) -> Moment | None:

@@ -28,6 +28,7 @@ from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import barrier
 from swarm_training.stages.peer.counting import CountedGradients, Counting, InThread, StepSums
+from swarm_training.stages.peer.held_out import StageEvaluation
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import RunStages
 from swarm_training.stages.peer.shared import SharedGradients
@@ -61,6 +62,7 @@ class StagePeer:
     Attributes:
         index: the number of the stage.
         watch: the watch of all stages.
+        evaluation: the part that this peer has in evaluations on held-out data.
         peer: the part that this peer has in the run of its stage.
         num_counted: the number of micro-batches of the last step in this peer's sums.
     """
@@ -82,9 +84,11 @@ class StagePeer:
         self.index = stage.index
         self.peer = peer
         self.watch = watch
+        self.evaluation = StageEvaluation(stage.index, peer, watch)
         self._replicas = replicas
         self._resuming = Resuming(stage.index, peer, watch, replicas.download, in_thread)
         self._shared = shared
+        self._first_batch = 0  # the run has diverged before this batch of the data: earlier ones are not seen again
         self._stranded_s: float | None = None  # the time since which the stage is stranded
         self._state = stage.state
         self._counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._tell)
@@ -263,8 +267,9 @@ class StagePeer:
                 "the optimizer that it was written with, or another directory as `checkpoints` under [run]"
             ) from None
         self.peer.skip_batches(max(found.skipped_batches, self.peer.own.skipped_batches))
+        earlier = await self._in_thread(partial(self.evaluation.resume, step))
         await self._in_thread(partial(self.peer.rollbacks.kept.adopt, step, digest))
-        await self.peer.found(digest, found.moment, found.kept.lineage.born)
+        await self.peer.found(digest, found.moment, found.kept.lineage.born, earlier)
         return True
 
     async def _replicated(self, newest: Moment) -> ResumedState | None:
@@ -337,12 +342,19 @@ class StagePeer:
         else:
             self._counting.drop_moot()
             await self._report()
-            if await self.peer.is_due():
+            await self._follow_evaluations()
+            if not self.evaluation.is_awaited and await self.peer.is_due():
                 self._is_averaging = True
                 try:
                     await self._average()
                 finally:
                     self._is_averaging = False
+
+    async def _follow_evaluations(self) -> None:
+        if self.evaluation.follow():
+            await self._compute(partial(self.evaluation.spare, self._state.step))
+        if self.evaluation.is_unwritten:
+            await self._in_thread(self.evaluation.write)
 
     async def _stand_aside(self) -> None:
         """Let others go on without this peer: they know of each other, but cannot call each other to average."""
@@ -476,6 +488,7 @@ class StagePeer:
         """Go back as this stage has decided. The batches since that checkpoint, this one too, are skipped."""
         group = back.group
         skipped = self.peer.own.skipped_batches + group.step + 1 - group.next_moment.step
+        self._first_batch = group.next_moment.step + skipped
         digest = await self._take_over(partial(self._state.go_to, back.group.next_moment, back.state))
         await self._compute(partial(self.peer.keep, digest))
         await self.peer.went_back(back, digest, skipped)
@@ -500,7 +513,9 @@ class StagePeer:
         await self._go_back(Moment(self._state.moment.rollbacks + 1, step))
 
     async def _go_back(self, moment: Moment) -> bool:
-        """Go back to the checkpoint of that step; return False if this peer must load a mate's state, or wait."""
+        """Go back to the checkpoint of that step; return False if this peer must load a mate's state, or wait. If this
+        is further back than the run went when it diverged, more batches are skipped, so that none of those comes again.
+        """
         kept = self.peer.rollbacks.kept
         known = kept.digests().get(moment.step)
         data = None if known is None else await self._in_thread(partial(kept.read, known))
@@ -521,7 +536,8 @@ class StagePeer:
             return False
         digest = await self._take_over(partial(self._state.load, moment, data))
         _logger.warning("the run goes back to step %d, as a stage was lost, or has decided so", moment.step)
-        await self.peer.go_back(moment, digest)
+        skipped = max(self.peer.own.skipped_batches, self._first_batch - moment.step)
+        await self.peer.go_back(moment, digest, skipped)
         await self._compute(partial(self.peer.keep, digest, born))
         self.peer.show_kept()
         return True

@@ -29,6 +29,7 @@ _WAIT_S = 1.0  # the time for which a peer without news may keep its answer
 _TIMEOUT_S = 3.0  # the time limit beyond ``_WAIT_S``
 _PAUSE_S = 0.01  # between two calls of one peer, so that it collects news that can wait
 _RETRY_S = 0.25
+_LOOK_S = 0.2
 _READ_S, _READ_ALONE_S = 15.0, 1.0
 _UNMENTIONED_S = 2.0  # two heartbeats: a peer that does not mention another one for so long may be cut off from it
 _MAX_RELAYED = 64  # records in one call
@@ -172,6 +173,18 @@ class StageWatch:
         for record in records:
             with suppress(ValueError):  # a stranger's record may be anything
                 self.table.add(record, asyncio.get_running_loop().time())
+
+
+async def until_end(watch: RunWatch) -> int:
+    """Wait until the run has ended, since the loss on held-out data falls no more, and all stages have taken its last
+    step. Return the number of steps."""
+    while True:
+        view = watch.view()
+        if view.has_ended and view.stages and all(view.stages):
+            ended = {max(peer.moment for peer in stage) for stage in view.stages}
+            if len(ended) == 1:
+                return ended.pop().step
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _relay(table: ProgressTable, on_news: Callable[[], None]) -> None:

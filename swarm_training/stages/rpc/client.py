@@ -73,12 +73,18 @@ class StagesClient:
         self._run = run
         self._activations, self._gradients = form_named(forms.activations), form_named(forms.gradients)
 
-    async def forward(self, peer: Progress, which: MicroBatch, inputs: Tensor, timeout_s: float) -> Tensor:
+    async def forward(
+        self, peer: Progress, which: MicroBatch, inputs: Tensor, timeout_s: float, *, forward_only: bool = False
+    ) -> Tensor:
         """Return the output of a stage, [rows, positions, hidden]. The last stage is not asked: it has the loss.
 
         inputs: token ids [rows, positions] int64 of the first stage, else hidden states [rows, positions, hidden].
+        forward_only: no ``backward`` follows.
         """
-        work, given = self.forward_work(which), [(INPUTS, encode_as(self._activations, inputs))]
+        work, given = (
+            self.forward_work(which, forward_only=forward_only),
+            [(INPUTS, encode_as(self._activations, inputs))],
+        )
         _, found = await self._call(peer, "Forward", work, given, inputs.shape[:2], timeout_s)
         if found is None:
             raise BadReply("a stage's output is missing in its answer", peer.peer_id)
@@ -137,9 +143,9 @@ class StagesClient:
             reply: pb.CommitReply = await stub.Commit(request)
             return reply.is_committed
 
-    def forward_work(self, which: MicroBatch) -> pb.Work:
+    def forward_work(self, which: MicroBatch, *, forward_only: bool = False) -> pb.Work:
         """Return the work that ``forward`` asks for."""
-        return self._work(which, self._activations)
+        return self._work(which, self._activations, forward_only=forward_only)
 
     def backward_work(
         self, which: MicroBatch, *, accumulates: bool, wants_grad: bool, loss_scale: float = 1.0

@@ -158,7 +158,8 @@ class StagesService:
     async def _forward(self, _: str, work: pb.Work, tensors: dict[str, Tensor]) -> list[pb.ComputeReply]:
         def run() -> list[pb.ComputeReply]:
             require_moment(work.micro_batch, self._host)
-            found = self._host.stage.forward(tensors["inputs"], tensors.get("labels"))
+            keeps = not work.forward_only
+            found = self._host.stage.forward(tensors["inputs"], tensors.get("labels"), keeps=keeps)
             loss_sum = None if found.loss_sum is None else float(found.loss_sum)
             return _replies(work, found.hidden, loss_sum, found.num_tokens)
 

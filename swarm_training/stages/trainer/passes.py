@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of micro-batches in one step."""
+    """The passes of micro-batches in one step. ``forward_only``: whether no backward pass follows."""
 
     moment: Moment
     num_stages: int
@@ -38,6 +38,7 @@ class Passes:
     client: StagesClient
     claims: Claims
     auditor: Auditor | None = None
+    forward_only: bool = False
 
     async def run(self, number: int, trace: Trace, lacking: frozenset[int]) -> None:
         """Compute what these stages lack; put what becomes known on the way into the trace, also after a failure.
@@ -91,7 +92,7 @@ class Passes:
             which = MicroBatch(stage - 1, self.moment, number)
 
             async def call(peer: Progress, timeout_s: float) -> Tensor:
-                return await self.client.forward(peer, which, before, timeout_s)
+                return await self.client.forward(peer, which, before, timeout_s, forward_only=self.forward_only)
 
             trace.inputs[stage], peer = await self._ask(AuditedRequest(which, before), FORWARD, call)
             trace.kept_by[stage - 1] = peer.peer_id

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable
@@ -11,7 +11,7 @@ from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.config import TrainingConfig
 from swarm_training.net.membership import RunMembership
 from swarm_training.stages.peer.presence import WatchPresence
-from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.peer.watch import RunWatch, until_end
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.roster import TrainerRoster
@@ -42,8 +42,11 @@ async def train(
     on_step: Callable[[StepReport], object] = lambda report: None,
     end: int | None = None,
     join_timeout_s: float = 60.0,
-) -> None:
-    """Train until the run has taken ``end`` steps, or until cancelled.
+    beside: Callable[[RunWatch], Coroutine[Any, Any, None]] | None = None,
+) -> int | None:
+    """Train until the run has taken ``end`` steps, or until cancelled; call ``beside`` meanwhile.
+
+    Return None, or the number of steps if the run has ended before, since the loss on held-out data falls no more.
 
     Raises:
         NoSwarm: no initial peer answered.
@@ -52,14 +55,16 @@ async def train(
         RequestRejected, AccessDenied, TrainingDiverged: as ``Trainer.train``.
     """
     peer_config = TrainingConfig(counting="exact", join_timeout_s=join_timeout_s)
-    watching = await WatchPresence.enter(run, num_stages, member, peer_config)
+    watching, tasks = await WatchPresence.enter(run, num_stages, member, peer_config), list[asyncio.Future[None]]()
     try:
         watch = watching.watch
         roster = TrainerRoster(watching.board.node, run, member.identity)
         run_source = RunSource(run, lambda: watch.view().stages, roster.trainers)
         trainer = Trainer(member.identity.peer_id, run_source, watching.network, data, config, on_step)
-        await train_beside(watch, roster, trainer, data.count, end, join_timeout_s)
+        tasks += [] if beside is None else [asyncio.ensure_future(beside(watch))]
+        return await train_beside(watch, roster, trainer, data.count, end, join_timeout_s)
     finally:
+        await end_tasks(tasks)
         await watching.leave()
 
 
@@ -70,19 +75,22 @@ async def train_beside(
     num_micro_batches: int,
     end: int | None,
     join_timeout_s: float,
-) -> None:
+) -> int | None:
     """Train as ``train`` does, given a watch that runs, and a trainer that uses it and the roster."""
     await roster.enter(await _first_step(watch, num_micro_batches, join_timeout_s))
     staying = asyncio.gather(roster.run(), watch.relay(trainer.look_soon))
-    training = asyncio.ensure_future(trainer.train(end))
-    both: list[asyncio.Future[Any]] = [training, staying]
+    training, ending = asyncio.ensure_future(trainer.train(end)), asyncio.ensure_future(until_end(watch))
+    tasks: list[asyncio.Future[Any]] = [training, staying, ending]
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            return ending.result()
         if not training.done():
             await staying  # raises: a trainer that is not heard, or does not hear others, must not go on
         await training
+        return None
     finally:
-        await end_tasks([training, staying])
+        await end_tasks(tasks)
         await roster.leave()
 
 

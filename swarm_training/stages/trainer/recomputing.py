@@ -1,9 +1,10 @@
-"""The check by which a peer of the last stage finds out whether all that is computed of a micro-batch is finite."""
+"""What a peer of the last stage computes through all stages: whether a micro-batch is finite, and held-out losses."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from math import isfinite
+from math import inf, isfinite, nan
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.routing.coverage import Claims
 from swarm_training.stages.routing.router import Router
+from swarm_training.stages.routing.speed import FORWARD, SHARES
 from swarm_training.stages.rpc.client import StagesClient
 from swarm_training.stages.rpc.hosting import StageHost
 from swarm_training.stages.trainer.batches import Content
@@ -45,8 +47,7 @@ class Recomputing:
             RequestRejected: the token ids do not fit the model.
         """
         stages, trace = len(self._look()), Trace(Content(ids, labels))
-        claims = Claims(self._config.settle_s)
-        passes = Passes(moment, stages, self._loss_scale, self._asking, self._client, claims)
+        passes = self._passes(moment, forward_only=False)
         try:
             inputs = await passes.inputs(stages - 1, number, trace)
             if not await self._own_is_finite(moment, inputs, trace):
@@ -57,6 +58,46 @@ class Recomputing:
         except StepOver:
             raise PeerMoved(f"some stage has nobody at step {moment.step} any more") from None
         return True
+
+    async def held_out_loss(self, moment: Moment, ids: Tensor) -> tuple[float, int]:
+        """Return the loss with the weights of all stages at a moment, summed over the predicted tokens, and their
+        number. The sum is infinity if anything is not finite. Stages that have not come to the moment are waited for,
+        since none goes on from there without this peer. ids: [rows, positions] int64.
+
+        Raises:
+            PeerMoved: this peer has gone on, or back.
+            RequestRejected: the token ids do not fit the model.
+        """
+        passes, trace = self._passes(moment, forward_only=True), Trace(Content(ids, ids))
+        while (inputs := await self._inputs_there(passes, trace)) is None:
+            if self._host.moment != moment:
+                raise PeerMoved(f"this peer is at step {self._host.moment.step}")
+            await asyncio.sleep(self._config.poll_s)
+        if not bool(torch.isfinite(inputs).all()):
+            return inf, ids.numel()
+
+        def compute() -> tuple[float, int]:
+            if self._host.moment != moment:
+                raise PeerMoved(f"this peer is at step {self._host.moment.step}")
+            found = self._host.stage.forward(inputs, ids, keeps=False)
+            return float(found.loss_sum if found.loss_sum is not None else inf), found.num_tokens or 0
+
+        return await self._host.compute(compute, SHARES[FORWARD])
+
+    async def _inputs_there(self, passes: Passes, trace: Trace) -> Tensor | None:
+        """Return the inputs of the own stage, NaN if they are not finite; None if some stage is at another moment."""
+        try:
+            return await passes.inputs(passes.num_stages - 1, 0, trace)
+        except TrainingDiverged:
+            return torch.tensor(nan)
+        except StepOver:
+            return None
+
+    def _passes(self, moment: Moment, forward_only: bool) -> Passes:
+        claims, num_stages = Claims(self._config.settle_s), len(self._look())
+        return Passes(
+            moment, num_stages, self._loss_scale, self._asking, self._client, claims, forward_only=forward_only
+        )
 
     async def _own_is_finite(self, moment: Moment, inputs: Tensor, trace: Trace) -> bool:
         """Compute the last stage here, and put the gradient of its inputs into the trace."""

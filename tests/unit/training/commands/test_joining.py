@@ -295,6 +295,16 @@ def test_peers_with_other_rules_are_no_equals() -> None:
     assert len(digests) == 3
 
 
+def test_several_rollbacks_at_once_put_checkpoints_aside_and_remove_none(file: RunFile, tmp_path: Path) -> None:
+    joined(file, [], stop_after=4)
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    written = directory.steps()
+    joining.Writing(prepared(file, said := []), None, said.append).went_back(None)
+    assert written and not directory.steps()
+    assert len(list(directory.directory.glob("unused-*"))) == len(written)
+    assert any("may have undone any checkpoint here" in line for line in said)
+
+
 def test_a_run_that_is_founded_again_goes_on_from_its_last_checkpoint(file: RunFile, tmp_path: Path) -> None:
     joined(file, [], stop_after=4)
     given: list[Joining] = []

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import pytest
 
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
-from swarm_training.core.record import Lineage
+from swarm_training.core.record import Kept, Lineage
 from swarm_training.rollback.kept import KeptCheckpoints, stored_in
 
 
@@ -142,3 +142,20 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpoints_kept is 2: expected at least 3, since the oldest must be from"):
         TrainingConfig(checkpoint_every=5, rollback=RollbackPolicy(patience=10))
     assert TrainingConfig(checkpoint_every=5, checkpoints_kept=3, rollback=RollbackPolicy(patience=10))
+
+
+def test_spared_checkpoints_stay_beside_the_newest_and_are_none_to_go_back_to(tmp_path: Path) -> None:
+    kept = KeptCheckpoints(2, 2, tmp_path, stays=True)
+    kept.spare({5})
+    for step in range(2, 11):
+        if kept.is_due(step) or step == 5:
+            kept.keep_written(step, digest(step), lambda file: file.write(b"x"), is_extra=not kept.is_due(step))
+    assert list(kept.digests()) == [8, 10] and kept.newest() == Kept(10, digest(10))
+    assert kept.of(5) == Kept(5, digest(5)) and kept.read(digest(5)) == b"x" and kept.of(6) is None
+    assert sorted(each.step for each in stored_in(tmp_path).values()) == [5, 8, 10]
+    again = KeptCheckpoints(2, 2, tmp_path, stays=True)
+    again.spare({5})
+    again.adopt(10, digest(10))
+    assert list(again.digests()) == [8, 10] and again.read(digest(5)) == b"x"
+    again.spare(())
+    assert sorted(each.step for each in stored_in(tmp_path).values()) == [8, 10]

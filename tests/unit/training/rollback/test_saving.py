@@ -54,6 +54,17 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(map(torch.equal, again.parameters, truth.parameters))
 
 
+def test_the_checkpoint_of_a_spared_step_stays_beside_the_newest(tmp_path: Path) -> None:
+    state, paths = made()[0], []
+    for _ in range(5):
+        train(state, 1)
+        paths.append(save(state, 0, tmp_path, keep=2, spared={2}))
+    assert set(tmp_path.iterdir()) == {paths[1], *paths[-2:]}
+    train(state, 1)
+    newest = save(state, 0, tmp_path, keep=2, spared={4})
+    assert set(tmp_path.iterdir()) == {*paths[-2:], newest}
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 

@@ -40,8 +40,8 @@ class LyingStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> StageOutput:
-        found = self._stage.forward(inputs, labels)
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, keeps: bool = True) -> StageOutput:
+        found = self._stage.forward(inputs, labels, keeps)
         return replace(found, hidden=self._forward * found.hidden) if self.lies() and not self.is_last else found
 
     def backward(self, *arguments: Any, **named: Any) -> StageGradients:

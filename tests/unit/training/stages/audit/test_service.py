@@ -158,8 +158,8 @@ def test_a_lie_is_found_in_what_was_signed_and_the_truth_is_no_lie(stage: int, f
 
 def test_a_forward_pass_is_signed_too() -> None:
     class Noisy(ToyStage):
-        def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
-            found = super().forward(inputs, labels)
+        def forward(self, inputs: Tensor, labels: Tensor | None = None, keeps: bool = True) -> Any:
+            found = super().forward(inputs, labels, keeps)
             return replace(found, hidden=found.hidden + 0.5)
 
     async def scenario(court: Court) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,14 @@ def test_a_step_of_before_a_rollback_is_another_one() -> None:
     assert steps([peer("a", 7, rollbacks=1)], [peer("c", 7)]) == []
     (plan,) = plans([[peer("a", 7, kept=6, rollbacks=1)], [peer("c", 8, kept=6, rollbacks=1)]])
     assert plan.moment == Moment(1, 6)
+
+
+def test_the_best_step_is_that_of_which_all_stages_keep_the_checkpoint() -> None:
+    kept = [replace(peer(name, 7, kept=6), best=Kept(4, name.encode())) for name in "abc"]
+    stages = [[kept[0], replace(kept[1], best=Kept(2, b"b"))], [kept[2]]]
+    (plan,) = plans(stages, best=True)
+    assert plan.moment.step == 4 and [source.digest for source in plan.sources] == [b"a", b"c"]
+    assert plans([[kept[0]], [peer("d", 7, kept=4)]], best=True) == []
 
 
 def test_the_majority_is_asked_and_nobody_who_cannot_be_called() -> None:

@@ -14,9 +14,10 @@ from swarm_server import command_line as server
 from swarm_training import command_line as train
 from swarm_training.commands import watching
 from swarm_training.commands.staged import StagesBackend
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.run_like import HeldOutView, RunView
 from swarm_training.core.bitmap import to_bits
-from swarm_training.core.record import Progress
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import HeldOutLoss, Progress
 from swarm_training.stages import front
 from swarm_training.stages.commands import serving
 from swarm_training.stages.commands.inference import Afterwards
@@ -89,6 +90,7 @@ def test_a_server_trains_only_in_stages(run_file: str, capsys: pytest.CaptureFix
         ("RUN", ["join", "--as", "stage", "--part", "1/2"], "--part is not for a run in stages"),
         ("RUN", ["join", "--as", "stage", "--batch-size", "2"], "--batch-size is not for a run in stages"),
         ("RUN", ["join", "--as", "stage", "--blocks", "1:3"], "expected one of 0:1 (stage 0), 1:2 (stage 1)"),
+        ("RUN", ["join", "--as", "stage", "--report", "logs"], "--report is 'logs': expected tensorboard:DIR"),
         ("RUN", ["export", "out"], "--initial-peers is missing"),
         ("RUN", ["watch"], "--initial-peers is missing"),
         ("WHOLE", ["join", "--as", "stage"], "--as is for a run in stages, and "),
@@ -135,8 +137,8 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     joined = ["join", run_file, "--as", "stage", "--device", "cpu", "--blocks", "0:1"]
     for flags in ([], ["--memory", "4GiB"]):
         train.main([*joined, *flags], stages=front.STAGES)
-    memory = {"memory_bytes": 4 << 30}
-    nothing = {"afterwards": None, "memory_bytes": None}
+    memory = {"memory_bytes": 4 << 30, "reports": None}
+    nothing = {"afterwards": None, "memory_bytes": None, "reports": None}
     assert asked == [
         ("toy", None, "cpu", {"stays": True, **nothing, **where}),
         ("toy", 1, "cpu", {"stays": True, **nothing, **where}),
@@ -147,7 +149,7 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
             "cpu",
             {"stays": True, "afterwards": Afterwards(Path("/models/toy"), 5, "none"), **memory, **where},
         ),
-        ("toy", 0, "cpu", {"memory_bytes": None}),
+        ("toy", 0, "cpu", {"memory_bytes": None, "reports": None}),
         ("toy", 0, "cpu", memory),
     ]
 
@@ -168,7 +170,8 @@ def records() -> list[list[Progress]]:
         return Progress("toy/0", peer_id, step=7, **{**common, **fields})
 
     first = [record("QmA", done=(0, 2)), record("QmB", done=(1,), decided=b"x", next_stage=1)]
-    return [first, [record("QmC", done=(1,), loss=2.0, loss_samples=3, bytes_sent=10)]]
+    held_out = {"held_out": HeldOutLoss(Moment(0, 6), 2.5, 4), "best_held_out": HeldOutLoss(Moment(0, 3), 1.5, 4)}
+    return [first, [record("QmC", done=(1,), loss=2.0, loss_samples=3, bytes_sent=10, **held_out, has_ended=True)]]
 
 
 def test_a_run_in_stages_is_shown() -> None:
@@ -178,6 +181,7 @@ def test_a_run_in_stages_is_shown() -> None:
         (3, True, 2),
         (1, False, 1),
     ]
+    assert (view.held_out, view.best_held_out, view.has_ended) == (HeldOutView(6, 2.5), HeldOutView(3, 1.5), True)
     assert view.stages[0].peers[1].next_stage == 1 and view.stages[0].peers[0].micro_batches == 2
     empty = view_of("toy", 3, [records()[0], []])
     assert (empty.step, empty.samples, empty.next_step_s) == (7, 0, None) and empty.stages[1].peers == ()

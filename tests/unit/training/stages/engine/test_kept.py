@@ -46,6 +46,13 @@ def test_gradients_are_those_of_a_stage_that_keeps_nothing(llama: ModelCheckpoin
     assert [each.forwards for each in counted] == [2, 4]
 
 
+def test_a_pass_that_no_backward_follows_is_not_kept(llama: ModelCheckpoint) -> None:
+    (ids, _), stage = passes.tokens(), passes.stages_of(llama, 2)[0]
+    expected, found = stage.forward(ids).hidden, stage.forward(ids, keeps=False).hidden
+    assert found is not None and expected is not None and torch.equal(found, expected)
+    assert len(stage._kept._passes) == 1
+
+
 def test_what_was_computed_with_other_weights_is_dropped(llama: ModelCheckpoint) -> None:
     (ids, _), grad = passes.tokens(), torch.ones(2, 12, zoo.HIDDEN)
     stage, other = (passes.stages_of(llama, 2)[0] for _ in range(2))

@@ -98,13 +98,17 @@ def test_two_stages_that_go_back_at_the_same_moment_to_different_checkpoints_end
             while any(peer.state.step < 9 or not peer.state.moment.rollbacks for peer in world.alive()):
                 await asyncio.sleep(0.1)
         training.cancel()
-        require_one_history(world)
+        begin, skipped = require_one_history(world)
+        assert begin + skipped > DIVERGES_AT, "the batch with which the run has diverged comes again"
 
     simulate(scenario)
 
 
-def require_one_history(world: StageWorld) -> None:
-    """All stages have come to the same moments, and what they trained on since the last rollback is one training."""
+def require_one_history(world: StageWorld) -> tuple[int, int]:
+    """All stages have come to the same moments, and what they trained on since the last rollback is one training.
+
+    Returns the step to which they went back last, and the batches skipped.
+    """
     lives = [{moment.rollbacks for moment in peer.history} for peer in world.alive()]
     newest = max(max(each) for each in lives)
     assert all(newest in each for each in lives)
@@ -117,6 +121,7 @@ def require_one_history(world: StageWorld) -> None:
             if moment.rollbacks == newest:
                 expected = truth[moment.step][peer.stage_peer.index]
                 assert all(map(torch.equal, parameters, expected)), (peer.number, moment, begin, skipped)
+    return begin, skipped
 
 
 @pytest.mark.parametrize("stopped_at", [CHECKPOINT + 1, pytest.param(9, marks=SLOW)])

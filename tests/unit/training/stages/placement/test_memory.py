@@ -37,6 +37,17 @@ def test_without_a_limit_as_much_is_kept_as_is_of_use() -> None:
     assert room_of(replace(NEEDS, request_bytes=2048 * MIB), None).requests == 2048 * MIB
 
 
+def test_what_is_held_is_described_and_bounded_by_the_limit() -> None:
+    limit = 8192 * MIB
+    needs = replace(NEEDS, is_averaged=True)
+    said = needs.described(room_of(needs, limit), 3)
+    assert said.startswith("up to ") and int(said.removeprefix("up to ").partition("MiB")[0]) <= limit // MIB
+    for part in ("weights 160MiB", "optimizer 320MiB", "average of the weights 160MiB", "3 checkpoints of 640MiB each"):
+        assert part in said
+    sizes = [int(size) for size in re.findall(r" (\d+)MiB", said.partition(";")[0])]
+    assert sizes[0] == pytest.approx(sum(sizes[1:]), abs=len(sizes))
+
+
 def test_requests_of_auditors_are_counted_too() -> None:
     needs = replace(NEEDS, num_rooms=2)
     least = needs.needed_bytes + needs.gradient_bytes + 2 * needs.request_bytes

@@ -1,0 +1,54 @@
+"""The losses of a run as a process knows them: the curve for its checkpoints, and what it says of held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swarm_training.evaluation.policy import EvaluationHistory
+from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
+
+Say = Callable[[str], object]
+
+
+class KnownLosses:
+    """The losses of one run.
+
+    Attributes:
+        curve: the losses by step.
+        held_out: the losses on held-out data.
+    """
+
+    def __init__(self, say: Say) -> None:
+        self.curve = LossCurve()
+        self.held_out = EvaluationHistory()
+        self._say = say
+
+    def begin(self, curve: LossCurve, step: int) -> None:
+        """Begin with a curve up to a step, and with losses on held-out data that became known after its last point."""
+        self.curve = curve
+        self.curve.discard_after(step)
+        points = self.curve.series.get(HELD_OUT)
+        last = points[-1][0] if points else 0
+        for each in self.held_out.losses:
+            if each.step > last:
+                self.curve.add(each.step, {HELD_OUT: each.loss})
+
+    def went_back(self, step: int) -> None:
+        """Discard the losses of later steps, which a rollback has undone."""
+        self.curve.discard_after(step)
+
+    def stepped(self, step: int, loss: float | None) -> None:
+        """Add the training loss of a step; None: it is not known."""
+        self.curve.add(step, {TRAINING: loss})
+
+    def evaluated(self, known: EvaluationHistory) -> bool:
+        """Take over the losses on held-out data, and say which are new. Return whether anything has changed."""
+        if known == self.held_out:
+            return False
+        for each in known.losses:
+            if each not in self.held_out.losses:
+                self.curve.add(each.step, {HELD_OUT: each.loss})
+                lowest = ", the lowest so far" if each == known.best else ""
+                self._say(f"step {each.step}: loss on held-out data {each.loss:.4f}{lowest}")
+        self.held_out = known
+        return True

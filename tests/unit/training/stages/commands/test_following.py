@@ -1,0 +1,81 @@
+"""What a peer of a run in stages reports of each step, and the loss curve beside its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_training.core.bitmap import to_bits
+from swarm_training.core.moment import Moment
+from swarm_training.core.record import MEETING, HeldOutLoss, Progress
+from swarm_training.evaluation.policy import EvaluationHistory
+from swarm_training.losses.curve import LossCurve
+from swarm_training.reports.stepping import StepReports
+from swarm_training.runfile.reading import parse_run_file
+from swarm_training.stages.commands.following import CurveFiles, RunFollower
+from tests.unit.training.reports.test_reporters import Kept
+from tests.unit.training.stages.commands.test_command_line import TEXT
+
+FILE = parse_run_file(TEXT)
+SIZE = FILE.stages.num_micro_batches(FILE.run.target_batch_size)
+FILE = replace(FILE, run=replace(FILE.run, checkpoint_every=2))
+NOTHING = EvaluationHistory()
+
+
+def stages(step: int, *losses: tuple[float, int], rollbacks: int = 0, **fields: Any) -> list[list[Progress]]:
+    """The records of a first stage, and of a last one with a peer for each loss over so many micro-batches."""
+    common = {"step": step, "rollbacks": rollbacks, "target_batch_size": SIZE, "micro_batches": to_bits((), SIZE)}
+    last = [
+        Progress("toy/1", f"Qm{number}", loss=loss, loss_samples=samples, **{**common, **fields})
+        for number, (loss, samples) in enumerate(losses)
+    ]
+    return [[Progress("toy/0", "QmA", **common)], last]
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_batch_once_all_records_have_come(tmp_path: Path) -> None:
+    place = Kept()
+    follower, files = RunFollower(FILE, StepReports([place]), print), CurveFiles(tmp_path / "new", FILE, print)
+    for records in (
+        stages(1, (3.0, 1), (0.0, 0)),
+        stages(1, (3.0, 1), (1.5, 2)),
+        stages(1, (9.0, 1), (9.0, 2), state=MEETING),  # the losses of the step to come
+        stages(2, (5.0, 1), (0.0, 0)),
+    ):
+        follower.see(records, NOTHING)
+        files.write_if_due(follower)
+    assert not (tmp_path / "new").exists()
+    follower.see(stages(2, (5.0, 1), (2.0, 2)), EvaluationHistory.of([HeldOutLoss(Moment(0, 2), 0.5, 4)]))
+    files.write_if_due(follower)
+    assert LossCurve.parse((tmp_path / "new" / "losses.jsonl").read_text()).series == {
+        "training": [(1, 2.0), (2, 3.0)],
+        "held out": [(2, 0.5)],
+    }
+    assert "held out 0.5 at step 2" in (tmp_path / "new" / "loss.svg").read_text()
+    follower.see(stages(1, (7.0, SIZE), rollbacks=1), NOTHING)
+    assert follower.losses.curve.series == {"training": [(1, 7.0)]}
+    reported = [(step, scalars["loss/training"]) for step, scalars in place.added]
+    assert reported == [(1, 2.0), (2, 3.0)]
+
+
+def test_a_process_that_starts_again_goes_on_with_the_curve(tmp_path: Path) -> None:
+    assert not CurveFiles(tmp_path, FILE, print).read().series
+    follower = RunFollower(FILE, None, print)
+    follower.see(stages(2, (3.0, SIZE)), NOTHING)
+    CurveFiles(tmp_path, FILE, print).write_if_due(follower)
+    again = RunFollower(FILE, None, print)
+    again.losses.begin(CurveFiles(tmp_path, FILE, print).read(), 2)
+    again.see(stages(3, (1.0, SIZE)), NOTHING)
+    assert again.losses.curve.series == {"training": [(2, 3.0), (3, 1.0)]}
+
+
+def test_a_curve_that_cannot_be_written_is_said_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    follower = RunFollower(FILE, None, print)
+    follower.see(stages(2, (3.0, SIZE)), NOTHING)
+    CurveFiles(tmp_path / "file", FILE, print).write_if_due(follower)
+    assert "warning: the loss curve cannot be written to" in capsys.readouterr().out
