@@ -118,17 +118,25 @@ _HOSTING = ConfigFlags(
         metavar="N",
     ),
     Flag(
+        "group",
+        "name of a group of near machines that compute each block together: those with the same name and key find each "
+        "other in the swarm, one leads, and the others follow",
+        metavar="NAME",
+        read=checked_name,
+    ),
+    Flag(
         "group_listen",
-        "with --group-size: an address of this machine to which followers on other machines come",
+        "with --group-size: an address of this machine to which followers on other machines come; by default --group "
+        "takes a free port",
         metavar="HOST:PORT",
     ),
     Flag(
         "group_key",
-        "with --group-listen or --follow: file with the group's secret; the leader makes it, and each follower needs a "
-        "copy",
+        "with --group, --group-listen or --follow: file with the group's secret; the first member makes it, and the "
+        "others need copies",
         metavar="FILE",
     ),
-    Flag("group_always", "with --group-listen: form the group even if it is computed to be slower"),
+    Flag("group_always", "with --group or --group-listen: form the group even if it is computed to be slower"),
     Flag(
         "follow",
         "be a follower in the group of the leader that listens at this address, instead of a server",
@@ -254,6 +262,8 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
     """Return the configuration of these arguments. Raise ValueError if one is out of range."""
     for peer in args.initial_peers:
         check_peer(peer)
+    if args.group is not None:
+        args.group_size = max(2, args.group_size)
     return ServerConfig(model=named_model(args), **_FILES.values(args), **_HOSTING.values(args))
 
 
@@ -336,28 +346,29 @@ def run(config: ServerConfig) -> None:
     """Serve until a signal ends the server.
 
     Raises:
-        ValueError, SwarmError: see ``Server.run``.
+        ValueError, SwarmError: see ``Server.run`` and ``GroupMember``.
     """
     from swarm_protocol.imports.light_imports import collected_later, import_transformers
     from swarm_protocol.process.network_loop import new_event_loop
 
     with collected_later():
         import_transformers()
-        from swarm_server.group.forming import GroupLeader
         from swarm_server.group.links import GroupEnded
-        from swarm_server.node.hosting import devices_and_dtype
+        from swarm_server.group_life import GroupMember
         from swarm_server.node.server import Server
 
     loop = new_event_loop()
-    leader = None if config.group_listen is None else GroupLeader(config, devices_and_dtype(config)[1])
+    member = GroupMember(config) if config.group or config.group_listen else None
     while True:
         try:
-            # Not asyncio.run(), which would wait after a signal for threads that still load.
-            loop.run_until_complete(serve(Server(config, leader)))
+            leader = None if member is None else member.lead(loop)
+            if leader is not None or member is None:
+                # Not asyncio.run(), which would wait after a signal for threads that still load.
+                loop.run_until_complete(serve(Server(config, leader)))
             return
         except GroupEnded as error:
             left = "with the members that are there"
-            if leader is None:
+            if member is None:
                 config = config.without_a_member()
                 left = "alone" if config.group_size == 1 else f"with a group of {config.group_size}"
             _logger.warning("%s; this server has left the swarm, and starts again %s", error, left)
@@ -367,18 +378,21 @@ def follow(config: ServerConfig) -> None:
     """Be a follower in a group until a signal ends this process.
 
     Raises:
-        ValueError, SwarmError: see ``follow_leader``.
+        ValueError, SwarmError: see ``Follower.follow_for_ever``.
     """
     from swarm_protocol.imports.light_imports import collected_later, import_transformers
 
     with collected_later():
         import_transformers()
         from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-        from swarm_server.group.following import follow_leader
+        from swarm_server.group.following import Follower
+        from swarm_server.group.handshake import Hello
         from swarm_server.node.hosting import devices_and_dtype, follower_loader
 
     checkpoint = ModelCheckpoint.open(locate(config.model), config.model_revision)
-    follow_leader(config, devices_and_dtype(config)[1], follower_loader(config, checkpoint))
+    assert config.follow is not None and config.group_key is not None, "the configuration has been checked"
+    key, hello = read_group_key(config.group_key, create=False), Hello(config.quant, str(devices_and_dtype(config)[1]))
+    Follower(config.follow, key, hello, follower_loader(config, checkpoint)).follow_for_ever()
 
 
 def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> Command:

@@ -17,6 +17,7 @@ from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, tcp_target
 from swarm_protocol.dht.bootstrap import bootstrap, start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.notices.accusations import AccusationRegistry
+from swarm_protocol.dht.notices.group_candidates import CandidateRegistry
 from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import (
     LIFETIME_S,
@@ -154,6 +155,10 @@ class Dht:
     def accusations(self, model: str) -> AccusationRegistry:
         """Return the accusations against servers of a model."""
         return AccusationRegistry(lambda: self._node, self._swarm, model, self._identity, self._access)
+
+    def candidates(self, group: str, secret: bytes, token: bytes) -> CandidateRegistry:
+        """Return the candidates for a group of servers. ``token``: of a member of a private swarm."""
+        return CandidateRegistry(lambda: self._node, self._swarm, self._identity, token, group, secret)
 
     async def addresses(self) -> list[str]:
         """Return the multiaddrs under which peers can join through this node."""

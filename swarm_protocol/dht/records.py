@@ -241,6 +241,21 @@ def short_id(peer_id: str) -> str:
 
 
 @dataclass(frozen=True)
+class GroupCandidate:
+    """A process that can be a member of a group of servers which compute together.
+
+    Attributes:
+        name: a random name, which the process keeps until it ends.
+        address: HOST:PORT where it waits for followers.
+        leads: whether it leads the group at present.
+    """
+
+    name: str
+    address: str
+    leads: bool
+
+
+@dataclass(frozen=True)
 class SwarmView:
     """The servers of one model, as read from the DHT at one moment."""
 
@@ -284,6 +299,11 @@ def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
 def revocations_key(swarm: str) -> str:
     """Return the DHT key whose subkeys are the ids of grants that a private swarm's organiser has revoked."""
     return f"swarm.v1/{swarm}/revocations"
+
+
+def group_key_of(swarm: str, digest: str) -> str:
+    """Return the DHT key of the candidates for a group; ``digest`` comes from its secret."""
+    return f"swarm.v1/{swarm}/group/{digest}"
 
 
 def accusations_key(swarm: str, model: str) -> str:

@@ -637,6 +637,14 @@ class Accusations(_message.Message):
     token: bytes
     def __init__(self, evidence: _Optional[_Iterable[_Union[Evidence, _Mapping]]] = ..., doubted: _Optional[_Iterable[str]] = ..., token: _Optional[bytes] = ...) -> None: ...
 
+class GroupCandidate(_message.Message):
+    __slots__ = ("sealed", "token")
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    sealed: bytes
+    token: bytes
+    def __init__(self, sealed: _Optional[bytes] = ..., token: _Optional[bytes] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

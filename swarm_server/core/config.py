@@ -51,6 +51,7 @@ class ServerConfig:
     devices: tuple[str, ...] = ()  # several devices that share the blocks, such as cuda:0 and cuda:1; empty: ``device``
     tensor_parallel: bool = False  # each of ``devices`` holds some of the rows of every linear layer of all blocks
     group_size: int = 1  # processes that compute each block together, this one included
+    group: str | None = None  # name of a group whose members find each other in the swarm; the first leads
     group_listen: str | None = None  # HOST:PORT where the group's followers on other machines come; None: this machine
     group_key: Path | None = None  # file with the secret of a group on several machines
     group_always: bool = False  # form the group on several machines even if it is computed to be slower
@@ -207,17 +208,24 @@ class ServerConfig:
         flags = [flag for flag, address in addresses.items() if address is not None]
         for flag in flags:
             _require_port(flag, str(addresses[flag]))
+        flags += ["--group"] if self.group else []
         leads = self.group_size > 1 or self.group_listen is not None
         for is_wrong, message in (
             (self.follow and leads, "--follow is for followers: expected it without --group-size and --group-listen"),
+            (self.follow and self.group, "--follow names the leader: expected it without --group"),
             (
-                self.follow and self.model.startswith(FROM_SWARM),
+                (self.follow or self.group) and self.model.startswith(FROM_SWARM),
                 "a follower reads the model's files itself: expected --model with a directory or a model of the hub",
             ),
             (self.group_listen and self.group_size == 1, "--group-listen: expected --group-size of at least 2 with it"),
-            (self.group_always and not self.group_listen, "--group-always: expected --group-listen HOST:PORT with it"),
-            (self.group_key and not flags, "--group-key: expected --group-listen or --follow HOST:PORT with it"),
-            (flags and not self.group_key, f"{''.join(flags)}: expected --group-key FILE with it, the group's secret"),
+            (self.group is not None and not self.group, "--group '' is no name of a group: expected a word"),
+            (self.group and self.group_size == 1, "--group: expected --group-size of at least 2 with it"),
+            (self.group_always and not flags, "--group-always: expected --group or --group-listen HOST:PORT with it"),
+            (self.group_key and not flags, "--group-key: expected --group, --group-listen or --follow with it"),
+            (
+                flags and not self.group_key,
+                f"{flags[0] if flags else ''}: expected --group-key FILE with it, the group's secret",
+            ),
         ):
             if is_wrong:
                 raise ValueError(message)

@@ -6,47 +6,65 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from math import inf
 from types import FrameType
 
-import torch
-
 from swarm_protocol.process import signals
-from swarm_server.core.config import ServerConfig
-from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import Hello
-from swarm_server.group.members import MakeLoader, follow
+from swarm_server.group.links import GroupEnded
+from swarm_server.group.members import LoadSpan, MakeLoader, follow
 from swarm_server.group.remote import connected_to_leader
 
 _logger = logging.getLogger(__name__)
 
 
-def follow_leader(config: ServerConfig, dtype: torch.dtype, make_loader: MakeLoader) -> None:
-    """Hold rows of the leader's blocks until a signal ends this process.
+class Follower:
+    """A follower of one leader, which holds rows of the leader's blocks."""
 
-    When the leader ends, the follower waits until it is there again. ``dtype`` is that of computation.
+    def __init__(self, address: str, key: bytes, hello: Hello, make_loader: MakeLoader) -> None:
+        """Follow the leader at HOST:PORT with the group's ``key``. ``hello``: how this process computes."""
+        self._address, self._key, self._hello, self._make_loader = address, key, hello, make_loader
 
-    Raises:
-        ValueError, SwarmError: the model, the key or the leader cannot be used; one sentence says why.
-    """
-    assert config.follow is not None and config.group_key is not None, "the configuration has been checked"
-    address, key = config.follow, read_group_key(config.group_key, create=False)
-    hello = Hello(config.quant, str(dtype))
-    _until_signal(lambda: _follow_for_ever(address, key, hello, make_loader))
+    def follow_for_ever(self) -> None:
+        """Follow until a signal ends this process. When the leader ends, wait until it is there again.
 
+        Raises:
+            ValueError, SwarmError: the model, the key or the leader cannot be used; one sentence says why.
+        """
 
-def _follow_for_ever(address: str, key: bytes, hello: Hello, make_loader: MakeLoader) -> None:
-    load = make_loader()  # in this thread, whose number of threads it sets
-    while True:
-        link = connected_to_leader(address, key, hello)
-        follow(load, link, lambda place: print(f"following leader={address} {place}", flush=True))
+        def work() -> None:
+            load = self._make_loader()  # in this thread, whose number of threads it sets
+            while True:
+                self._follow_once(load, inf)
+                _logger.info("the group has ended; this follower waits for the leader at %s", self._address)
+
+        _until_signal(work)
+
+    def follow(self, limit_s: float) -> bool:
+        """Follow until the leader ends, or does not answer for ``limit_s``. Return False after a signal.
+
+        Raises:
+            ValueError, SwarmError: as ``follow_for_ever``.
+        """
+        try:
+            return _until_signal(lambda: self._follow_once(self._make_loader(), limit_s))
+        except GroupEnded as error:
+            _logger.info("%s", error)
+            return True
+
+    def _follow_once(self, load: LoadSpan, limit_s: float) -> None:
+        link = connected_to_leader(self._address, self._key, self._hello, limit_s)
+        follow(load, link, lambda place: print(f"following leader={self._address} {place}", flush=True))
         link.close()
-        _logger.info("the group has ended; this follower waits for the leader at %s", address)
 
 
-def _until_signal(work: Callable[[], None]) -> None:
-    """Run ``work`` in a thread, because compiled code does not see signals, until it fails or a signal comes."""
+def _until_signal(work: Callable[[], None]) -> bool:
+    """Run ``work`` in a thread, because compiled code does not see signals. Return False if a signal comes earlier.
+
+    What ``work`` raises is raised.
+    """
     failures: list[BaseException] = []
-    done = threading.Event()
+    done, signalled = threading.Event(), threading.Event()
 
     def run() -> None:
         try:
@@ -56,6 +74,7 @@ def _until_signal(work: Callable[[], None]) -> None:
         done.set()
 
     def end(_number: int, _frame: FrameType | None) -> None:
+        signalled.set()
         done.set()
 
     for number in (signal.SIGINT, *signals.ending_signals()):
@@ -64,3 +83,4 @@ def _until_signal(work: Callable[[], None]) -> None:
     done.wait()
     if failures:
         raise failures[0]
+    return not signalled.is_set()

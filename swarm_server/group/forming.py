@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 import statistics
@@ -9,23 +10,23 @@ import time
 from collections.abc import Callable, Sequence
 from math import inf
 
-import torch
-
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.records import GroupCandidate
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.failures import undone_on_error
+from swarm_protocol.failures import logged_errors, undone_on_error
 from swarm_protocol.process.invocation import typed
 from swarm_server.core.config import ServerConfig
-from swarm_server.group.group_key import read_group_key
-from swarm_server.group.handshake import Hello
 from swarm_server.group.links import Deal, GroupEnded, MemberLink
 from swarm_server.group.members import formed_links
 from swarm_server.group.payoff import Payoff, measured
 from swarm_server.group.remote import Lobby, RemoteGroup
 from swarm_server.machine.memory import hosted_bytes
+from swarm_server.placement.group_leader import chosen_leader
 
 _logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
+_ANNOUNCE_S = 5.0
 _REJOIN_S = 5.0  # for the followers of a group that has ended to come back
 _BACK_S = 600.0  # for which a follower is left out that has made a group slow, or with which none pays
 
@@ -35,24 +36,48 @@ class GroupRefused(SwarmError):
 
 
 class GroupLeader:
-    """The leader of one group after the other: it keeps the lobby, and remembers whom it leaves out."""
+    """The leader of one group after the other: it keeps the lobby, and remembers whom it leaves out.
 
-    def __init__(self, config: ServerConfig, dtype: torch.dtype, clock: Callable[[], float] = time.monotonic) -> None:
-        """Lead as ``config`` says, computing with ``dtype``. Raise ValueError if the address or the key is wrong."""
-        assert config.group_listen is not None and config.group_key is not None, "the configuration has been checked"
-        key = read_group_key(config.group_key, create=True)
-        self._lobby = Lobby(config.group_listen, key, Hello(config.quant, str(dtype)))
-        self._config, self._clock = config, clock
+    Attributes:
+        leads: whether this process should lead; false if another leads the named group.
+    """
+
+    def __init__(
+        self, config: ServerConfig, lobby: Lobby, key: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Lead as ``config`` says, with followers that come to the ``lobby``. ``key`` is the group's secret."""
+        self.leads = False
+        self._config, self._lobby, self._key, self._clock = config, lobby, key, clock
         self._group: RemoteGroup | None = None  # the last one
         self._left_out: dict[str, float] = {}  # names of followers, and until when
+
+    def candidate(self, *, leads: bool) -> GroupCandidate:
+        """Return this process as a candidate for the group."""
+        return GroupCandidate(self._lobby.name, self._lobby.address, leads)
+
+    async def keep_announced(self, dht: Dht, token: bytes) -> None:
+        """Tell others of the named group that this process leads it, until it gives way to another leader."""
+        if self._config.group is None:
+            return
+        registry, own = dht.candidates(self._config.group, self._key, token), self.candidate(leads=True)
+        while self.leads:
+            with logged_errors(_logger, "the leader of the group could not be announced"):
+                await registry.publish(own)
+                chosen = chosen_leader([own, *await registry.read()], self._config.group_size, waits=False)
+                self.leads = chosen is None or chosen.name == own.name
+            await asyncio.sleep(_ANNOUNCE_S)
+
+    def dismiss(self) -> None:
+        """Let all followers go that wait, because this process follows another."""
+        _close_all(self._lobby.waiting())
 
     def form(self, checkpoint: ModelCheckpoint, still_wanted: Callable[[], bool]) -> RemoteGroup:
         """Wait for followers, measure them, and form a group of those with which it is fastest.
 
-        The first group waits for all followers; later ones go on with those who come within a few seconds.
+        The first group waits for all followers, unless it has a name; others go on with those who come within seconds.
 
         Raises:
-            GroupRefused: the first group would not pay.
+            GroupRefused: the first group would not pay, and has no name.
             GroupEnded: a follower has ended meanwhile, or the group is not wanted any more.
         """
         config = self._config
@@ -69,8 +94,10 @@ class GroupLeader:
         self._group = RemoteGroup(taken, payoff.free_bytes)
         return self._group
 
-    def could_grow(self) -> bool:
-        """Return whether a follower waits that could join the group, or replace one that has gone."""
+    def should_form_again(self) -> bool:
+        """Return whether a follower waits that could join the group, or another leader that this one should follow."""
+        if not self.leads:
+            return True
         return (
             self._group is not None and self._group.links.members < self._config.group_size and bool(self._eligible())
         )
@@ -79,7 +106,7 @@ class GroupLeader:
         """Return the numbers of the followers with which the group is fastest; all if the user forces it."""
         everybody = range(len(links))
         chosen = everybody if self._config.group_always else payoff.best_followers(len(links))
-        if self._group is None:
+        if self._group is None and self._config.group is None:
             judge(payoff.of(chosen or everybody), self._config.group_always)
         for number in set(everybody) - set(chosen):
             _logger.warning("a follower is left out, because the group with all would reach only %s", payoff)
@@ -93,8 +120,9 @@ class GroupLeader:
         return links[: self._config.group_size - 1]
 
     def _gathered(self, still_wanted: Callable[[], bool]) -> list[MemberLink]:
-        count, until = self._config.group_size - 1, self._clock() + (inf if self._group is None else _REJOIN_S)
-        if self._group is None:
+        waits_for_all = self._group is None and self._config.group is None
+        count, until = self._config.group_size - 1, self._clock() + (inf if waits_for_all else _REJOIN_S)
+        if waits_for_all:
             words = count, self._config.group_key, _follower_command(self._config)
             _logger.info("waiting for %d on other machines, with a copy of %s: %s", *words)
         while len(links := self._eligible()) < count and self._clock() < until:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from math import inf
 
 from swarm_protocol.net.hosts import split_address
 from swarm_server.group.handshake import HandshakeFailed, Hello, shake_hands
@@ -60,10 +61,16 @@ class RemoteGroup:
 
 
 class Lobby:
-    """The place where followers wait for a place in a group: a thread lets them in, while groups come and go."""
+    """The place where followers wait for a place in a group: a thread lets them in, while groups come and go.
+
+    Attributes:
+        address: HOST:PORT.
+        name: this process's name in the group.
+    """
 
     def __init__(self, address: str, group_key: bytes, hello: Hello) -> None:
         """Listen at HOST:PORT. Raise ValueError if that is not possible."""
+        self.address, self.name = address, hello.name
         self._listener, self._group_key, self._hello = _listening(address), group_key, hello
         self._links: list[MemberLink] = []
         self._lock = threading.Lock()
@@ -123,15 +130,16 @@ def _listening(address: str) -> socket.socket:
     return listener
 
 
-def connected_to_leader(address: str, group_key: bytes, hello: Hello) -> MemberLink:
-    """Return the link to the leader at HOST:PORT. Wait as long as there is no leader.
+def connected_to_leader(address: str, group_key: bytes, hello: Hello, limit_s: float = inf) -> MemberLink:
+    """Return the link to the leader at HOST:PORT. Wait for it as long as ``limit_s``.
 
     Raises:
         HandshakeFailed: the leader has another key, or computes otherwise.
         ValueError: the host has no address.
+        GroupEnded: there is no leader at the end of that time.
     """
-    said = False
-    while True:
+    said, until = False, time.monotonic() + limit_s
+    while time.monotonic() < until:
         try:
             connection = socket.create_connection(split_address(address, 0), _CONNECT_S)
         except socket.gaierror as error:
@@ -151,3 +159,4 @@ def connected_to_leader(address: str, group_key: bytes, hello: Hello) -> MemberL
         except HandshakeFailed as error:
             connection.close()
             raise HandshakeFailed(f"cannot follow {address}: {error}") from None
+    raise GroupEnded(f"no leader of the group answers at {address}")

@@ -257,10 +257,10 @@ class SpanLoader:
         quiet_s = 0.0
         while self._group is None or (failure := self._group.failure) is None:
             await asyncio.sleep(_WATCH_GROUP_S)
-            could_grow = self._group is not None and self._leader is not None and self._leader.could_grow()
-            quiet_s = quiet_s + _WATCH_GROUP_S if could_grow and is_quiet() else 0.0
+            changes = self._group is not None and self._leader is not None and self._leader.should_form_again()
+            quiet_s = quiet_s + _WATCH_GROUP_S if changes and is_quiet() else 0.0
             if quiet_s >= _QUIET_S:
-                return GroupEnded("a member has come to the group")
+                return GroupEnded("the group has another member or leader")
         return failure
 
     async def start(self, stack: Stack, neighbours: Neighbours, sharing: str) -> SpanRuntime:

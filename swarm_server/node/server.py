@@ -103,6 +103,9 @@ class Server:
             metrics = await _export(self.config, counters, cleanup)
             starting, membership = await _start(self.config, counters, cleanup, self._leader)
             joined = await _join(starting, membership, cleanup)
+            if self._leader is not None:
+                announcing = self._leader.keep_announced(joined.membership.dht, starting.access.token)
+                cleanup.callback(asyncio.ensure_future(announcing).cancel)
             network_probe = NetworkProbe(starting.channels)
             blocklist = Blocklist()
             monitor = PeerMonitor(joined, network_probe, blocklist)

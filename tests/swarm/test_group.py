@@ -14,6 +14,7 @@ from swarm_server.group import links
 from swarm_server.group.group_key import read_group_key
 from swarm_server.node.addresses import free_port
 from tests.swarm.harness import InProcessServers, Watcher
+from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 from tests.zoo import VOCAB, save_checkpoint
 
@@ -88,7 +89,7 @@ def test_a_group_over_tcp_whose_followers_are_killed_and_stopped_in_mid_generati
         assert "is not let into the group" in group.stderr
         follower = server_process(*following, str(key), wait=False)
         wait_for(lambda: len(group.stdout) == 3, "the group has formed again with the member that has come")
-        assert "group=2" in group.stdout[2] and "a member has come to the group" in group.stderr
+        assert "group=2" in group.stdout[2] and "the group has another member or leader" in group.stderr
         with DistributedModel.from_pretrained(str(model), **client) as together:
             watcher = Watcher(3, lambda: os.kill(follower.pid, signal.SIGSTOP))
             assert torch.equal(generate(together, streamer=watcher), expected)
@@ -99,6 +100,38 @@ def test_a_group_over_tcp_whose_followers_are_killed_and_stopped_in_mid_generati
         assert group.terminate() == 0
         for process in (refused, group, stranger, follower):
             assert "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+def test_members_of_a_named_group_find_each_other_and_another_leader(server_process, tmp_path: Path) -> None:
+    """One leads, and the other follows; when the leader is killed in mid-generation, the other takes its place."""
+    model, key = tmp_path / "model", tmp_path / "group.key"
+    save_checkpoint("llama", model, hidden_size=128, intermediate_size=320)
+    read_group_key(key, create=True)
+    with InProcessServers(model) as servers:
+        servers.start("0:6", quant="int8", throughput=1.0)
+        client = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+        with DistributedModel.from_pretrained(str(model), **client) as alone:
+            expected = generate(alone)
+        member = ["--model", str(model), "--blocks", "0:6", "--group", "lab", "--group-key", str(key), "--group-always"]
+        member += ["--throughput", "1000", "--swarm", servers.swarm, "--initial-peers", *servers.initial_peers]
+        members = [server_process(*member, wait=False) for _ in range(2)]
+        leader = wait_for(lambda: next(filter(_leads, members), None), "one leads")
+        (other,) = [each for each in members if each is not leader]
+        assert other.stdout[0].startswith("following leader=127.0.0.1:")
+        with DistributedModel.from_pretrained(str(model), **client) as together:
+            assert torch.equal(generate(together, streamer=Watcher(3, leader.kill)), expected)
+        wait_for(lambda: other.stdout[-1].startswith("ready"), "the other serves")
+        third = server_process(*member, wait=False)
+        wait_for(lambda: _leads(other), "the group has two members again")
+        assert third.stdout[0].startswith("following leader=127.0.0.1:")
+        assert other.terminate() == 0
+        for process in (*members, third):
+            assert "Traceback" not in process.stderr
+
+
+def _leads(process: ServerProcess) -> bool:
+    return any(line.startswith("ready") and " group=2 " in line for line in process.stdout)
 
 
 def generate(model: DistributedModel, **options) -> torch.Tensor:

@@ -168,6 +168,7 @@ POLICIES = [
     "swarm_training/experts/search/placing.py",
     "swarm_server/placement/capacity.py",
     "swarm_server/placement/device_split.py",
+    "swarm_server/placement/group_leader.py",
     "swarm_server/placement/placement.py",
     "swarm_server/placement/slow_follower.py",
     "swarm_server/queueing/fair_queue.py",

@@ -175,5 +175,8 @@ def test_a_follower_takes_only_what_it_needs() -> None:
     argv = ["--follow", "leader:31400", "--group-key", "key", "--model", "m", "--quant", "int4"]
     assert config(*argv) == ServerConfig(model="m", quant="int4", follow="leader:31400", group_key=Path("key"))
     require_follow_flags(argv)
+    named = dict(group="lab", group_key=Path("key"))
+    assert config("--group", "lab", "--group-key", "key") == ServerConfig(group_size=2, **named)
+    assert config("--group", "lab", "--group-key", "key", "--group-size", "3") == ServerConfig(group_size=3, **named)
     with pytest.raises(ValueError, match=r"--discover and --port: cannot be combined with --follow, which takes only"):
         require_follow_flags([*argv, "--port", "1", "--discover"])

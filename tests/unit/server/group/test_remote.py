@@ -233,10 +233,9 @@ def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
         return now_s
 
     config = ServerConfig(group_size=3, group_listen=address, group_key=key)
-    leader, checkpoint = (
-        GroupLeader(config, torch.float32, clock),
-        SimpleNamespace(family=SimpleNamespace(hidden_size=8)),
-    )
+    leader = GroupLeader(config, Lobby(address, KEY, HELLO), KEY, clock)
+    leader.leads = True
+    checkpoint = SimpleNamespace(family=SimpleNamespace(hidden_size=8))
 
     def formed(by_name: dict[str, float]) -> RemoteGroup:
         group = leader.form(checkpoint, lambda: True)
@@ -248,19 +247,19 @@ def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
     with following(address, first):
         with following(address, second):
             group = formed({"1": 1 / 6, "2": 1 / 3})
-            assert not leader.could_grow()
+            assert not leader.should_form_again()
             group.close()
         group = formed({"1": 1 / 4})  # the second has gone
         with following(address, second):
-            wait_for(leader.could_grow, "the second has come back")
+            wait_for(leader.should_form_again, "the second has come back")
             group.close()
             group = formed({"1": 1 / 6, "2": 1 / 3})
             group.slow = "1"
             group.close()
             group = formed({"2": 2 / 5})
             wait_for(lambda: leader._lobby.waiting(), "the slow one waits")
-            assert not leader.could_grow()
+            assert not leader.should_form_again()
             now_s += 600
-            assert leader.could_grow()
+            assert leader.should_form_again()
             group.close()
     leader._lobby.close()

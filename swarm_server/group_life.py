@@ -1,0 +1,91 @@
+"""The life of a member of a group on several machines: it meets the others in the swarm, and then leads or follows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack
+
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.checkpoints.default_model import locate
+from swarm_protocol.net.hosts import host_port
+from swarm_server.core.access import server_access
+from swarm_server.core.config import ServerConfig
+from swarm_server.group.following import Follower
+from swarm_server.group.forming import GroupLeader
+from swarm_server.group.group_key import read_group_key
+from swarm_server.group.handshake import Hello
+from swarm_server.group.remote import Lobby
+from swarm_server.node.addresses import free_port
+from swarm_server.node.hosting import devices_and_dtype, follower_loader
+from swarm_server.node.joining import join
+from swarm_server.placement.group_leader import chosen_leader
+
+_logger = logging.getLogger(__name__)
+_MEET_S = 20.0  # for which a member waits for others before it leads those that are there
+_LOOK_S = 1.0
+_REACH_S = 10.0  # for a leader to answer that the swarm names
+
+
+class GroupMember:
+    """A member of a group on several machines, until its process ends."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Be a member as ``config`` says. Raise ValueError if the device, the address or the key cannot be used."""
+        assert config.group_key is not None, "the configuration has been checked"
+        self._config = config
+        self._hello = Hello(config.quant, str(devices_and_dtype(config)[1]))
+        self._key = read_group_key(config.group_key, create=True)
+        self._leader = None if config.group_listen is None else self._new_leader(config.group_listen)
+
+    def lead(self, loop: asyncio.AbstractEventLoop) -> GroupLeader | None:
+        """Return how to lead the group once this process should; follow until then. Return None after a signal.
+
+        Raises:
+            ValueError, SwarmError: the swarm, the leader or the model cannot be used.
+        """
+        while self._config.group is not None and not (self._leader is not None and self._leader.leads):
+            address = loop.run_until_complete(self._leader_elsewhere())
+            assert self._leader is not None
+            if address is None:
+                self._leader.leads = True
+            elif not self._follow(address):
+                return None
+        return self._leader
+
+    async def _leader_elsewhere(self) -> str | None:
+        """Meet the other members in the swarm, and return the address of the one to follow; None: lead."""
+        config = self._config
+        assert config.group is not None
+        async with AsyncExitStack() as cleanup:
+            access = server_access(config)
+            membership = await join(config, access, cleanup)
+            if self._leader is None:
+                self._leader = self._new_leader(host_port(membership.host, free_port(membership.host)))
+            registry = membership.dht.candidates(config.group, self._key, access.token)
+            own, until = self._leader.candidate(leads=False), time.monotonic() + _MEET_S
+            _logger.info("looking for members of group %s; this one is at %s", config.group, own.address)
+            while True:
+                await registry.publish(own)
+                candidates = [own, *(each for each in await registry.read() if each.name != own.name)]
+                chosen = chosen_leader(candidates, config.group_size, waits=time.monotonic() < until)
+                if chosen is not None and chosen != own:
+                    return chosen.address
+                if chosen is not None:
+                    await registry.publish(self._leader.candidate(leads=True))
+                    return None
+                await asyncio.sleep(_LOOK_S)
+
+    def _follow(self, address: str) -> bool:
+        config = self._config
+        assert self._leader is not None
+        self._leader.dismiss()
+        checkpoint = ModelCheckpoint.open(locate(config.model), config.model_revision)
+        follower = Follower(address, self._key, self._hello, follower_loader(config, checkpoint))
+        return follower.follow(_REACH_S)
+
+    def _new_leader(self, address: str) -> GroupLeader:
+        leader = GroupLeader(self._config, Lobby(address, self._key, self._hello), self._key)
+        leader.leads = self._config.group is None
+        return leader
