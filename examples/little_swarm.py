@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,23 +34,26 @@ def swarm_of(args: argparse.Namespace) -> str | None:
 
 
 @contextmanager
-def connected(args: argparse.Namespace) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """The shipped model and its tokenizer; the blocks are on servers."""
+def connected(
+    args: argparse.Namespace, name: str = DEFAULT_MODEL, spans: Sequence[str] = ("0:10", "10:20")
+) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+    """The shipped model, or another one, and its tokenizer. The blocks are on servers, which have ``spans``."""
     torch.manual_seed(0)
     swarm = swarm_of(args)
     with (
-        _servers(swarm, start=not (args.swarm or args.initial_peers)),
-        DistributedModel.from_pretrained(DEFAULT_MODEL, args.initial_peers, swarm) as model,
+        _servers(swarm, () if args.swarm or args.initial_peers else spans, name),
+        DistributedModel.from_pretrained(name, args.initial_peers, swarm) as model,
     ):
-        yield model, load_tokenizer(DEFAULT_MODEL)
+        yield model, load_tokenizer(name)
 
 
 @contextmanager
-def _servers(swarm: str | None, start: bool) -> Iterator[None]:
-    if not start:
+def _servers(swarm: str | None, spans: Sequence[str], name: str) -> Iterator[None]:
+    if not spans:
         yield
         return
-    print("Starting two servers, for blocks 0:10 and 10:20 …", flush=True)
+    print(f"Starting two servers, for blocks {' and '.join(spans)} …", flush=True)
     with LocalCluster() as cluster:
-        cluster.wait_ready([cluster.start("--blocks", blocks, "--swarm", swarm) for blocks in ("0:10", "10:20")])
+        started = [cluster.start("--blocks", blocks, "--swarm", swarm, "--model", name) for blocks in spans]
+        cluster.wait_ready(started)
         yield
