@@ -67,6 +67,7 @@ class _Generating(Fields):
     """The fields of both generating endpoints. Where a field is None, the model's generation config has the value."""
 
     TAKES_FEWER: ClassVar[bool] = False  # answers may be shorter than ``most_tokens`` if the model lacks positions
+    DEFAULT_TOKENS: ClassVar[int]  # the longest answer if the request does not say; fewer if fewer positions are left
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -124,6 +125,7 @@ class _Generating(Fields):
 
 class ChatRequest(_Generating):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CHAT
+    DEFAULT_TOKENS: ClassVar[int] = 1024
     messages: list[ChatMessage] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -217,6 +219,7 @@ def _listed(prompt: Any) -> Any:
 
 class CompletionRequest(_Generating):
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COMPLETION
+    DEFAULT_TOKENS: ClassVar[int] = 16  # as with OpenAI
     prompt: Annotated[list[Any], BeforeValidator(_listed), Field(max_length=2048)]
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False

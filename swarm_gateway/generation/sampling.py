@@ -16,9 +16,6 @@ from swarm_gateway.generation.requests import ChatRequest, CompletionRequest
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.models import ServedModel, end_ids
 
-ANSWER_TOKENS = 1024  # the default of /v1/chat/completions, or fewer if fewer positions are left
-COMPLETION_TOKENS = 16  # the default of /v1/completions, as with OpenAI
-
 
 def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[list[int]]:
     """Return the token ids of each prompt. Raise ApiError if a prompt is empty, or has ids outside the vocabulary."""
@@ -120,10 +117,9 @@ def echoes_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> lis
 
 
 def _num_tokens(asked: ChatRequest | CompletionRequest, model: ServedModel, num_prompt: int) -> int:
-    default = ANSWER_TOKENS if isinstance(asked, ChatRequest) else COMPLETION_TOKENS
     most = asked.most_tokens
     if model.max_positions is None:
-        return default if most is None else most
+        return asked.DEFAULT_TOKENS if most is None else most
     left = model.max_positions - num_prompt
     if most is not None and asked.TAKES_FEWER:
         most = min(most, max(1, left))
@@ -135,7 +131,7 @@ def _num_tokens(asked: ChatRequest | CompletionRequest, model: ServedModel, num_
             param="messages" if isinstance(asked, ChatRequest) else "prompt",
             code="context_length_exceeded",
         )
-    return min(default, left) if most is None else most
+    return min(asked.DEFAULT_TOKENS, left) if most is None else most
 
 
 def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationConfig) -> GenerationConfig:

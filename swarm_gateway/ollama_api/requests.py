@@ -13,7 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from swarm_gateway.generation.parts import Fields, Tool, Values, picture_part
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, Stop, validated
-from swarm_gateway.generation.sampling import ANSWER_TOKENS
 
 _UNLIMITED = 1 << 16  # tokens of an answer of which the request says that it has no limit
 _MACHINE = (
@@ -137,7 +136,7 @@ class GenerateCall(_Generating):
             return None
         fields = self._fields()
         if self.raw:
-            return validated(_Completion, {"max_tokens": ANSWER_TOKENS} | fields | {"prompt": self.prompt})
+            return validated(_Completion, {"max_tokens": ChatRequest.DEFAULT_TOKENS} | fields | {"prompt": self.prompt})
         turns = [{"role": "system", "content": self.system}] if self.system else []
         return validated(_Chat, fields | {"messages": [*turns, {"role": "user", "content": self.prompt}]})
 

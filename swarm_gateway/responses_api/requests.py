@@ -300,7 +300,7 @@ class ResponsesRequest(Fields):
             "service_tier": self.service_tier,
             "response_format": None if self.text.format is None else self.text.format.as_chat(),
         }
-        return validated(ChatRequest, fields)
+        return validated(_Chat, fields)
 
     def echoed(self) -> dict[str, Any]:
         """Return the fields that a response repeats."""
@@ -310,6 +310,12 @@ class ResponsesRequest(Fields):
 
     def stored_input(self) -> list[dict[str, Any]]:
         return [item.model_dump(mode="json", exclude_none=True) for item in self.input]
+
+
+class _Chat(ChatRequest):
+    """A chat request whose answer may be long: coding assistants do not say how long it may be."""
+
+    DEFAULT_TOKENS: ClassVar[int] = 2**17  # as the largest of OpenAI's models
 
 
 def _turns(items: Iterable[Item]) -> list[dict[str, Any]]:

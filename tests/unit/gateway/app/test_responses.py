@@ -102,6 +102,14 @@ def test_calls_of_functions(caller: Gateway, stream: bool) -> None:
     assert [item.type for item in one.output] == ["function_call"]
 
 
+def test_a_response_may_take_all_positions(serve: Serve) -> None:
+    gateway = serve(max_positions=5000)
+    gateway.says("a list")
+    gateway.client().responses.create(**ASK)
+    request = gateway.batcher.generations[-1].request
+    assert request.config.max_new_tokens == 5000 - len(request.prompt)
+
+
 def test_functions_in_a_namespace(caller: Gateway) -> None:
     """The model knows them by longer names, and the client by the names that it gave."""
     inner = [{**tool, "defer_loading": False} for tool in TOOLS]
