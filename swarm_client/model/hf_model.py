@@ -19,7 +19,7 @@ from swarm_client.adapters.prompts import PromptsMixin
 from swarm_client.adapters.trained import save_for_trainer
 from swarm_client.batching.joining import SharedLoop
 from swarm_client.core import background
-from swarm_client.model.cache import RemoteCache, session_of
+from swarm_client.model.cache import RemoteCache, leaving_rows, session_of
 from swarm_client.model.head import final_norm, float_head
 from swarm_client.model.hollow_blocks import HollowBlocks
 from swarm_client.model.left_out import (
@@ -32,7 +32,6 @@ from swarm_client.model.left_out import (
 from swarm_client.model.masks import read_masks, require_alone
 from swarm_client.model.model_pass import DeepStack, has_hooks
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
-from swarm_client.model.unfinished import leaving_rows
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.mixin import SpeculationMixin
 from swarm_client.speculation.speculation import Speculation

@@ -1,1 +1,4 @@
-"""A server's metrics, for people at its terminal and for Prometheus. ``exporter`` needs prometheus_client."""
+"""A server's speed and other metrics, for the swarm, people at its terminal, and Prometheus.
+
+``exporter`` needs prometheus_client.
+"""

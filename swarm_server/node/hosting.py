@@ -33,7 +33,6 @@ from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.preloaded import load_adapters
 from swarm_server.engine.scheduler import Scheduler
-from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.engine.ways import can_join
 from swarm_server.group.forming import GroupLeader
 from swarm_server.group.links import GroupEnded
@@ -43,6 +42,7 @@ from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.memory import available_bytes, hosted_bytes
+from swarm_server.metrics.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
 from swarm_server.placement.device_split import split_span

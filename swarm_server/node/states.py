@@ -23,7 +23,7 @@ from swarm_protocol.streams.streams import DaemonStreams
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.engine.preloaded import adapter_names
-from swarm_server.engine.throughput import Speeds
+from swarm_server.metrics.throughput import Speeds
 from swarm_server.net.push import ChannelPool
 from swarm_server.node.hosting import SpanLoader, SpanRuntime
 from swarm_server.node.joining import SwarmMembership

@@ -18,7 +18,7 @@ from swarm_protocol.process.routine import repeat
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
-from swarm_server.engine.throughput import Speeds
+from swarm_server.metrics.throughput import Speeds
 from swarm_server.node import moving
 from swarm_server.node.moving import PeerMonitor, SpanMover, num_hosted
 from swarm_server.node.presence import RecordPublisher

@@ -6,7 +6,7 @@ import pytest
 
 from swarm_protocol.dht.records import ServerState
 from swarm_protocol.span import Span
-from swarm_server.engine.throughput import Speeds
+from swarm_server.metrics.throughput import Speeds
 from swarm_server.node.states import Draining, Loading, Serving, Unloaded, end, with_speeds
 from tests.unit.support import server_record
 

@@ -16,9 +16,9 @@ from swarm_server.blocks.blocks import load_blocks
 from swarm_server.engine import throughput
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
-from swarm_server.engine.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
+from swarm_server.metrics.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from tests.zoo import save_checkpoint
 
 
