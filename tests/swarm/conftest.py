@@ -44,8 +44,8 @@ def server_process(tmp_path):
     """Starts ``python -m swarm_server ARGUMENTS``; whatever still runs after the test is ended."""
     started: list[ServerProcess] = []
 
-    def start(*arguments: str, cache=tmp_path, wait: bool = True) -> ServerProcess:
-        started.append(ServerProcess(*arguments, cache=cache, wait=wait))
+    def start(*arguments: str, cache=tmp_path, **options: bool) -> ServerProcess:
+        started.append(ServerProcess(*arguments, cache=cache, **options))
         return started[-1]
 
     yield start

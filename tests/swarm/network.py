@@ -50,8 +50,7 @@ class Network:
 
         def run() -> None:
             with open(self.namespace_file(host)) as namespace:
-                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
+                enter(namespace.fileno())
             results.append(function())
 
         thread = threading.Thread(target=run)  # a namespace is a thread's
@@ -90,6 +89,12 @@ class Network:
 
     def _in_hub(self, *arguments: str) -> None:
         _ip("-n", self._hub, *arguments)
+
+
+def enter(namespace: int) -> None:
+    """Move this thread into the network namespace of an open file."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _ip(*arguments: str) -> None:

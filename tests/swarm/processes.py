@@ -5,41 +5,152 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import queue
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from swarm_protocol.process.scratch import remove_scratch
+from tests.swarm.network import enter
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
 _numbers = itertools.count()
 
 
+# What every server imports, in the process that is forked.
+HEAVY = [
+    "tests.swarm.processes",
+    "swarm_server.node.server",
+    "swarm_server.command_line",
+    "hivemind.dht.node",
+    "uvloop",
+    "transformers.models.llama.modeling_llama",
+]
+_forking = multiprocessing.get_context("forkserver")
+_forking.set_forkserver_preload(HEAVY)
+
+
+class ForkedProcess:
+    """A module run as ``python -m`` would, in a fork; it has those methods of ``subprocess.Popen`` that are used here.
+
+    Attributes:
+        stdout: what it prints, line by line.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        reader, writer = _forking.Pipe(duplex=False)
+        target = (module, tuple(arguments), writer, str(log), dict(environment), os.getcwd())
+        log.touch()  # so that it can be read at once
+        with open("/proc/thread-self/ns/net") as network:
+            self._process = _forking.Process(target=_become, args=(_Descriptor(network.fileno()), *target))
+            self._process.start()
+        writer.close()
+        self.stdout = os.fdopen(os.dup(reader.fileno()))
+        reader.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+
+class _Descriptor:
+    """A file descriptor, which a process that is started gets as an open one."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self._number),)
+
+
+def _received(descriptor: Any) -> int:
+    return descriptor.detach()
+
+
+def _become(
+    network: int,
+    module: str,
+    arguments: Sequence[str],
+    stdout: Connection,
+    log: str,
+    environment: Mapping[str, str],
+    directory: str,
+) -> None:
+    """Run the module in this process, which has just been forked, in the network of the thread that has asked."""
+    if not os.path.samestat(os.fstat(network), os.stat("/proc/self/ns/net")):
+        enter(network)
+    os.close(network)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    stdout.close()
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        remove_scratch()  # the end of a fork is not that of an interpreter
+
+
+def _start(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env=environment,
+        )
+
+
 class ServerProcess:
     """``python -m swarm_server``, or another module that starts a server, as a process of its own; a context manager.
+
+    It is a fork of a process that has imported everything, unless ``is_fresh``.
 
     Attributes:
         ready: the fields of its ready line.
         stdout: the lines it has printed so far; complete once it has ended.
     """
 
-    def __init__(self, *arguments: str, cache: Path, wait: bool = True, module: str = "swarm_server") -> None:
+    def __init__(
+        self, *arguments: str, cache: Path, wait: bool = True, module: str = "swarm_server", is_fresh: bool = False
+    ) -> None:
         self._log = cache / f"server-{next(_numbers)}.log"
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
+        start = _start if is_fresh else ForkedProcess
+        self._process = start(module, arguments, self._log, environment)
         self.stdout: list[str] = []
         self.ready: dict[str, str] = {}
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -142,7 +253,7 @@ class Outcome:
 
 
 def run_commands(package: str, commands: list[list[str]], cache: Path) -> list[Outcome]:
-    """Runs command lines of ``python -m package``, several at once."""
+    """Runs command lines of ``python -m package``, or of ``python script.py``, several at once."""
     process = _forker()
     process.stdin.write(json.dumps({"package": package, "commands": commands, "cache": str(cache)}) + "\n")
     process.stdin.flush()

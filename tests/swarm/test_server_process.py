@@ -45,7 +45,8 @@ class Machine:
 
     def start(self, *arguments: str) -> ServerProcess:
         """Does not wait until the server is ready."""
-        return self._start("--model", str(self.model), "--quant", "none", *arguments, cache=self._cache, wait=False)
+        fixed = ("--model", str(self.model), "--quant", "none")
+        return self._start(*fixed, *arguments, cache=self._cache, wait=False, is_fresh=True)
 
     def directory(self, swarm: str) -> Path:
         return self._cache / "swarm" / "swarms" / swarm

@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 
+from tests.swarm.network import enter
 from tests.swarm.stages.lies import tell
 
 HEAVY = [
@@ -34,7 +35,6 @@ WAITS: dict[str, dict[str, float]] = {  # by module: what lasts longer in a run 
     "swarm_training.stages.trainer.roster": {"LIFETIME_S": 4.0, "_RENEW_S": 1.0},
     "swarm_training.progress.gossip": {"_READ_S": 3.0},
 }
-_CLONE_NEWNET = 0x40000000  # setns(2)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -70,7 +70,8 @@ def run(
     os.setsid()
     os.environ["XDG_CACHE_HOME"] = cache
     if namespace is not None:
-        enter(namespace)
+        with open(namespace) as file:
+            enter(file.fileno())
     if look_s is not None:
         replace("swarm_training.stages.commands.serving", "LOOK_S", look_s)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -89,12 +90,6 @@ def run(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def enter(namespace: str) -> None:
-    with open(namespace) as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
 
 
 if __name__ == "__main__":
