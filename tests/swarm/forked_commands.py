@@ -1,7 +1,8 @@
 """Runs command lines in forks of one process that has imported everything: many starts for the price of one.
 
 ``python -m tests.swarm.forked_commands`` reads lines of JSON from stdin, ``{"package": "swarm_server", "commands":
-[[...], ...], "cache": DIRECTORY}``, and writes for each a line with a JSON list of outcomes to stdout.
+[[...], ...], "cache": DIRECTORY}``, and writes for each a line with a JSON list of outcomes to stdout. Instead of the
+name of a package there may be the path of a script.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -78,7 +80,7 @@ def start(package: str, arguments: list[str], directory: Path, number: int) -> i
     sys.argv = [package, *arguments]
     code = 0
     try:
-        importlib.import_module(f"{COMMAND_LINES.get(package, package)}.command_line").main()
+        run_main(package)
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
@@ -87,6 +89,14 @@ def start(package: str, arguments: list[str], directory: Path, number: int) -> i
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_main(package: str) -> None:
+    if not package.endswith(".py"):
+        importlib.import_module(f"{COMMAND_LINES.get(package, package)}.command_line").main()
+        return
+    sys.path.insert(0, str(Path(package).parent))
+    runpy.run_path(package, run_name="__main__")
 
 
 def kill_overdue(running: dict[int, tuple[int, float]]) -> None:

@@ -6,9 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from swarm_cli.demo.local_cluster import LocalCluster
+from tests.swarm.processes import run_commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +33,34 @@ def run(name: str, *arguments: str, cache: Path, stdin: str = "") -> str:
     return result.stdout
 
 
-def test_lora_teaches_a_habit(tmp_path):
-    printed = run("finetune_lora.py", cache=tmp_path)
+@pytest.fixture(scope="module")
+def swarm(cluster: LocalCluster) -> Iterator[str]:
+    """A swarm of the shipped model, for examples that need not show that they start servers of their own."""
+    name = f"examples-{os.getpid()}"
+    servers = [
+        cluster.start("--blocks", blocks, "--swarm", name, "--throughput", "100") for blocks in ("0:10", "10:20")
+    ]
+    cluster.wait_ready(servers)
+    yield name
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def run_in_swarm(swarm: str, cache_home: Path) -> Callable[..., str]:
+    """Runs an example with servers that are there, in a process that has imported everything."""
+
+    def run_in_swarm(name: str, *arguments: str) -> str:
+        script = str(ROOT / "examples" / name)
+        (outcome,) = run_commands(script, [["--swarm", swarm, *arguments]], cache_home)
+        assert outcome.code == 0 and "Traceback" not in outcome.stderr, outcome.stderr
+        return outcome.stdout
+
+    return run_in_swarm
+
+
+def test_lora_teaches_a_habit(run_in_swarm):
+    printed = run_in_swarm("finetune_lora.py")
     found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
     assert found[1] == "0" and int(found[2]) >= 5
 
@@ -43,30 +73,30 @@ def test_two_clients_teach_one_adapter(tmp_path):
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
-def test_prompts_teach_a_habit(tmp_path):
-    printed = run("finetune_prompts.py", "--output", str(tmp_path / "prompts"), cache=tmp_path)
+def test_prompts_teach_a_habit(run_in_swarm, tmp_path):
+    printed = run_in_swarm("finetune_prompts.py", "--output", str(tmp_path / "prompts"))
     found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
     assert found[1] == "0" and int(found[2]) >= 5
     assert (tmp_path / "prompts" / "prompts.safetensors").exists()
 
 
-def test_classifier_learns(tmp_path):
-    found = re.search(r"Right on held-out snippets: (\d+)% before, (\d+)% after", run("classifier.py", cache=tmp_path))
+def test_classifier_learns(run_in_swarm):
+    found = re.search(r"Right on held-out snippets: (\d+)% before, (\d+)% after", run_in_swarm("classifier.py"))
     assert int(found[1]) < 75 and int(found[2]) >= 90
 
 
-def test_hidden_states_forgive_typos(tmp_path):
-    found = re.search(r"(\d+) found their original before, (\d+) after", run("hidden_states.py", cache=tmp_path))
+def test_hidden_states_forgive_typos(run_in_swarm):
+    found = re.search(r"(\d+) found their original before, (\d+) after", run_in_swarm("hidden_states.py"))
     assert int(found[2]) >= 2 * int(found[1])
 
 
-def test_generate(tmp_path):
+def test_generate_starts_servers_of_its_own(tmp_path):
     printed = run("generate.py", "Return a list of", cache=tmp_path)
     assert printed.count("Return a list of") == 5
 
 
-def test_chat_computes_every_token_once(tmp_path):
-    printed = run("chat.py", cache=tmp_path, stdin="What is a list?\nAnd a tuple?\n")
+def test_chat_computes_every_token_once(swarm, cache_home):
+    printed = run("chat.py", "--swarm", swarm, cache=cache_home, stdin="What is a list?\nAnd a tuple?\n")
     counts = re.findall(r"has (\d+) tokens; (\d+) were computed so far, (each once|with the draft)", printed)
     assert len(counts) == 2
     for length, computed, how in counts:  # a busy machine may be slow enough for a draft to be worth its while
