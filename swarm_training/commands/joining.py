@@ -33,7 +33,6 @@ from swarm_training.commands.building import (
 )
 from swarm_training.commands.checking import require_held_out
 from swarm_training.commands.looking import shown_bans, view_of
-from swarm_training.commands.losses import KnownLosses
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.contract.run_like import RunLike
 from swarm_training.core.config import EvaluationPolicy
@@ -42,6 +41,7 @@ from swarm_training.data.loader import Batches, Prefetcher
 from swarm_training.data.opening import DataReader
 from swarm_training.data.order import DataShard
 from swarm_training.evaluation.evaluation import Evaluation
+from swarm_training.evaluation.known_losses import KnownLosses
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import averaged_tensors

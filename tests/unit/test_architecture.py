@@ -130,7 +130,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["rpc"],
         ["peer"],
         ["engine"],
-        ["compress", "routing", "placement", "resume"],
+        ["compress", "routing", "placement", "resume", "evaluation"],
         ["pb"],
     ],
     "swarm_training.experts": [

@@ -56,9 +56,8 @@ from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer import presence
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
-from swarm_training.stages.trainer.evaluating import HeldOutSamples
 from swarm_training.stages.trainer.presence import train_beside
-from swarm_training.stages.trainer.recomputing import Recomputing
+from swarm_training.stages.trainer.recomputing import HeldOutSamples, Recomputing
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
 from tests.worlds.identities import identity
 from tests.worlds.runs import Board

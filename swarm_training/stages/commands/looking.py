@@ -1,26 +1,40 @@
-"""The view of a run in stages from outside, by the signed records of its peers alone."""
+"""The view of a run in stages, by the signed records of its peers alone, and who follows it: the reports, the curve."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
 
+from swarm_protocol.failures import first_line
 from swarm_protocol.process import network_loop
+from swarm_training.checkpoints.checkpoint import read_losses, write_losses
 from swarm_training.commands.looking import shown_loss
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.run_like import PeerView, RunView, StagePeerView, StageView
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import Progress
-from swarm_training.evaluation.policy import shown_losses
+from swarm_training.core.record import TRAINING, Progress
+from swarm_training.evaluation.known_losses import KnownLosses
+from swarm_training.evaluation.policy import EvaluationHistory, shown_losses
+from swarm_training.losses.curve import LossCurve
 from swarm_training.progress.policy import mean_loss
+from swarm_training.reports.observing import RunObserver
+from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import require_stages, training_config
 from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.peer.run_stages import RunStages, StageMember
+from swarm_training.stages.peer.stage_peer import StagePeer
+from swarm_training.stages.peer.watch import RunWatch
 
+Say = Callable[[str], object]
+_FOLLOW_S = 0.2
 _FIRST_S, _LOOK_S = 5.0, 0.1  # the first look waits so long until every stage has a peer
 
 
@@ -115,3 +129,117 @@ def _peer_view(peer: StagePeerView) -> PeerView:
 def _samples_of(stage: StageView, moment: Moment, size: int) -> int:
     is_past = stage.holds or (bool(stage.peers) and Moment(stage.rollbacks, stage.step) > moment)
     return size if is_past else stage.micro_batches
+
+
+class RunFollower:
+    """The follower of one run, who learns the loss of each step from the records of the last stage's peers.
+
+    The records come one after the other, so the loss of a step is known exactly once they cover all its micro-batches.
+    """
+
+    def __init__(self, file: RunFile, reports: StepReports | None, say: Say) -> None:
+        self._file, self._reports = file, reports
+        self._size = file.stages.num_micro_batches(file.run.target_batch_size)
+        self._observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
+        self._moment = Moment(0, 0)
+        self._loss: float | None = None
+        self._is_complete = False
+        self.losses = KnownLosses(say)
+
+    def see(self, records: Sequence[Sequence[Progress]], held_out: EvaluationHistory) -> None:
+        """Take the records of each stage's peers, as they are known now, and the losses on held-out data."""
+        view = view_of(self._file.run.name, self._size, records)
+        self._note_moment(Moment(view.rollbacks, view.step))
+        self._note_loss(records[-1])
+        self.losses.evaluated(held_out)
+        if self._reports is not None:
+            seen = self._observer.complete(replace(view, loss=self._loss), time.time())
+            self._reports.see(seen, time.monotonic())
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the loss of the present step is known exactly."""
+        return self._is_complete
+
+    @property
+    def step(self) -> int:
+        return self._moment.step
+
+    def _note_moment(self, moment: Moment) -> None:
+        if moment == self._moment:
+            return
+        if moment.rollbacks > self._moment.rollbacks:
+            self.losses.went_back(moment.step)
+        self._moment, self._loss, self._is_complete = moment, None, False
+
+    def _note_loss(self, last_stage: Sequence[Progress]) -> None:
+        if self._is_complete:
+            return
+        # A peer that meets others has the loss of the step to come in its record already.
+        here = [peer for peer in last_stage if peer.moment == self._moment and peer.state == TRAINING]
+        self._is_complete = sum(peer.loss_samples for peer in here) >= self._size
+        if (loss := mean_loss(here)) is not None and loss != self._loss:
+            self._loss = loss
+            self.losses.stepped(self._moment.step, loss)
+
+
+class CurveFiles:
+    """The files of the loss curve, which lie beside the checkpoints of all stages and are renewed with them."""
+
+    def __init__(self, directory: Path | None, file: RunFile, say: Say) -> None:
+        """``directory``: that of the checkpoints; None: there are no files."""
+        self._directory, self._run, self._say = directory, file.run.name, say
+        self._every = [each for each in (file.run.checkpoint_every, file.evaluation.every) if each]
+        self._due, self._written = 0, 0
+
+    def read(self) -> LossCurve:
+        """Return the curve that earlier processes have left; an empty one if there is none."""
+        curve = None if self._directory is None else read_losses(self._directory)
+        return curve or LossCurve()
+
+    def write_if_due(self, follower: RunFollower) -> None:
+        """Write the curve once the loss of a step with a checkpoint is known, or the run has gone on."""
+        step = follower.step
+        self._due = max(step - step % every for every in self._every)
+        if self._directory is None or self._due == self._written or (self._due == step and not follower.is_known):
+            return
+        self._written = self._due
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_losses(follower.losses.curve, self._run, self._directory)
+        except OSError as error:
+            self._say(f"warning: the loss curve cannot be written to {self._directory}: {first_line(error)}")
+
+
+async def follow_stage(
+    peer: StagePeer, file: RunFile, reports: StepReports | None, files: CurveFiles, say: Say
+) -> None:
+    """Follow the run as a peer of a stage: say what this peer has done in each step, and why the run ends."""
+    follower, moment = RunFollower(file, reports, say), peer.moment
+    follower.losses.begin(await asyncio.to_thread(files.read), peer.step)
+    num_micro_batches = file.stages.num_micro_batches(file.run.target_batch_size)
+    reason = ""
+    while True:
+        await asyncio.sleep(_FOLLOW_S)
+        follower.see(peer.watch.all_records(), peer.evaluation.known)
+        if peer.moment != moment:
+            if peer.moment.rollbacks > moment.rollbacks:
+                say(f"the run has gone back to step {peer.step}")
+            else:
+                say(f"step {peer.step}: {peer.num_counted} of {num_micro_batches} micro-batches here")
+            moment = peer.moment
+        if peer.evaluation.reason_of_end != reason:
+            reason = peer.evaluation.reason_of_end
+            if reason:
+                say(f"the run has ended at step {peer.step}: {reason}")
+        await asyncio.to_thread(partial(files.write_if_due, follower))
+
+
+async def follow_as_trainer(watch: RunWatch, file: RunFile, reports: StepReports, say: Say) -> None:
+    """Follow the run from outside of all stages."""
+    follower = RunFollower(file, reports, say)
+    while True:
+        await asyncio.sleep(_FOLLOW_S)
+        records = watch.all_records()
+        now = max((record.moment for record in records[-1]), default=Moment(0, 0))
+        follower.see(records, shown_losses(now, records[-1]))

@@ -38,7 +38,6 @@ from swarm_training.stages.commands.building import (
     trainer_config,
     training_config,
 )
-from swarm_training.stages.commands.following import CurveFiles, follow_stage
 from swarm_training.stages.commands.inference import (
     Afterwards,
     InferenceContext,
@@ -46,6 +45,7 @@ from swarm_training.stages.commands.inference import (
     serve_trained,
     until_last_step,
 )
+from swarm_training.stages.commands.looking import CurveFiles, follow_stage
 from swarm_training.stages.commands.spans import costs_of, spans_of_stages
 from swarm_training.stages.engine.settings import StageSource
 from swarm_training.stages.engine.stage import Stage
@@ -57,8 +57,7 @@ from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.routing.router import SHORTEST_DELAY
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
-from swarm_training.stages.trainer.evaluating import HeldOutSamples
-from swarm_training.stages.trainer.recomputing import Recomputing
+from swarm_training.stages.trainer.recomputing import HeldOutSamples, Recomputing
 
 Say = Callable[[str], object]
 _TRIM_S = 20.0  # between two checks for heap growth: giving memory back stops computing for 0.3 s

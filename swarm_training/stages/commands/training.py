@@ -10,7 +10,7 @@ from swarm_training.contract.backend import Joining
 from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import build_micro_batches, require_stages, trainer_config
-from swarm_training.stages.commands.following import follow_as_trainer
+from swarm_training.stages.commands.looking import follow_as_trainer
 from swarm_training.stages.trainer.presence import train
 from swarm_training.stages.trainer.trainer import StepReport
 

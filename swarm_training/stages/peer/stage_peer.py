@@ -26,9 +26,9 @@ from swarm_training.progress.table import ProgressTable
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
+from swarm_training.stages.evaluation.held_out import StageEvaluation
 from swarm_training.stages.peer import barrier
 from swarm_training.stages.peer.counting import CountedGradients, Counting, InThread, StepSums
-from swarm_training.stages.peer.held_out import StageEvaluation
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.run_stages import RunStages
 from swarm_training.stages.peer.shared import SharedGradients

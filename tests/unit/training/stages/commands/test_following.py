@@ -15,7 +15,7 @@ from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.losses.curve import LossCurve
 from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.reading import parse_run_file
-from swarm_training.stages.commands.following import CurveFiles, RunFollower
+from swarm_training.stages.commands.looking import CurveFiles, RunFollower
 from tests.unit.training.reports.test_reporters import Kept
 from tests.unit.training.stages.commands.test_command_line import TEXT
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.record import Progress
 from swarm_training.progress.policy import LocalView
 from swarm_training.stages.peer.run_stages import RunStages
@@ -46,6 +47,7 @@ def test_a_peer_that_is_cancelled_just_after_an_averaging_ends(rounds: int) -> N
         peer = MagicMock(own=own, is_aside=False, is_cut_off=False, is_lost=AsyncMock(return_value=False))
         peer.view.return_value, peer.average, peer.is_due = LocalView(own), average, AsyncMock(return_value=True)
         peer.table.changed_since = for_ever
+        peer.stored.directory, peer.evaluator.policy = None, EvaluationPolicy()
         watch, replicas = MagicMock(tables=[]), MagicMock(run=AsyncMock())
         watch.view.return_value = RunStages(((),))
         sums = MagicMock(sums=torch.zeros(1), waiting=frozenset())
