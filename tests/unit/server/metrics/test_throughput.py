@@ -13,11 +13,11 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import load_blocks
-from swarm_server.metrics import throughput
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
+from swarm_server.metrics import throughput
 from swarm_server.metrics.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from tests.zoo import save_checkpoint
 

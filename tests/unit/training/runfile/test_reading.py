@@ -115,10 +115,6 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
             r"source of \[evaluation\] is 'texts' with split 'train', as in \[data\]: expected other data",
         ),
         (
-            text(evaluation='every = 1\nsource = "x"', stages="count = 2"),
-            r"count of \[stages\] is 2: expected 0 with \[evaluation\]",
-        ),
-        (
             text(extra=""),
             "an unknown table 'extra': expected run, model, data, optimizer, averaging, clip, rollback, batch, tokens",
         ),
