@@ -302,6 +302,20 @@ def test_servers_that_cannot_reach_each_other_have_a_picture_relayed(cut):
     quiet(story)
 
 
+def test_rows_that_begin_alike_are_computed_once_and_survive():
+    async def story(swarm: Quiet) -> None:
+        session = await swarm.started()
+        await swarm.extend(session, [1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [1.0, 2.0])
+        entries = session._lanes[0].rows.entries.tolist()
+        assert entries[0] == entries[2] == entries[3] != entries[1]
+        swarm.net.kill("b")  # before any server has the four rows
+        await swarm.extend(session, [5.0], [5.0], [6.0], [7.0])
+        swarm.net.kill("a")
+        await swarm.extend(session, [8.0], [8.0], [8.0], [9.0])
+
+    quiet(story)
+
+
 def test_a_call_that_fails_leaves_the_session_where_it_stood():
     async def story(swarm: Quiet) -> None:
         session = await swarm.started()
