@@ -147,22 +147,24 @@ class _Body:
         self._send = send
         self._start = {"type": "http.response.start", "status": 200, "headers": headers}
         self.has_begun = False
-        self._is_silent = True  # since ``keep_alive`` last looked
+        self._sending = asyncio.Lock()
+        self._written_s = asyncio.get_running_loop().time()
 
     async def write(self, chunk: bytes) -> None:
-        self._is_silent = False
-        if not self.has_begun:
-            self.has_begun = True
-            await self._send(self._start)
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        async with self._sending:
+            if not self.has_begun:
+                await self._send(self._start)
+                self.has_begun = True
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._written_s = asyncio.get_running_loop().time()
 
     async def keep_alive(self, idle: bytes) -> None:
-        """Write ``idle`` whenever nothing has been written for a while."""
+        """Write ``idle`` whenever nothing has been written for ``_MOST_SILENCE_S``."""
         while True:
-            await asyncio.sleep(_MOST_SILENCE_S)
-            if self._is_silent:
+            left_s = self._written_s + _MOST_SILENCE_S - asyncio.get_running_loop().time()
+            await asyncio.sleep(left_s)
+            if left_s <= 0:
                 await self.write(idle)
-            self._is_silent = True
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

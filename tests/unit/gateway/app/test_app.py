@@ -9,7 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import anthropic
@@ -19,6 +19,7 @@ import pytest
 
 from swarm_client.batching.request import TokenListener
 from swarm_gateway.limits.admission import GatewayLimits
+from swarm_gateway.web.http import OPENAI, ChunkedResponse
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoRoute
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Generation, ScriptedBatcher, Serve, encode
@@ -598,3 +599,32 @@ def test_a_text_that_cannot_fit_is_refused_before_tokens_are_made_of_it(
     error = answer.json()["error"]
     assert answer.status_code == 400 and (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert error["message"] == "the model has 1024 positions: a text of 1000000 characters has more tokens"
+
+
+def test_a_stream_is_kept_alive_whenever_it_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_gateway.web.http._MOST_SILENCE_S", 0.001)
+    sent: list[bytes] = []
+    idle = OPENAI.idle
+
+    async def until_idle_again(times: int) -> None:
+        before = sent.count(idle)
+        while sent.count(idle) < before + times:
+            await asyncio.sleep(0.001)
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        await until_idle_again(1)
+        yield b"first"
+        await until_idle_again(2)
+        raise NoRoute("nobody serves the blocks")
+
+    async def send(message: Any) -> None:
+        assert message["type"] == ("http.response.body" if sent else "http.response.start")
+        sent.append(message.get("body", b"start"))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    asyncio.run(ChunkedResponse(chunks(), is_stream=True)({"type": "http"}, receive, send))
+    said = [part for part in sent if part != idle]
+    assert said[0] == b"start" and said[1] == b"first" and b"nobody serves the blocks" in said[2]
+    assert said[3:] == [b""]
