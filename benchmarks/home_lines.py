@@ -108,7 +108,8 @@ def train(way: Way, scale: Scale) -> Trained:
             member.order("go")
         done = [member.next("done", scale.for_s + LONGEST_AVERAGE_S) for member in members]
     share = statistics.mean(each["share"] for each in done)
-    return Trained(share, sum(each["rows"] for each in done), done[0]["averages"], done[0]["loss"])
+    most = max(done, key=lambda each: each["rows"])  # who has missed the last average has not counted it
+    return Trained(share, most["rows"], most["averages"], most["loss"])
 
 
 def single_process_losses(rows: set[int], scale: Scale) -> dict[int, float]:

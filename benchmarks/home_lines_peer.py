@@ -88,9 +88,12 @@ def main(task: Task) -> None:
 
 
 def train(task: Task, model: LanguageModel, run: TrainingRun) -> None:
-    """Train until the time is over. Rows and loss are those of the last average."""
+    """Train until the time is over. All numbers are those of the last average; ``rows`` are those of all peers.
+
+    After it, a peer may wait for another one that has already stopped, so that time does not count.
+    """
     began_s, computing_s = time.monotonic(), 0.0
-    calls, averaged_calls, averages = 0, 0, 0
+    calls, averages, rows, share = 0, 0, 0, 0.0
     while time.monotonic() - began_s < task.for_s:
         call_s = time.monotonic()
         model.loss(batch(BATCHES * task.number + calls, task.rows)).backward()
@@ -99,11 +102,13 @@ def train(task: Task, model: LanguageModel, run: TrainingRun) -> None:
         calls += 1
         run.step(samples=task.rows)
         if run.num_steps != averages:
-            averages, averaged_calls = run.num_steps, calls
-    took_s = time.monotonic() - began_s
+            averages, rows = run.num_steps, rows + run.last_batch_size
+            share = computing_s / (time.monotonic() - began_s)
+    if not averages:
+        raise SystemExit("there was no average in the given time: expected more time")
     with run.shared_parameters():
         loss = held_out_loss(model)
-    say("done", share=computing_s / took_s, rows=averaged_calls * task.rows, averages=averages, loss=loss)
+    say("done", share=share, rows=rows, averages=averages, loss=loss)
 
 
 if __name__ == "__main__":
