@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def measured(args: argparse.Namespace, path: Path, lab: NetworkLab) -> Iterator[
             network_s = round_trip_s(lab)
             contestants = {name: partial(decode, model, sessions, args.new_tokens) for name, model in models.items()}
             values = take_turns(2 * args.rounds + 1, contestants)
-            payoff = Payoff(block_bytes(path, args.quant), network_s, network_s, (bytes_per_s, bytes_per_s))
+            rates, room = (bytes_per_s,) * len(MACHINES), (inf,) * len(MACHINES)
+            payoff = Payoff(block_bytes(path, args.quant), (network_s,), (network_s,), rates, room)
             row = json_row(
                 f"RTT {rtt_ms:g} ms, {sessions} session{'s'[: sessions > 1]}, {args.quant}",
                 statistics.median(values["group"]),
