@@ -230,11 +230,6 @@ class ServerConfig:
             if is_wrong:
                 raise ValueError(message)
 
-    @property
-    def members(self) -> int:
-        """Return how many processes or devices compute each block together."""
-        return len(self.devices) if self.tensor_parallel else self.group_size
-
     def _check_devices(self) -> None:
         self._check_tensor_parallel()
         if not self.devices:

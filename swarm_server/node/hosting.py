@@ -208,14 +208,11 @@ class SpanLoader:
         self._cores = cores
         self._devices = tuple(devices)
         self._dtype = dtype
-        products = described(config.quant, devices[0], dtype)
         self._group: LocalGroup | RemoteGroup | None = None  # started with the first span
         self._closed = threading.Event()
         self._group_lock = threading.Lock()
-        setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
-        if config.members > 1:
-            setting.append(f"a group of {config.members}")
-        self._speed_cache = SpeedCache(setting, cores)
+        products = described(config.quant, devices[0], dtype)
+        self._setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 
     @property
@@ -224,6 +221,12 @@ class SpanLoader:
         if self._config.tensor_parallel:
             return len(self._devices)
         return 1 if self._group is None else self._group.links.members
+
+    @property
+    def _speed_cache(self) -> SpeedCache:
+        """Return the cache of the speeds with the present members, of which there may be fewer than wanted."""
+        group = [f"a group of {self.members}"] if self.members > 1 else []
+        return SpeedCache([*self._setting, *group], self._cores)
 
     def known_speeds(self, num_blocks: int) -> Speeds | None:
         """Return the expected speeds of ``num_blocks`` blocks, or None if this machine has never measured them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from swarm_server.blocks.split_stack import SplitStack
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
 from swarm_server.machine.cores import CoreShare
+from swarm_server.metrics.throughput import Speeds
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
 from tests.zoo import save_checkpoint
@@ -56,6 +58,20 @@ def test_all_blocks_on_two_devices_that_share_their_rows(tmp_path: Path) -> None
         split = [module for module in stack.modules() if isinstance(module, SplitLinear)]
         assert stack.devices == (FIRST,) and len(split) == 7
         assert all([part.weight.device for part in module.parts] == [FIRST, SECOND] for module in split)
+
+
+def test_speeds_are_kept_for_the_present_number_of_members(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_checkpoint("llama", tmp_path)
+    config = ServerConfig(model=str(tmp_path), group_size=3)
+    with CoreShare() as cores:
+        loader = SpanLoader(config, ModelCheckpoint.open(tmp_path), cores, (CPU,), torch.float32, Counters())
+        for members in (1, 2, 3):  # alone at first, then with one follower, then with both
+            loader._group = None if members == 1 else SimpleNamespace(links=SimpleNamespace(members=members))
+            assert loader.known_speeds(1) is None
+            loader._speed_cache.write(Speeds(10.0 * members, 100.0))
+        loader._group = SimpleNamespace(links=SimpleNamespace(members=2))
+        assert loader.known_speeds(1) == Speeds(20.0, 100.0)
 
 
 def test_a_device_that_is_not_there() -> None:
