@@ -257,11 +257,12 @@ class SpanLoader:
 
     async def group_end(self, is_quiet: Callable[[], bool]) -> GroupEnded:
         """Wait until the group cannot go on, or could grow while the server ``is_quiet``; return the reason."""
-        quiet_s = 0.0
+        quiet_s, batches = 0.0, self._counters.batches
         while self._group is None or (failure := self._group.failure) is None:
             await asyncio.sleep(_WATCH_GROUP_S)
             changes = self._group is not None and self._leader is not None and self._leader.should_form_again()
-            quiet_s = quiet_s + _WATCH_GROUP_S if changes and is_quiet() else 0.0
+            has_worked, batches = self._counters.batches != batches, self._counters.batches
+            quiet_s = quiet_s + _WATCH_GROUP_S if changes and is_quiet() and not has_worked else 0.0
             if quiet_s >= _QUIET_S:
                 return GroupEnded("the group has another member or leader")
         return failure

@@ -83,8 +83,11 @@ class RecordPublisher:
         return self._state.runtime.host if isinstance(self._state, Serving | Draining) else None
 
     def is_quiet(self) -> bool:
-        """Return whether blocks are hosted, and there are no sessions."""
-        return self.sessions is not None and not self.sessions.num_sessions
+        """Return whether blocks are hosted, and there are no sessions, no work, and no passes of training kept."""
+        sessions = self.sessions
+        if sessions is None or sessions.num_sessions:
+            return False
+        return not sessions.services.scheduler.num_waiting and not len(sessions.services.training)
 
     def record(self) -> ServerRecord:
         """Return the record as it is at this moment."""

@@ -20,6 +20,7 @@ from swarm_server.machine.cores import CoreShare
 from swarm_server.metrics.throughput import Speeds
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
+from tests.worlds.virtual_time import run_virtually
 from tests.zoo import save_checkpoint
 
 CPU = torch.device("cpu")
@@ -72,6 +73,27 @@ def test_speeds_are_kept_for_the_present_number_of_members(tmp_path: Path, monke
             loader._speed_cache.write(Speeds(10.0 * members, 100.0))
         loader._group = SimpleNamespace(links=SimpleNamespace(members=2))
         assert loader.known_speeds(1) == Speeds(20.0, 100.0)
+
+
+def test_a_group_forms_again_once_there_has_been_no_work_for_a_while(tmp_path: Path) -> None:
+    save_checkpoint("llama", tmp_path)
+    counters = Counters()
+
+    async def scenario(cores: CoreShare) -> float:
+        config, checkpoint = ServerConfig(model=str(tmp_path), group_size=3), ModelCheckpoint.open(tmp_path)
+        loader = SpanLoader(config, checkpoint, cores, (CPU,), torch.float32, counters)
+        loader._group = SimpleNamespace(failure=None)
+        loader._leader = SimpleNamespace(should_form_again=lambda: True)
+        ending = asyncio.ensure_future(loader.group_end(lambda: True))
+        for _ in range(3):  # a training step every 4.2 seconds, too short to be seen while it is computed
+            await asyncio.sleep(4.2)
+            assert not ending.done()
+            counters.finish("training", 0.01)
+        await ending
+        return asyncio.get_running_loop().time()
+
+    with CoreShare() as cores:
+        assert 12.6 + 5 <= run_virtually(scenario(cores)) <= 12.6 + 6
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -78,6 +78,7 @@ class FakeProbe:
 class FakeHost:
     def __init__(self, num_sessions: int) -> None:
         self.num_sessions = num_sessions
+        self.services = SimpleNamespace(scheduler=SimpleNamespace(num_waiting=0), training=[])
         self.left_s: list[float] = []
 
     async def leave(self, timeout_s: float) -> None:
@@ -289,6 +290,19 @@ class TestPresence:
         assert life.presence.record().members == 1
         run(life.mover.host(life.loading))
         assert life.presence.record().members == FakeLoader.members
+
+    def test_it_is_quiet_without_sessions_work_and_kept_passes(self) -> None:
+        life = Life()
+        assert not life.presence.is_quiet()  # it hosts nothing yet
+        runtime = life.serve()
+        services = runtime.host.services
+        assert life.presence.is_quiet()
+        services.scheduler.num_waiting = 1
+        assert not life.presence.is_quiet()
+        services.scheduler.num_waiting, services.training = 0, ["a forward pass"]
+        assert not life.presence.is_quiet()
+        services.training, runtime.host.num_sessions = [], 1
+        assert not life.presence.is_quiet()
 
     def test_a_given_throughput_is_not_limited_by_the_network(self) -> None:
         life = Life(throughput=5.0)
