@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 import grpc
@@ -31,6 +32,19 @@ _ECHO_EVERY = 10  # rounds between two measurements of the bandwidth
 _WORTH_ANNOUNCING = 0.25  # relative: a smaller change is noise, which must not make servers move
 _FEW_REPLICAS = 2  # a block with no more servers than this is critical; its servers are checked first
 _MAX_VERIFIED = 32  # servers checked at a time
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The way to another server.
+
+    Attributes:
+        rtt_s: the shortest of several round-trip times.
+        bytes_per_s: the bandwidth of the slower direction.
+    """
+
+    rtt_s: float
+    bytes_per_s: float
 
 
 class NetworkProbe:
@@ -94,13 +108,14 @@ class NetworkProbe:
         }
         return SwarmView(tuple(server for server in present if server.peer_id not in silent))
 
-    async def shortest_rtts_s(self, servers: Sequence[ServerRecord]) -> dict[str, float]:
-        """Return the shortest of several round-trip times to each server that answers, by peer id, one by one."""
+    async def links(self, servers: Sequence[ServerRecord], most_rtt_s: float) -> dict[str, MeasuredLink]:
+        """Return the links to the servers that answer within ``most_rtt_s``, by peer id; measured one by one."""
         found = {}
         for server in servers:
             rtts_s = [await self._rtt_s(server) for _ in range(_SHORTEST_OF)]
-            if None not in rtts_s:
-                found[server.peer_id] = min(filter(None, rtts_s))
+            rtt_s = inf if None in rtts_s else min(filter(None, rtts_s))
+            if rtt_s <= most_rtt_s and (bytes_per_s := await self._bytes_per_s(server)):
+                found[server.peer_id] = MeasuredLink(rtt_s, bytes_per_s)
         return found
 
     async def _rtt_s(self, server: ServerRecord) -> float | None:

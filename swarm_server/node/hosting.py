@@ -51,10 +51,11 @@ from swarm_server.sessions.services import SpanServices
 from swarm_server.training.training_memory import TrainingMemory
 
 _logger = logging.getLogger(__name__)
+FollowerFiles = LocalFiles | HubModel  # of a model whose files the followers of a group read themselves
 CHUNK_TOKENS_CPU, CHUNK_TOKENS_CUDA = 64, 512
 _SHARE_CORES_S = 5.0
 _WATCH_GROUP_S = 0.5
-_QUIET_S = 5.0  # without sessions, before a group ends to form again with a member that has come
+_QUIET_S = 5.0  # without sessions and work, before a group ends to form again with a member that has come
 
 
 def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], torch.dtype]:
@@ -122,13 +123,18 @@ def load_parts(
     return stacks, report
 
 
+def can_have_followers(checkpoint: ModelCheckpoint) -> bool:
+    """Return whether other processes can read the model's files, as the followers of a group do."""
+    return isinstance(checkpoint.files, FollowerFiles)
+
+
 def follower_loader(config: ServerConfig, checkpoint: ModelCheckpoint) -> MakeLoader:
     """Return the function with which the followers of a group load the same blocks as this server.
 
     Raises:
         ValueError: other processes cannot read the model's files.
     """
-    if not isinstance(checkpoint.files, LocalFiles | HubModel):
+    if not isinstance(checkpoint.files, FollowerFiles):
         raise ValueError(
             "the members of a group read the model's files themselves: expected a directory or a model of the hub, "
             "not one that comes from the swarm"
@@ -136,7 +142,7 @@ def follower_loader(config: ServerConfig, checkpoint: ModelCheckpoint) -> MakeLo
     return partial(_follower_loader, config, checkpoint.files)
 
 
-def _follower_loader(config: ServerConfig, files: LocalFiles | HubModel) -> LoadSpan:
+def _follower_loader(config: ServerConfig, files: FollowerFiles) -> LoadSpan:
     devices, dtype = devices_and_dtype(config)
     checkpoint, cores = ModelCheckpoint(files), CoreShare().__enter__()  # it counts as a server until its process ends
     torch.set_num_threads(cores.threads())

@@ -54,7 +54,7 @@ from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from swarm_server.node.joining import SwarmMembership, join
 from swarm_server.node.moving import PeerMonitor, SpanMover, num_hosted
 from swarm_server.node.presence import RecordPublisher
-from swarm_server.node.proposing import could_lead, group_proposal, near_servers
+from swarm_server.node.proposing import NEAR_S, can_be_in_group, could_join, group_proposal, near_servers
 from swarm_server.node.states import Joined, Starting
 from swarm_server.placement.placement import CHECK_S
 from swarm_server.reach.reach import Reach
@@ -315,14 +315,14 @@ async def _propose_group(joined: Joined, own: ServerRecord, monitor: PeerMonitor
     """Log a proposal if near servers of the swarm would be faster as a group with this one."""
     with logged_errors(_logger, "whether a group would be faster could not be found out"):
         config, checkpoint = joined.starting.config, joined.starting.checkpoint
-        if not could_lead(own):
+        if not (could_join(own) and can_be_in_group(config, checkpoint)):
             return
         near = near_servers(own, (await monitor.view(own)).servers)
         block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
-        rtts_s = await probe.shortest_rtts_s(near)
-        proposal = group_proposal(own, near, rtts_s, block_bytes, checkpoint.family.hidden_size)
+        links = await probe.links(near, NEAR_S)
+        proposal = group_proposal(own, near, links, block_bytes, checkpoint.family.hidden_size)
         if proposal is not None:
-            _logger.info("%s", proposal.sentence(typed("server") + _same_swarm(config, own.model)))
+            _logger.info("%s", proposal.sentence())
 
 
 async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_server.net.network_probe import MAX_ANNOUNCED, NetworkProbe
+from swarm_server.net.network_probe import MAX_ANNOUNCED, MeasuredLink, NetworkProbe
 from tests.unit.support import server_record
 from tests.worlds.virtual_time import run_virtually
 
@@ -118,13 +118,15 @@ def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
     assert min(probe.rtts_s, key=probe.rtts_s.__getitem__) == "other7"
 
 
-def test_the_shortest_of_several_round_trips_counts() -> None:
-    async def story(line: Line) -> dict[str, float]:
+def test_links_to_near_servers_have_the_shortest_of_several_round_trips() -> None:
+    async def story(line: Line) -> dict[str, MeasuredLink]:
         loop: Any = asyncio.get_running_loop()
         with patch.object(time, "perf_counter", loop.time):
-            return await NetworkProbe(line).shortest_rtts_s([OTHER])  # type: ignore[arg-type]
+            return await NetworkProbe(line).links([OTHER], most_rtt_s=0.06)  # type: ignore[arg-type]
 
-    assert run_virtually(story(Line(MBIT, 0.05, delays_s=[0.3, 0.1]))) == {"other": pytest.approx(0.05)}
-    gone = Line(MBIT)
+    (link,) = run_virtually(story(Line(MBIT, 0.05, delays_s=[0.3, 0.1]))).values()
+    assert (link.rtt_s, link.bytes_per_s) == (pytest.approx(0.05), pytest.approx(MBIT, rel=1e-3))
+    far, gone = Line(MBIT, 0.07), Line(MBIT)
     gone.is_gone = True
-    assert run_virtually(story(gone)) == {}
+    assert run_virtually(story(far)) == run_virtually(story(gone)) == {}
+    assert max(far.sizes) == 0  # no bandwidth is measured where it would not matter
