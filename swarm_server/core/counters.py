@@ -91,8 +91,8 @@ class Counters:
         """Count a restart of the libp2p daemon."""
         self.daemon_restarts += 1
 
-    def run_block(self, *_call: object) -> None:
-        """Count a run of a block, as a hook of its module."""
+    def run_block(self) -> None:
+        """Count a run of a block."""
         self.blocks_run += 1
 
     def finish(self, kind: str, seconds: float) -> None:

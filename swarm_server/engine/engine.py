@@ -73,7 +73,7 @@ class Engine:
         self.meter: BatchMeter | None = None
         self.counters = Counters()
         for index in stack.span:
-            stack.original(index).register_forward_hook(self.counters.run_block)
+            stack.original(index).register_forward_hook(lambda *_call: self.counters.run_block())
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
         self._token_by_token = False

@@ -17,7 +17,7 @@ class AveragingSettings:
 
     Attributes:
         aggregation: the way to combine gradients; a minority of cheaters moves ``centered_clip`` only a little.
-        max_samples: the most samples of one peer that count in a step, whatever the peer claims; 0: four batches.
+        max_samples: the most samples of one peer that count in a step, whatever the peer claims; 0: all of them.
         error_feedback: whether the codec's loss is added to the next gradient.
         power_sgd_rank: the rank of the two factors that replace a matrix; 0 sends matrices as they are.
         straggler_s: the time, in seconds, for which peers wait for a slow one before they average without it; 0: 5

@@ -14,7 +14,6 @@ CHUNK_ELEMENTS = 1 << 18  # elements of a vector in one message: 1 MiB in fp32
 MAX_WINDOW = 4096  # losses; a joiner receives all of them in one message
 _MAX_NAME_CHARS = 200
 _MAX_EVERY = 1 << 40
-_MAX_BATCHES = 4  # most batches of one peer that count in one step: an honest call can bring more than one
 
 
 def check_run_name(name: str) -> None:
@@ -41,14 +40,7 @@ def check_average_decay(decay: float) -> None:
 def check_max_samples(max_samples: int) -> None:
     """Raise ValueError if no more than this can count of one peer."""
     if max_samples < 0:
-        raise ValueError(
-            f"max_samples is {max_samples}: expected at least 1 sample of one peer, or 0 (four batches count)"
-        )
-
-
-def most_samples(max_samples: int, target_batch_size: int) -> int:
-    """Return how many samples of one peer count in one step at most. ``max_samples``: as set; 0: four batches."""
-    return max_samples or _MAX_BATCHES * target_batch_size
+        raise ValueError(f"max_samples is {max_samples}: expected at least 1 sample of one peer, or 0 (all count)")
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,7 @@ class TrainingConfig:
     share: float = 1.0  # of the adding up, relative to other peers: in proportion to bandwidth; 0: none
     codec: str = "fp32"
     aggregation: str = "mean"  # or "centered_clip", which a minority of outlier gradients moves only a little
-    max_samples: int = 0  # of one peer that count in a step, whatever it claims; 0: four batches
+    max_samples: int = 0  # of one peer that count in a step, whatever it claims; 0: all
     counting: str = "samples"  # what a batch counts; or "exact", see above
     max_norm: float = 0.0  # to which averaged gradients are clipped, before the optimizer's step; 0: they are not
     average_decay: float = 0.0  # of the moving average of the weights, at each step; 0: there is no such average

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swarm_protocol.access.organiser import SwarmKey
-from swarm_training.core.config import most_samples
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import RoundContributions, moment_of, restore_round, verify_round
 
+_MAX_BATCHES = 4  # most batches credited to one peer in one round: an honest call can bring more than one
 _DIGEST_BYTES = 8  # of SHA-256: nobody can make another round with a given round's digest
 FIRST, LAST = Moment(0, 0), Moment(1 << 32, 0)
 
@@ -36,8 +36,8 @@ class LedgerLimits:
 
     @classmethod
     def of(cls, target_batch_size: int, max_samples: int = 0) -> LedgerLimits:
-        """Return the limits of a run with these settings: what counts in a step is what is credited."""
-        return cls(most_samples(max_samples, target_batch_size))
+        """Return the limits of a run. ``max_samples``: those of one peer that count in a step; 0: all do."""
+        return cls(max_samples or _MAX_BATCHES * target_batch_size)
 
 
 @dataclass(frozen=True)

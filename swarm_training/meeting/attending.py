@@ -16,7 +16,7 @@ from swarm_training.averaging.round import AveragingRound
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.compression.compressor import Phases
 from swarm_training.core.bitmap import to_bits
-from swarm_training.core.config import TrainingConfig, most_samples
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import MeetStream
 from swarm_training.pb import training_pb2 as pb
@@ -277,8 +277,7 @@ class MeetingClient:
         group = Group.parse(message)
         if group.moment != moment or group.ballot <= self._ballots.promised or self._peer_id not in group.peer_ids:
             raise RequestRejected("the leader has formed a group that is not the one which was asked for")
-        own = group.members[group.peer_ids.index(self._peer_id)].record
-        return group.limited(most_samples(self._max_samples, own.target_batch_size))
+        return group.limited(self._max_samples) if self._max_samples else group
 
 
 def _replay(rounds: Sequence[AveragingRound], gradient: Tensor | None) -> Phases:

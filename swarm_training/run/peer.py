@@ -17,7 +17,7 @@ from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
-from swarm_training.core.config import TrainingConfig, most_samples
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, LEFT, TRAINING, HeldOutLoss, Kept, Lineage, OfferedCheckpoint, Progress
 from swarm_training.core.signing import read_signed
@@ -97,7 +97,7 @@ class TrainingPeer:
                     f"a batch has {own.target_batch_size} micro-batches: expected 1 to {MAX_MICRO_BATCHES}"
                 )
             own = dataclasses.replace(own, micro_batches=to_bits((), own.target_batch_size))
-        most = most_samples(config.max_samples, own.target_batch_size)
+        most = config.max_samples or inf
         table = ProgressTable(own.run, own.model, own.peer_id, config.silence_s, config.presume_gone_s, most)
         self._moderation = Moderation(orders)
         self._standing = PeerState(own, member.identity, table, self._moderation)
@@ -113,7 +113,7 @@ class TrainingPeer:
         stores = (self.rollbacks.kept, self.replicas, self.offer, self.stored, self._own_offer)
         self._state_server = StateServer(state, stores, in_thread)
         self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
-        known = ledger or KeptLedger(Ledger(own.run, LedgerLimits(most)))
+        known = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size, config.max_samples)))
         self.ledger = known.ledger
         crediting = Crediting(self.ledger, member, lambda: self._standing.own.moment)
         self._book = Book(

@@ -52,7 +52,7 @@ lr = 1e-3
 # straggler_s = 0.0           # seconds for which peers wait for a slow one; 0: 5, or 600 with local steps
 # delay = false               # true: the next batch is computed while gradients travel; gradients are one step older
 # aggregation = "mean"        # {aggregations}: the second is moved little by a minority of cheaters
-# max_samples = 0             # of one peer that count in a step, whatever it claims; 0: four batches
+# max_samples = 0             # of one peer that count in a step, whatever it claims; 0: all
 
 [clip]
 # max_norm = 0.0              # above 0, such as 1.0: the norm to which the gradient of a batch is clipped

@@ -271,7 +271,7 @@ class Remembers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from swarm_server.kv import rows_cache
 
-        return x * rows_cache._running.cache.get_seq_length()
+        return x * rows_cache._running.get().get_seq_length()
 
 
 def test_what_depends_on_the_length_is_refused(tmp_path) -> None:
