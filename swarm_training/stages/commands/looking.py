@@ -1,4 +1,4 @@
-"""The view of a run in stages, by the signed records of its peers alone, and who follows it: the reports, the curve."""
+"""The observation of a run in stages from the signed records of its peers: its view, its reports, its loss curve."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def _samples_of(stage: StageView, moment: Moment, size: int) -> int:
     return size if is_past else stage.micro_batches
 
 
-class RunFollower:
-    """The follower of one run, who learns the loss of each step from the records of the last stage's peers.
+class StagesFollower:
+    """The follower of one run in stages, who learns the loss of each step from the records of the last stage's peers.
 
     The records come one after the other, so the loss of a step is known exactly once they cover all its micro-batches.
     """
@@ -197,7 +197,7 @@ class CurveFiles:
         curve = None if self._directory is None else read_losses(self._directory)
         return curve or LossCurve()
 
-    def write_if_due(self, follower: RunFollower) -> None:
+    def write_if_due(self, follower: StagesFollower) -> None:
         """Write the curve once the loss of a step with a checkpoint is known, or the run has gone on."""
         step = follower.step
         self._due = max(step - step % every for every in self._every)
@@ -215,7 +215,7 @@ async def follow_stage(
     peer: StagePeer, file: RunFile, reports: StepReports | None, files: CurveFiles, say: Say
 ) -> None:
     """Follow the run as a peer of a stage: say what this peer has done in each step, and why the run ends."""
-    follower, moment = RunFollower(file, reports, say), peer.moment
+    follower, moment = StagesFollower(file, reports, say), peer.moment
     follower.losses.begin(await asyncio.to_thread(files.read), peer.step)
     num_micro_batches = file.stages.num_micro_batches(file.run.target_batch_size)
     reason = ""
@@ -237,7 +237,7 @@ async def follow_stage(
 
 async def follow_as_trainer(watch: RunWatch, file: RunFile, reports: StepReports, say: Say) -> None:
     """Follow the run from outside of all stages."""
-    follower = RunFollower(file, reports, say)
+    follower = StagesFollower(file, reports, say)
     while True:
         await asyncio.sleep(_FOLLOW_S)
         records = watch.all_records()

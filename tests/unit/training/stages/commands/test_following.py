@@ -15,7 +15,7 @@ from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.losses.curve import LossCurve
 from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.reading import parse_run_file
-from swarm_training.stages.commands.looking import CurveFiles, RunFollower
+from swarm_training.stages.commands.looking import CurveFiles, StagesFollower
 from tests.unit.training.reports.test_reporters import Kept
 from tests.unit.training.stages.commands.test_command_line import TEXT
 
@@ -37,7 +37,7 @@ def stages(step: int, *losses: tuple[float, int], rollbacks: int = 0, **fields: 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_batch_once_all_records_have_come(tmp_path: Path) -> None:
     place = Kept()
-    follower, files = RunFollower(FILE, StepReports([place]), print), CurveFiles(tmp_path / "new", FILE, print)
+    follower, files = StagesFollower(FILE, StepReports([place]), print), CurveFiles(tmp_path / "new", FILE, print)
     for records in (
         stages(1, (3.0, 1), (0.0, 0)),
         stages(1, (3.0, 1), (1.5, 2)),
@@ -62,10 +62,10 @@ def test_the_loss_of_a_step_is_the_mean_over_its_batch_once_all_records_have_com
 
 def test_a_process_that_starts_again_goes_on_with_the_curve(tmp_path: Path) -> None:
     assert not CurveFiles(tmp_path, FILE, print).read().series
-    follower = RunFollower(FILE, None, print)
+    follower = StagesFollower(FILE, None, print)
     follower.see(stages(2, (3.0, SIZE)), NOTHING)
     CurveFiles(tmp_path, FILE, print).write_if_due(follower)
-    again = RunFollower(FILE, None, print)
+    again = StagesFollower(FILE, None, print)
     again.losses.begin(CurveFiles(tmp_path, FILE, print).read(), 2)
     again.see(stages(3, (1.0, SIZE)), NOTHING)
     assert again.losses.curve.series == {"training": [(2, 3.0), (3, 1.0)]}
@@ -75,7 +75,7 @@ def test_a_curve_that_cannot_be_written_is_said_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    follower = RunFollower(FILE, None, print)
+    follower = StagesFollower(FILE, None, print)
     follower.see(stages(2, (3.0, SIZE)), NOTHING)
     CurveFiles(tmp_path / "file", FILE, print).write_if_due(follower)
     assert "warning: the loss curve cannot be written to" in capsys.readouterr().out
