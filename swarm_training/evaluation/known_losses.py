@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf
 
+from swarm_training.core.record import HeldOutLoss
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
 
@@ -45,10 +47,17 @@ class KnownLosses:
         """Take over the losses on held-out data, and say which are new. Return whether anything has changed."""
         if known == self.held_out:
             return False
-        for each in known.losses:
-            if each not in self.held_out.losses:
-                self.curve.add(each.step, {HELD_OUT: each.loss})
-                lowest = ", the lowest so far" if each == known.best else ""
-                self._say(f"step {each.step}: loss on held-out data {each.loss:.4f}{lowest}")
+        new = [each for each in known.losses if each not in self.held_out.losses]
+        for each in new:
+            lowest = ", the lowest so far" if each == known.best else ""
+            self._say(f"step {each.step}: loss on held-out data {each.loss:.4f}{lowest}")
+        self._add(new)
         self.held_out = known
         return True
+
+    def _add(self, new: Sequence[HeldOutLoss]) -> None:
+        """Add losses on held-out data to the curve. The points of later steps stay."""
+        points = dict(self.curve.series.get(HELD_OUT, ())) | {each.step: each.loss for each in new}
+        first = min((each.step for each in new), default=inf)
+        for step in sorted(step for step in points if step >= first):
+            self.curve.add(step, {HELD_OUT: points[step]})

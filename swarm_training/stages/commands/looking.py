@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from swarm_protocol.failures import first_line
+from swarm_protocol.failures import first_line, logged_errors
 from swarm_protocol.process import network_loop
 from swarm_training.checkpoints.checkpoint import read_losses, write_losses
 from swarm_training.commands.looking import shown_loss
@@ -35,7 +36,9 @@ from swarm_training.stages.peer.watch import RunWatch
 
 Say = Callable[[str], object]
 _FOLLOW_S = 0.2
+_AFTER_ERROR_S = 60.0  # so that an error that stays does not fill the log
 _FIRST_S, _LOOK_S = 5.0, 0.1  # the first look waits so long until every stage has a peer
+_logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -190,7 +193,7 @@ class CurveFiles:
         """``directory``: that of the checkpoints; None: there are no files."""
         self._directory, self._run, self._say = directory, file.run.name, say
         self._every = [each for each in (file.run.checkpoint_every, file.evaluation.every) if each]
-        self._due, self._written = 0, 0
+        self._written = (0, EvaluationHistory())  # the last due step, and the losses on held-out data
 
     def read(self) -> LossCurve:
         """Return the curve that earlier processes have left; an empty one if there is none."""
@@ -198,12 +201,18 @@ class CurveFiles:
         return curve or LossCurve()
 
     def write_if_due(self, follower: StagesFollower) -> None:
-        """Write the curve once the loss of a step with a checkpoint is known, or the run has gone on."""
+        """Write the curve once the loss of a step with a checkpoint is known, or the run has gone on, and again once a
+        loss on held-out data is known."""
         step = follower.step
-        self._due = max(step - step % every for every in self._every)
-        if self._directory is None or self._due == self._written or (self._due == step and not follower.is_known):
+        due = max(step - step % every for every in self._every)
+        if (due, follower.losses.held_out) != self._written and (due < step or follower.is_known):
+            self._written = due, follower.losses.held_out
+            self.write(follower)
+
+    def write(self, follower: StagesFollower) -> None:
+        """Write the curve as it is now, unless it is empty."""
+        if self._directory is None or not follower.losses.curve.series:
             return
-        self._written = self._due
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_losses(follower.losses.curve, self._run, self._directory)
@@ -214,13 +223,16 @@ class CurveFiles:
 async def follow_stage(
     peer: StagePeer, file: RunFile, reports: StepReports | None, files: CurveFiles, say: Say
 ) -> None:
-    """Follow the run as a peer of a stage: say what this peer has done in each step, and why the run ends."""
+    """Follow the run as a peer of a stage until cancelled: say what this peer has done in each step, and why the run
+    ends. The curve is written at the end too, as the peer may move to another stage and go on with it."""
     follower, moment = StagesFollower(file, reports, say), peer.moment
+    follower.losses.held_out = peer.evaluation.known
     follower.losses.begin(await asyncio.to_thread(files.read), peer.step)
     num_micro_batches = file.stages.num_micro_batches(file.run.target_batch_size)
     reason = ""
-    while True:
-        await asyncio.sleep(_FOLLOW_S)
+
+    async def look() -> None:
+        nonlocal moment, reason
         follower.see(peer.watch.all_records(), peer.evaluation.known)
         if peer.moment != moment:
             if peer.moment.rollbacks > moment.rollbacks:
@@ -234,12 +246,30 @@ async def follow_stage(
                 say(f"the run has ended at step {peer.step}: {reason}")
         await asyncio.to_thread(partial(files.write_if_due, follower))
 
+    try:
+        await _repeat(look)
+    finally:
+        files.write(follower)
+
 
 async def follow_as_trainer(watch: RunWatch, file: RunFile, reports: StepReports, say: Say) -> None:
-    """Follow the run from outside of all stages."""
+    """Follow the run from outside of all stages until cancelled."""
     follower = StagesFollower(file, reports, say)
-    while True:
-        await asyncio.sleep(_FOLLOW_S)
+
+    async def look() -> None:
         records = watch.all_records()
         now = max((record.moment for record in records[-1]), default=Moment(0, 0))
         follower.see(records, shown_losses(now, records[-1]))
+
+    await _repeat(look)
+
+
+async def _repeat(look: Callable[[], Awaitable[None]]) -> None:
+    """Look again and again until cancelled. A look that fails is logged, and does not end the others."""
+    pause_s = _FOLLOW_S
+    while True:
+        await asyncio.sleep(pause_s)
+        pause_s = _AFTER_ERROR_S
+        with logged_errors(_logger, "what the run does cannot be shown now"):
+            await look()
+            pause_s = _FOLLOW_S

@@ -230,8 +230,7 @@ class _Serving:
             moved_to = await self._until_it_moves(presence, stage, stays)
             return moved_to
         finally:
-            telling.cancel()
-            trimming.cancel()
+            await end_tasks([telling, trimming])
             for service in services:
                 service.close()
             await presence.leave()

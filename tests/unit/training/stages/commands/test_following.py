@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swarm_protocol.process.routine import end_tasks
+from swarm_training.checkpoints.checkpoint import write_losses
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, HeldOutLoss, Progress
@@ -15,9 +19,10 @@ from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.losses.curve import LossCurve
 from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.reading import parse_run_file
-from swarm_training.stages.commands.looking import CurveFiles, StagesFollower
+from swarm_training.stages.commands.looking import CurveFiles, StagesFollower, follow_stage
 from tests.unit.training.reports.test_reporters import Kept
 from tests.unit.training.stages.commands.test_command_line import TEXT
+from tests.worlds.runs import simulate
 
 FILE = parse_run_file(TEXT)
 SIZE = FILE.stages.num_micro_batches(FILE.run.target_batch_size)
@@ -79,3 +84,42 @@ def test_a_curve_that_cannot_be_written_is_said_and_the_run_goes_on(
     follower.see(stages(2, (3.0, SIZE)), NOTHING)
     CurveFiles(tmp_path / "file", FILE, print).write_if_due(follower)
     assert "warning: the loss curve cannot be written to" in capsys.readouterr().out
+
+
+def test_a_peer_that_starts_again_goes_on_with_the_losses_on_its_disk_and_leaves_its_curve(tmp_path: Path) -> None:
+    known = EvaluationHistory.of([HeldOutLoss(Moment(0, 2), 0.5, 4), HeldOutLoss(Moment(0, 4), 0.6, 4)])
+    write_losses(LossCurve.parse('{"step": 2, "held out": 0.5}\n{"step": 4, "held out": 0.6}\n'), "toy", tmp_path)
+    told, looks, seen = list[str](), iter([RuntimeError("once")]), asyncio.Event()
+
+    def records() -> list[list[Progress]]:
+        for error in looks:
+            raise error
+        seen.set()
+        return stages(5, (1.5, SIZE))
+
+    async def scenario() -> None:
+        evaluation = SimpleNamespace(known=known, reason_of_end="")
+        peer: Any = SimpleNamespace(moment=Moment(0, 5), step=5, evaluation=evaluation)
+        peer.watch = SimpleNamespace(all_records=records)
+        following = asyncio.ensure_future(
+            follow_stage(peer, FILE, None, CurveFiles(tmp_path, FILE, print), told.append)
+        )
+        await seen.wait()
+        await end_tasks([following])
+
+    simulate(scenario)
+    assert not told
+    assert LossCurve.parse((tmp_path / "losses.jsonl").read_text()).series == {
+        "training": [(5, 1.5)],
+        "held out": [(2, 0.5), (4, 0.6)],
+    }
+
+
+def test_a_loss_on_held_out_data_that_comes_late_is_written_and_takes_no_later_one_away(tmp_path: Path) -> None:
+    follower, files = StagesFollower(FILE, None, print), CurveFiles(tmp_path, FILE, print)
+    last, older = HeldOutLoss(Moment(0, 4), 0.6, 4), HeldOutLoss(Moment(0, 2), 0.5, 4)
+    for known in ([], [last], [older, last]):
+        follower.see(stages(4, (3.0, SIZE)), EvaluationHistory.of(known))
+        files.write_if_due(follower)
+        written = LossCurve.parse((tmp_path / "losses.jsonl").read_text()).series
+        assert written.get("held out", []) == [(each.step, each.loss) for each in known]
