@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from swarm_protocol.atomic_file import remove_abandoned, written_atomically
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import NEW_STATE, Kept, Lineage
 
 _NAME = re.compile(r"step-(\d{9,15})\.(\d{1,9})\.(\d{1,9})\.(\d{1,15})\.([0-9a-f]{64})\.safetensors")
@@ -23,7 +24,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
-    """``is_extra``: True if the state is none to go back to, and stays only as long as it is spared."""
+    """A kept checkpoint and its data.
+
+    ``is_extra``: True if the state is none to go back to, and stays only as long as it is spared.
+    """
 
     kept: Kept
     data: bytes | Path
@@ -109,7 +113,7 @@ class KeptCheckpoints:
         """Keep a state, unless it is kept already. ``write``: writes all of the state to a file. ``is_extra``: the
         state is none to go back to, and stays as long as it is spared. Raises OSError if writing fails."""
         known = self._kept.get(step)
-        if known is not None and known.kept.state_digest == digest:
+        if known is not None and known.kept.state_digest == digest and (is_extra or not known.is_extra):
             self.mark(step, lineage.rollbacks, lineage.skipped_batches)
             return
         kept = Kept(step, digest, lineage)
@@ -154,7 +158,8 @@ class KeptCheckpoints:
 
     def adopt(self, step: int, digest: bytes) -> None:
         """Take over the checkpoints that an earlier process has left in the directory, up to the one of this step and
-        digest, at which the run goes on. Later ones are removed: the run has gone back."""
+        digest, at which the run goes on. Later ones are removed, as the run has gone back, and so are those that are
+        neither due nor spared."""
         if not self._stays or self._directory is None:
             return
         files = stored_in(self._directory)
@@ -165,11 +170,21 @@ class KeptCheckpoints:
             # A checkpoint with fewer skipped batches than an older one was undone by a rollback.
             if is_start or (kept.step < step and kept.lineage.skipped_batches >= most_skipped):
                 most_skipped = kept.lineage.skipped_batches
-                is_extra = kept.step in self._spared and not is_start and not self.is_due(kept.step)
-                found[kept.step] = _Entry(kept, path, is_extra)
+                may_go_back = is_start or self.is_due(kept.step)
+                if may_go_back or kept.step in self._spared:
+                    found[kept.step] = _Entry(kept, path, is_extra=not may_go_back)
         self._kept = self._staying(found)
         used = {entry.data for entry in self._kept.values()}
         _remove(files.keys() - used)
+
+    def adopt_spared(self, moment: Moment) -> None:
+        """Take over the checkpoint of this moment, which is spared, if an earlier process has left it in the directory.
+        It is none to go back to. Its file may say more rollbacks than the moment: the run has been there again."""
+        if not self._stays or self._directory is None or moment.step in self._kept or moment.step not in self._spared:
+            return
+        for path, kept in stored_in(self._directory).items():
+            if kept.step == moment.step and kept.lineage.rollbacks >= moment.rollbacks:
+                self._kept = self._staying({**self._kept, kept.step: _Entry(kept, path, is_extra=True)})
 
     def digests(self) -> dict[int, bytes]:
         """Return the digests of the states to go back to, by step."""

@@ -90,20 +90,34 @@ class StageEvaluation:
         """Return whether this peer's stage must wait for the loss of this step."""
         return self._is_last and self._peer.evaluator.is_pending()
 
-    def resume(self, step: int) -> EvaluationHistory:
-        """Take over the losses up to this step that earlier processes have left on the disk, and return them. Spare the
-        checkpoints that stay for them."""
+    def resume(self, step: int, went_back_to: int = 0) -> EvaluationHistory:
+        """Take over the losses up to this step that earlier processes have left on the disk, and return all that are
+        known. Spare the checkpoints that stay for them. Call it when the peer has the state of this step.
+
+        ``went_back_to``: the step of the run's last rollback. It has undone the later ones of losses that are older.
+        """
         if self._policy.every and self._directory is not None:
-            try:
-                self.known = read_evaluations(self._directory, self._peer.own.run).up_to(step)
-            except CheckpointError as error:
-                _logger.warning("%s: the losses on held-out data are forgotten", error)
+            earlier = EvaluationHistory.of((*self.known.losses, *self._stored().losses)).up_to(step)
+            if earlier.newest is not None and earlier.newest.moment.rollbacks < self._peer.own.rollbacks:
+                earlier = earlier.up_to(went_back_to)
+            self.known = EvaluationHistory.of((*earlier.losses, *self._peer.evaluator.history.losses))
             self.spare(step)
         return self.known
 
+    def _stored(self) -> EvaluationHistory:
+        assert self._directory is not None
+        try:
+            return read_evaluations(self._directory, self._peer.own.run)
+        except CheckpointError as error:
+            _logger.warning("%s: the losses on held-out data are forgotten", error)
+            return EvaluationHistory()
+
     def spare(self, step: int) -> None:
         """Spare the checkpoints that stay beside the newest ones. Call it where checkpoints are kept."""
-        self._peer.rollbacks.kept.spare(decisions.steps_to_keep(self._policy, self.known, step))
+        kept, best = self._peer.rollbacks.kept, self.known.best
+        kept.spare(decisions.steps_to_keep(self._policy, self.known, step))
+        if best is not None:
+            kept.adopt_spared(best.moment)
 
     def follow(self) -> bool:
         """Take over what has become known, and begin the evaluation of the present moment if it is due. Return whether

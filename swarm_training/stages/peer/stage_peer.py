@@ -304,6 +304,7 @@ class StagePeer:
             return False
         is_right = await self.peer.loaded(downloaded, digest)
         if is_right:
+            await self._in_thread(partial(self.evaluation.resume, moment.step, self.peer.rollbacks.went_back_to))
             await self._compute(partial(self.peer.keep, digest, self.peer.born(digest)))
             await self.peer.copy_checkpoint()
         return is_right

@@ -10,8 +10,9 @@ from typing import BinaryIO
 import pytest
 
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import Kept, Lineage
-from swarm_training.rollback.kept import KeptCheckpoints, stored_in
+from swarm_training.rollback.kept import KeptCheckpoints, file_name, stored_in
 
 
 def digest(step: int) -> bytes:
@@ -157,5 +158,16 @@ def test_spared_checkpoints_stay_beside_the_newest_and_are_none_to_go_back_to(tm
     again.spare({5})
     again.adopt(10, digest(10))
     assert list(again.digests()) == [8, 10] and again.read(digest(5)) == b"x"
+    joined = KeptCheckpoints(2, 2, tmp_path, stays=True)
+    joined.spare({5})
+    joined.adopt_spared(Moment(1, 5))  # another state: that of the file has been undone
+    assert joined.of(5) is None
+    joined.adopt_spared(Moment(0, 5))
+    assert joined.of(5) == Kept(5, digest(5)) and not joined.digests()
+    joined.keep(5, digest(5), b"x")
+    assert list(joined.digests()) == [5]
     again.spare(())
+    assert sorted(each.step for each in stored_in(tmp_path).values()) == [8, 10]
+    (tmp_path / file_name(Kept(7, digest(7)))).write_bytes(b"x")
+    KeptCheckpoints(2, 2, tmp_path, stays=True).adopt(10, digest(10))
     assert sorted(each.step for each in stored_in(tmp_path).values()) == [8, 10]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_training.checkpoints.evaluations import read_evaluations
+from swarm_training.checkpoints.evaluations import EVALUATIONS, read_evaluations
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.rollback.stored import stage_directory
@@ -69,8 +69,11 @@ def test_patience_ends_the_run_for_all_stages_at_one_step_and_the_best_checkpoin
         await world.reach(2 * EVERY + 1)
         await asyncio.sleep(60.0)  # in which nobody takes another step
         late = world.join(0)
-        while not late.peer.own.state_digest:
+        world.kill(peers[1].peer_id)
+        peers[1] = world.join(0, tmp_path / "1")
+        while not (late.peer.own.state_digest and peers[1].peer.own.state_digest):
             await asyncio.sleep(0.1)
+        await asyncio.sleep(5.0)
         training.cancel()
         require_equal_to_single(world, 2 * EVERY + 1)
         expected = expected_losses(2 * EVERY)
@@ -87,7 +90,9 @@ def test_patience_ends_the_run_for_all_stages_at_one_step_and_the_best_checkpoin
             assert data is not None
             state.load(Moment(0, best), data)
             assert all(map(torch.equal, stage.parameters, truth[index]))
-            written = read_evaluations(stage_directory(tmp_path / f"{number}", index), stage_run("toy", index))
+            directory = stage_directory(tmp_path / f"{number}", index)
+            written = read_evaluations(directory, stage_run("toy", index))
             assert written.best is not None and written.best.step == best
+            assert f'"checkpoint": "step-{best:09d}.' in (directory / EVALUATIONS).read_text()
 
     simulate(scenario)
