@@ -56,7 +56,8 @@ class Leading:
         """Serve one member, from its joining to the end of the meeting.
 
         Raises:
-            RequestRejected: the caller does not join, joins as another peer, or contradicts its record.
+            RequestRejected: the caller does not join, joins as another peer, or contradicts its record; or it sends
+                bytes that are no message.
         """
         async with asyncio.timeout(self._silence_s):
             first = await stream.receive()
@@ -82,7 +83,9 @@ class Leading:
         reading = asyncio.create_task(self._read(leader, peer_id, stream))
         ticking = asyncio.create_task(self._tick(leader))
         try:
-            await asyncio.wait([writing, reading], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([writing, reading], return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
         finally:
             await end_tasks([writing, reading, ticking])
             if self._outboxes.get((leader, peer_id)) is outbox:

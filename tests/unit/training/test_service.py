@@ -192,7 +192,7 @@ def test_strangers_are_not_let_into_a_private_run() -> None:
 
 
 class _Silent:
-    """A stream of one who sends these messages."""
+    """A stream of one who sends these messages; ``receive`` raises those that are errors."""
 
     def __init__(self, *messages: Any) -> None:
         self._messages = list(messages)
@@ -202,7 +202,10 @@ class _Silent:
     async def finish(self) -> None: ...
 
     async def receive(self) -> Any:
-        return self._messages.pop(0) if self._messages else None
+        message = self._messages.pop(0) if self._messages else None
+        if isinstance(message, Exception):
+            raise message
+        return message
 
 
 def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
@@ -214,6 +217,9 @@ def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
             await peer.exchange(stranger, pb.ExchangeRequest(own=record))
         with pytest.raises(RequestRejected, match="another peer"):
             await peer.meet(stranger, _Silent(pb.MeetRequest(join=pb.Join(own=record))))
+        with pytest.raises(RequestRejected, match="no message"):
+            first = pb.MeetRequest(join=pb.Join(own=record))
+            await peer.meet(member.peer_id, _Silent(first, RequestRejected("the bytes sent are no message")))
         members = tuple(GroupMember(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
         group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
         mine = AveragingRound(peer._network, group, 0, 0, torch.zeros(8), VectorCoding(codec_of("fp32"), 4))
