@@ -96,7 +96,8 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     async def see(board: DhtPeerRegistry) -> RunView:
         moderation.take(await board.read_orders())
         known[:] = peers_of(who.run, await board.read(), moderation.banned())
-        view = view_of(who.run, who.target_batch_size, tuple(known), shown_bans(moderation.bans()))
+        bans = shown_bans(moderation.bans())
+        view = view_of(who.run, who.target_batch_size, tuple(known), bans, who.averaging.max_samples)
         return dataclasses.replace(view, users=shown_users(ledger.totals()))
 
     async def keep(data: bytes, round_: RoundContributions) -> bool:

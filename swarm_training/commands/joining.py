@@ -189,7 +189,7 @@ class RunFollower:
 
     def __init__(self, trained: TrainingSetup, run: RunLike) -> None:
         file = trained.file
-        self._settings, self._reports = file.run, trained.reports
+        self._settings, self._max_samples, self._reports = file.run, file.averaging.max_samples, trained.reports
         self._run = run
         self._observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
 
@@ -197,7 +197,8 @@ class RunFollower:
         """Report the step that the run has taken."""
         if self._reports is not None:
             settings, run = self._settings, self._run
-            view = view_of(settings.name, settings.target_batch_size, tuple(run.records), shown_bans(run.bans))
+            bans = shown_bans(run.bans)
+            view = view_of(settings.name, settings.target_batch_size, tuple(run.records), bans, self._max_samples)
             self._reports.report(self._observer.complete(replace(view, loss=run.last_loss), time.time()))
 
 

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from swarm_training.contract.run_like import BanView, HeldOutView, PeerView, RunView, UserView
+from swarm_training.core.config import most_samples
 from swarm_training.core.record import PRESENT, HeldOutLoss, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.evaluation.policy import shown_losses
@@ -52,29 +53,34 @@ def shown_users(totals: Mapping[str, UserTotal]) -> tuple[UserView, ...]:
     return tuple(UserView(user, total.samples, total.samples / samples) for user, total in first)
 
 
-def view_of(run: str, target_batch_size: int, peers: tuple[Progress, ...], bans: tuple[BanView, ...] = ()) -> RunView:
+def view_of(
+    run: str,
+    target_batch_size: int,
+    peers: tuple[Progress, ...],
+    bans: tuple[BanView, ...] = (),
+    max_samples: int = 0,
+) -> RunView:
     """Return the view of a run. Records are some seconds old, and not all equally old. Loss and bytes are of the last
-    step that each peer reports. All speeds count for the next step."""
+    step that each peer reports. All speeds count for the next step. ``max_samples``: see ``most_samples``."""
     if not peers:
         return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
     moment = max(peer.moment for peer in peers)
     held_out = shown_losses(moment, peers)
-    samples = sum(peer.samples for peer in peers if peer.moment == moment)
     target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
+    most = most_samples(max_samples, target)
+    shown = [min(peer.samples, most) if peer.moment == moment else 0 for peer in peers]
+    samples = sum(shown)
     speed = sum(peer.samples_per_s for peer in peers)
     return RunView(
         run,
         moment.step,
-        mean_loss(peers),
+        mean_loss(peers, most),
         samples,
         target,
         max(0, target - samples) / speed if speed else None,
         sum(peer.bytes_sent for peer in peers),
         sum(peer.bytes_received for peer in peers),
-        tuple(
-            PeerView(peer.peer_id, "", peer.samples if peer.moment == moment else 0, peer.samples_per_s)
-            for peer in peers
-        ),
+        tuple(PeerView(peer.peer_id, "", own, peer.samples_per_s) for peer, own in zip(peers, shown, strict=True)),
         bans,
         moment.rollbacks,
         held_out=shown_loss(held_out.newest),

@@ -64,11 +64,12 @@ def samples_at(view: LocalView, moment: Moment) -> float:
     return view.samples_of(view.at(moment))
 
 
-def mean_loss(peers: Iterable[Progress]) -> float | None:
-    """Return the mean of the losses that peers report, weighted by samples; None if no peer reports one."""
-    reported = [peer for peer in peers if peer.loss_samples]
-    weight = sum(peer.loss_samples for peer in reported)
-    return sum(peer.loss * peer.loss_samples for peer in reported) / weight if weight else None
+def mean_loss(peers: Iterable[Progress], max_samples: float) -> float | None:
+    """Return the mean of the losses that peers report, weighted by samples; None if no peer reports one.
+    ``max_samples``: the most samples of one peer that count, whatever it claims."""
+    weighted = [(peer.loss, min(peer.loss_samples, max_samples)) for peer in peers if peer.loss_samples]
+    weight = sum(samples for _, samples in weighted)
+    return sum(loss * samples for loss, samples in weighted) / weight if weight else None
 
 
 def is_batch_complete(view: LocalView) -> bool:

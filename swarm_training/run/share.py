@@ -149,7 +149,9 @@ class GradientAccumulator:
         self._state.apply(decided.gradient)
         self.last_group = decided.group.peer_ids
         self.last_batch_size = sum(member.weight for member in decided.group.members)
-        self.last_loss = policy.mean_loss(member.record for member in decided.group.members)
+        members = decided.group.members
+        most = max(member.weight for member in members)  # the group's limit applies to weights
+        self.last_loss = policy.mean_loss((member.record for member in members), most)
         total, samples = losses
         digest = self._state.digest()
         self._peer.keep(digest)

@@ -84,7 +84,7 @@ def view_of(run: str, num_micro_batches: int, records: Sequence[Sequence[Progres
     return RunView(
         run,
         moment.step,
-        mean_loss(records[-1]),
+        mean_loss(records[-1], size),
         done,
         size,
         (size - done) / speed if speed else None,
@@ -181,7 +181,7 @@ class StagesFollower:
         # A peer that meets others has the loss of the step to come in its record already.
         here = [peer for peer in last_stage if peer.moment == self._moment and peer.state == TRAINING]
         self._is_complete = sum(peer.loss_samples for peer in here) >= self._size
-        if (loss := mean_loss(here)) is not None and loss != self._loss:
+        if (loss := mean_loss(here, self._size)) is not None and loss != self._loss:
             self._loss = loss
             self.losses.stepped(self._moment.step, loss)
 

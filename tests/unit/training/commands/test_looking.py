@@ -92,6 +92,8 @@ def test_samples_of_earlier_steps_do_not_count_for_the_next() -> None:
     assert (view.step, view.loss, view.samples, view.target_batch_size) == (3, 2.0, 2, 9)
     assert view.next_step_s == pytest.approx(7 / 11)
     assert [peer.samples for peer in sorted(view.peers, key=lambda peer: peer.samples_per_s)] == [2, 0]
+    limited = view_of("toy", 10, peers_of("toy", records), max_samples=1)
+    assert (limited.loss, limited.samples, max(peer.samples for peer in limited.peers)) == (3.0, 1, 1)
 
 
 def test_a_run_is_where_it_has_gone_back_to() -> None:
