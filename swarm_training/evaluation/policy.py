@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swarm_training.pb import training_pb2 as pb
 
 NUM_EVALUATORS = 3  # that hold the parameters of an evaluated step
+MOST_SPARED = 3  # checkpoints that stay for evaluations, see ``steps_to_keep``
 MAX_LOSSES = 4096  # a joiner receives all of them in one message
 
 

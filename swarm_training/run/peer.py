@@ -17,7 +17,7 @@ from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
-from swarm_training.core.config import TrainingConfig
+from swarm_training.core.config import NUM_REPLICAS, TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, LEFT, TRAINING, HeldOutLoss, Kept, Lineage, OfferedCheckpoint, Progress
 from swarm_training.core.signing import read_signed
@@ -61,7 +61,6 @@ T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
 _RETRY_S = 0.1
 _GATHER_S = 0.1  # how long a reply waits for more records that are not urgent
-_REPLICAS = 2
 _FOUND_SOON_S = 10.0
 _MOST_OTHERS = 64  # records of other peers that are read from one request
 _CUT_OFF_SILENCES = 2.0  # times ``silence_s``: for this long calls must have failed
@@ -716,10 +715,10 @@ def _stores(config: TrainingConfig, run: str) -> tuple[KeptCheckpoints, KeptChec
     every, most, directory = config.checkpoint_every, config.checkpoints_kept, config.lasting_directory
     if directory is None:
         temporary = config.checkpoint_directory
-        return KeptCheckpoints(every, most, temporary), KeptCheckpoints(every, _REPLICAS, temporary)
+        return KeptCheckpoints(every, most, temporary), KeptCheckpoints(every, NUM_REPLICAS, temporary)
     stage = int(run.rpartition("/")[2])  # see ``stage_run``
     own, copies = stage_directory(directory, stage), copies_directory(directory, stage)
     return (
         KeptCheckpoints(every, most, own, stays=True, digest_of=digest_of),
-        KeptCheckpoints(every, _REPLICAS, copies, stays=True, digest_of=digest_of),
+        KeptCheckpoints(every, NUM_REPLICAS, copies, stays=True, digest_of=digest_of),
     )

@@ -19,6 +19,7 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.core.config import TrainingConfig, checkpoints_needed
 from swarm_training.data.blocks import TokenBlocks
+from swarm_training.evaluation.policy import MOST_SPARED
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
 from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
@@ -58,7 +59,9 @@ def require_stages(file: RunFile) -> int:
         raise ValueError("the run is not trained in stages: expected their number as `count` under [stages]")
     averaging = file.averaging
     if averaging.error_feedback or replace(averaging, codec="fp32", straggler_s=0.0) != AveragingSettings():
-        raise ValueError("a run in stages counts exactly: expected none but `codec` under [averaging]")
+        raise ValueError(
+            "a run in stages counts exactly: expected none but `codec` and `straggler_s` under [averaging]"
+        )
     return file.stages.num_micro_batches(file.run.target_batch_size)
 
 
@@ -161,9 +164,8 @@ def build(
     _schedule(optimizer, settings, state)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
     sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
-    return BuiltStage(
-        stage, state, sums, StageLimits(max_bytes=room.requests), needs.described(room, config.checkpoints_kept)
-    )
+    num_checkpoints = config.checkpoints_kept + (MOST_SPARED if file.evaluation.every else 0)
+    return BuiltStage(stage, state, sums, StageLimits(max_bytes=room.requests), needs.described(room, num_checkpoints))
 
 
 def needs_of(file: RunFile, stage: Stage) -> StageNeeds:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_protocol.wire.constants import MIB
+from swarm_training.core.config import NUM_REPLICAS
 
 PROCESS_BYTES = 512 * MIB  # what Python, torch and transformers take before there is a model
 _OPTIMIZERS = {"adamw": 8.0, "lamb": 8.0, "sgd": 0.0, "adamw8bit": 2.1, "lamb8bit": 2.1}  # states, bytes per parameter
-_REPLICAS = 2
 _WEIGHT = 4  # bytes of a parameter, and of its gradient: both are in fp32
 _MOST_PENDING, _FEWEST_PENDING = 16, 4  # micro-batches, if no memory limit is given
 _MUCH_BYTES, _KEPT_BYTES, _REQUEST_BYTES = 512 * MIB, 512 * MIB, 1024 * MIB
@@ -70,7 +70,8 @@ class StageNeeds:
         return 8 if self.sums == "fp64" else 4
 
     def described(self, room: StageRoom, num_checkpoints: int) -> str:
-        """Return what the peer holds in memory and on disk, as a part of a sentence."""
+        """Return what the peer holds in memory and on disk, as a part of a sentence. ``num_checkpoints``: those of its
+        stage at most."""
         trained = self.num_trained
         parts = {
             "weights": _WEIGHT * trained + self.other_bytes,
@@ -87,8 +88,8 @@ class StageNeeds:
         shown = ", ".join(f"{name} {_shown(size_bytes)}" for name, size_bytes in parts.items() if size_bytes)
         checkpoint = _shown(int(self._state_bytes * trained))
         return (
-            f"up to {_shown(most)}: {shown}, the process itself {_shown(PROCESS_BYTES)}; on disk {num_checkpoints} "
-            f"checkpoints of {checkpoint} each, and up to {_REPLICAS} of the stage before"
+            f"up to {_shown(most)}: {shown}, the process itself {_shown(PROCESS_BYTES)}; on disk up to "
+            f"{num_checkpoints} checkpoints of {checkpoint} each, and {NUM_REPLICAS} of the stage before"
         )
 
 
