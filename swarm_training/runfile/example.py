@@ -63,7 +63,7 @@ lr = 1e-3
 # outer_momentum = 0.0        # 0.9, with nesterov and outer_lr = 0.7, can pay in runs of hundreds of averages
 # nesterov = false
 
-[evaluation]                  # on held-out data, by one peer while all train on
+[evaluation]                  # on held-out data, by one peer; runs in stages wait for it
 # every = 0                   # steps; 0: never
 # source = ""                 # the held-out data, as under [data]
 # samples = 256               # so many of them, the first ones
