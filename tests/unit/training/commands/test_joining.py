@@ -190,7 +190,7 @@ def test_the_batch_size_is_found_if_the_file_does_not_say_it(file: RunFile, monk
         asked.append(limits)
         return 2
 
-    auto = RunFile(file.run, file.model, file.data, file.optimizer, BatchSettings())
+    auto = RunFile(file.run, file.model, file.data, file.optimizer, batch=BatchSettings())
     monkeypatch.setattr(joining, "find_batch_size", found)
     run = joined(auto, said := [])
     assert asked[0].max_size == TARGET and set(run.shares) == {2} and said[0] == "2 samples at once on cpu"
