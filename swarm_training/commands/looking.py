@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from swarm_training.contract.run_like import BanView, HeldOutView, PeerView, RunView, UserView
-from swarm_training.core.config import most_samples
 from swarm_training.core.record import PRESENT, HeldOutLoss, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.evaluation.policy import shown_losses
@@ -61,13 +60,14 @@ def view_of(
     max_samples: int = 0,
 ) -> RunView:
     """Return the view of a run. Records are some seconds old, and not all equally old. Loss and bytes are of the last
-    step that each peer reports. All speeds count for the next step. ``max_samples``: see ``most_samples``."""
+    step that each peer reports. All speeds count for the next step. ``max_samples``: those
+    that count of one peer, whatever it claims; 0: all."""
     if not peers:
         return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
     moment = max(peer.moment for peer in peers)
     held_out = shown_losses(moment, peers)
     target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
-    most = most_samples(max_samples, target)
+    most = max_samples or inf
     shown = [min(peer.samples, most) if peer.moment == moment else 0 for peer in peers]
     samples = sum(shown)
     speed = sum(peer.samples_per_s for peer in peers)
