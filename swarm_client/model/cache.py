@@ -5,7 +5,7 @@ In a batch, rows whose text has ended leave the session, so that servers skip th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
@@ -14,7 +14,6 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from swarm_client.model.remote_blocks import RemoteSpan
 from swarm_client.sessions.session import RemoteSession
-from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 
@@ -23,6 +22,10 @@ class RemoteLayer(CacheLayerMixin):
     """A cache layer without keys and values. It forwards cache operations to the servers that hold them.
 
     The session's first ``num_virtual`` positions belong to a trained prompt. Callers do not see them in the length.
+
+    Attributes:
+        session: the session that holds keys and values.
+        runner: what a forward steps: the session, or the stand-in that a generation has set.
     """
 
     is_sliding = False
@@ -30,12 +33,16 @@ class RemoteLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, session: RemoteSession, num_virtual: int = 0) -> None:
-        self.session = session
+        self.session = self.runner = session
         super().__init__()
         self._num_virtual = num_virtual
 
     # Models read it to distinguish a prompt, whose positions may see later ones, from what follows.
     is_initialized = property(lambda self: self.session.length > 0, lambda _self, _value: None)
+
+    def stand_in(self, rows: UnfinishedRows) -> None:
+        """Let later forwards step ``rows`` in the place of the session. They must not need ``step_through``."""
+        self.runner = cast(RemoteSession, rows)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         pass
@@ -88,14 +95,20 @@ class RemoteCache(Cache):
         super().__init__(layers=[RemoteLayer(remote.open_session(reserve_tokens, **options), num_virtual)])
 
     @property
-    def session(self) -> RemoteSession:
+    def layer(self) -> RemoteLayer:
         layer = self.layers[0]
         assert isinstance(layer, RemoteLayer)
-        return layer.session
+        return layer
+
+    @property
+    def session(self) -> RemoteSession:
+        return self.layer.session
 
 
 def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
-    """Return the session of ``cache``. An empty dynamic or static cache, as chat code makes it, becomes a remote one.
+    """Return the session of ``cache``, or its stand-in.
+
+    An empty dynamic or static cache, as chat code makes it, becomes a remote one.
 
     Raises:
         RequestRejected: the cache holds keys and values of a local model, or belongs to another model.
@@ -104,7 +117,7 @@ def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> Remote
     if len(layers) == 1 and isinstance(layers[0], RemoteLayer):
         if not layers[0].session.runs_on(remote.swarm):
             raise RequestRejected("past_key_values belongs to another distributed model, or to one that was closed")
-        return layers[0].session
+        return layers[0].runner
     if not isinstance(cache, DynamicCache | StaticCache) or cache.get_seq_length() > 0:
         raise RequestRejected(
             f"past_key_values is a {type(cache).__name__} with keys and values on this machine: "
@@ -117,7 +130,10 @@ def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> Remote
 
 
 class UnfinishedRows:
-    """A stand-in for a session in a cache. Its batch keeps all rows, of which the session keeps the unfinished ones."""
+    """A stand-in for a session in a cache. Its batch keeps all rows, of which the session keeps the unfinished ones.
+
+    It has only what the passes of a generation use that reads no hidden states between the blocks.
+    """
 
     def __init__(self, session: RemoteSession, num_rows: int) -> None:
         self._session = session
@@ -126,9 +142,6 @@ class UnfinishedRows:
     @property
     def length(self) -> int:
         return self._session.length
-
-    def runs_on(self, swarm: Swarm) -> bool:
-        return self._session.runs_on(swarm)
 
     def step(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
         """Run ``RemoteSession.step`` for the unfinished rows. The outputs of finished rows are zeros."""
@@ -168,5 +181,5 @@ def leaving_rows(criteria: StoppingCriteriaList, cache: Any, config: GenerationC
     if num_rows == 1 or not ends or not is_own or config.return_dict_in_generate:
         return criteria
     rows = UnfinishedRows(cache.session, num_rows)
-    cache.layers[0].session = rows
+    cache.layer.stand_in(rows)
     return _FinishingCriteria(criteria, rows)

@@ -30,7 +30,7 @@ from swarm_client.model.left_out import (
     without_router_logits,
 )
 from swarm_client.model.masks import read_masks, require_alone
-from swarm_client.model.model_pass import DeepStack, has_hooks
+from swarm_client.model.model_pass import DeepStack, has_hooks, starts_of
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.mixin import SpeculationMixin
@@ -209,10 +209,15 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         **kwargs: Any,
     ) -> Any:
         """Choose the tokens for ``generate``. Servers do not continue the rows of a batch whose text has ended."""
-        if not self.is_watched:
+        if not self.is_watched and not self._reads_blocks(generation_config):
             cache = kwargs.get(self._family.cache_argument)
             stopping_criteria = leaving_rows(stopping_criteria, cache, generation_config, len(input_ids))
         return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
+
+    def _reads_blocks(self, generation_config: Any) -> bool:
+        """Return whether something reads hidden states between the blocks or after the last one while generating."""
+        given = {"output_hidden_states": generation_config.output_hidden_states or None}
+        return starts_of(self._remote_blocks[0].modules_in_place, _needs_every_block(self._owners[0], given)) != [0]
 
     def _session_of(self, cache: Any) -> RemoteSession:
         return session_of(cache, self.blocks)

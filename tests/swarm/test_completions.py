@@ -88,3 +88,26 @@ def test_servers_that_vanish_between_prompt_and_completions_are_replaced(pair):
     with torch.no_grad():
         found = pair.remote(more[:, -2:], past_key_values=cache).logits[:, -1]
         torch.testing.assert_close(found, pair.whole(more).logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("place", [3, 5])  # between the blocks, and after the last one
+def test_a_hook_on_a_block_sees_all_rows_until_the_last_text_ends(pair, place):
+    stops, seen = ends(pair), []
+
+    def keep(_module, _inputs, output):
+        seen.append(output.clone())
+
+    hooks = [model.model.layers[place].register_forward_hook(keep) for model in (pair.whole, pair.remote)]
+    try:
+        completed(pair, PROMPT.expand(ROWS, -1), eos_token_id=stops)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_passes = len(seen) // 2
+    assert num_passes > 1
+    for whole, remote in zip(seen[:num_passes], seen[num_passes:], strict=True):
+        torch.testing.assert_close(remote, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_hidden_states_may_be_asked_for_although_texts_end_early(pair):
+    completed(pair, PROMPT.expand(ROWS, -1), eos_token_id=ends(pair), output_hidden_states=True)
