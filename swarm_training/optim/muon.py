@@ -22,13 +22,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Take parameters or groups of them. Muon trains those in a group with ``is_hidden``, which are matrices.
 
         Raises:
-            ValueError: this version of torch has no Muon, a group for Muon has a parameter that is no matrix, or a
-                number is out of its range.
+            ValueError: this version of torch has no Muon, there are no parameters, a group for Muon has a parameter
+                that is no matrix, or a number is out of its range.
         """
         kind = getattr(torch.optim, "Muon", None)
         if kind is None:
             raise ValueError(f"torch {torch.__version__} has no Muon: expected torch 2.9 or newer")
         given: list[Any] = list(params)
+        if not given:
+            raise ValueError("Muon got no parameters: expected at least one that is trained")
         groups = given if isinstance(given[0], dict) else [{"params": given}]
         groups = [{"is_hidden": False, **group} for group in groups]
         hidden = [group for group in groups if group["is_hidden"]]

@@ -77,3 +77,8 @@ def test_a_closure_and_vectors_as_hidden_matrices_are_refused() -> None:
         built(model).step(lambda: 0.0)
     with pytest.raises(ValueError, match="2D"):
         MuonWithAdamW([{"params": [model.hidden.bias], "is_hidden": True}])
+
+
+def test_no_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one that is trained"):
+        MuonWithAdamW([])
