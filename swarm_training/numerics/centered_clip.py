@@ -8,7 +8,7 @@ _TOLERANCE = 1e-5  # relative to tau
 _MAX_ITERATIONS = 2000
 
 
-def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | None = None) -> Tensor:
+def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor) -> Tensor:
     """Return the v at which Σ w_i clip(x_i − v) = 0, where clip(d) = d min(1, τ/|d|).
 
     It is the fixed point of v += Σ w_i clip(x_i − v) / Σ w_i. Each step here is that one, multiplied by
@@ -16,8 +16,8 @@ def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | 
     the original step would be shorter than 1e-5 τ. Vectors that are not finite do not count.
 
     Args:
-        vectors: [peers, n]; weights: [peers]; start: [n], or None for the median of every coordinate.
-        tau: the clipping radius, usually the median distance to the last aggregate; infinity gives the mean.
+        vectors: [peers, n]; weights: [peers]; start: [n], where the iteration begins.
+        tau: the clipping radius, such as the median distance to ``start``; infinity gives the mean.
 
     Returns:
         [n], float32.
@@ -31,7 +31,7 @@ def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor | 
     if bool((weights < 0).any()) or not bool(counted.any()):
         raise ValueError("CenteredClip expects weights that are not negative, and a finite vector with a positive one")
     x, w = vectors[counted].double(), weights[counted].double()
-    v = x.median(0).values if start is None else start.double()
+    v = start.double()
     for _ in range(_MAX_ITERATIONS):
         difference = x - v
         clipped_weights = w * (tau / difference.norm(dim=1).clamp_min(1e-300)).clamp_max(1.0)
