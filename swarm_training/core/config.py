@@ -116,6 +116,9 @@ class TrainingConfig:
     older: batch t + 1 is averaged after average t is applied. A peer waits for average t once it has as many samples of
     batch t + 1 as it gave to batch t. Peers stay bit-identical; each may choose ``delay`` for itself.
 
+    With ``delay`` and local steps, a peer goes on from its own parameters while its earlier steps are averaged. When
+    the average is applied, its parameters become the shared ones plus the steps that the average does not have.
+
     With ``counting`` "exact" the batch consists of ``target_batch_size`` named micro-batches, and peers report which of
     these are in their sums of gradients. Peers average only if their sets are disjoint and complete: the sum of all
     sums, divided by the number of micro-batches. If a peer fails before all have the result, there is no average.

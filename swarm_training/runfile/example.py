@@ -50,7 +50,9 @@ lr = 1e-3
 # error_feedback = false      # true: what the codec loses is added to the next gradient
 # power_sgd_rank = 0          # above 0: matrices travel as two factors of this rank
 # straggler_s = 0.0           # seconds for which peers wait for a slow one; 0: 5, or 600 with local steps
-# delay = false               # true: the next batch is computed while gradients travel; gradients are one step older
+# delay = false               # true: the next batch is computed while gradients travel; gradients are one step older.
+#                             # With local steps: a peer goes on from its own parameters, which become the shared ones
+#                             # plus the steps that the average does not have when it is applied
 # aggregation = "mean"        # {aggregations}: the second is moved little by a minority of cheaters
 # max_samples = 0             # of one peer that count in a step, whatever it claims; 0: all
 
