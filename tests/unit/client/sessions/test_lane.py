@@ -54,8 +54,3 @@ def test_a_step_waits_for_room_only_if_it_may(may_wait: bool) -> None:
         assert now_s() - start_s == pytest.approx(50.0 if may_wait else 0.0, abs=1.0)
 
     lanes_of(servers, story, wait_timeout_s=50.0)
-
-
-def test_rows_differ_that_only_a_mask_tells_apart() -> None:
-    inputs = BlockInput(torch.ones(2, 3, 4), torch.tensor([[0, 1, 1], [1, 1, 1]]))
-    assert inputs.without_repeats() == (inputs, [])
