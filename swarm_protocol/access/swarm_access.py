@@ -20,7 +20,7 @@ class SwarmAccess:
     Attributes:
         token: the membership token; empty without a membership.
         control: the check that other peers are members of the private swarm; None if everybody may take part.
-        lock: the open membership file of a server: two servers with one key would be one peer.
+        lock: the open file of a server's key, which this access has read: two servers with one key would be one peer.
     """
 
     identity: Identity
@@ -46,24 +46,25 @@ class SwarmAccess:
             ValueError: a file cannot be used or is in use, or see ``read_member``.
         """
         member = read_member(role, membership, swarm_key, open_to_clients=open_to_clients)
+        lock = None
         if isinstance(own, Path):
             if role is not Role.SERVER:
                 own = Identity.load(own)
             elif member is None or member.identity is None:
                 own = Identity.load_or_create(own)
+                lock = own.lock
             else:
                 own = None
         if member is None:
             control = AccessControl(SwarmKey.parse(swarm_key)) if swarm_key else None
-            return cls(own or Identity.generate(), control=control)
-        lock = None
+            return cls(own or Identity.generate(), control=control, lock=lock)
         if role is Role.SERVER and member.identity is not None and membership is not None:
             lock = locked_key_file(membership)
         control = AccessControl(member.grant.swarm_key, open_to_clients=open_to_clients)
         return cls(member.identity_or(own), member.token, control, lock)
 
     def release(self) -> None:
-        """Release the membership file, so that another server may use it."""
+        """Release the file of the key, so that another server may use it."""
         if self.lock is not None:
             self.lock.close()
 

@@ -212,6 +212,7 @@ async def _start(
 ) -> tuple[Starting, SwarmMembership | None]:
     """Find the model and prepare to load it. The membership is None unless the swarm was needed to find the model."""
     access, streams = server_access(config), DaemonStreams()
+    cleanup.callback(access.release)
     credentials = ClientCredentials(access.identity, access.token)
     dialer = Dialer(credentials, streams, RelayCredentials(access.identity, access.token))
     cleanup.push_async_callback(dialer.close)

@@ -41,6 +41,9 @@ def test_servers_do_not_share_a_file_with_a_key_and_clients_do(tmp_path: Path) -
         SwarmAccess.of(Role.SERVER, tmp_path / "server")
     server.release()
     assert SwarmAccess.of(Role.SERVER, tmp_path / "server").lock is not None
+    own = tmp_path / "own"
+    for _ in range(2):  # a server that ends lets another one use its file
+        SwarmAccess.of(Role.SERVER, None, own).release()
     assert [SwarmAccess.of(Role.CLIENT, tmp_path / "client").lock for _ in range(2)] == [None, None]
     with pytest.raises(ValueError, match="cannot use the identity file"):  # a client is told though it has another key
         SwarmAccess.of(Role.CLIENT, tmp_path / "client", tmp_path / "key")
