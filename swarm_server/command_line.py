@@ -316,6 +316,8 @@ def _check_keys(config: ServerConfig) -> None:
 
 async def serve(server: Server) -> None:
     """Run the server until it ends, or has drained after a signal."""
+    from swarm_server.group.links import GroupEnded
+
     running = asyncio.ensure_future(server.run())
     received: list[signal.Signals] = []
 
@@ -333,13 +335,19 @@ async def serve(server: Server) -> None:
         if not server.ready:
             running.cancel()
 
-    for number in (signal.SIGINT, *signals.ending_signals()):
+    heard = (signal.SIGINT, *signals.ending_signals())
+    before = {number: signal.getsignal(number) for number in heard}
+    for number in heard:
         signals.call_on_signal(number, leave)
     try:
         await running
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, GroupEnded):  # a group may end while its server drains
         if not received:
             raise
+    finally:
+        if not received:  # else the process ends, and another signal ends it at once
+            for number, handler in before.items():
+                signals.stop_calling(number, handler)
 
 
 def run(config: ServerConfig) -> None:
@@ -391,7 +399,8 @@ def follow(config: ServerConfig) -> None:
 
     checkpoint = ModelCheckpoint.open(locate(config.model), config.model_revision)
     assert config.follow is not None and config.group_key is not None, "the configuration has been checked"
-    key, hello = read_group_key(config.group_key, create=False), Hello(config.quant, str(devices_and_dtype(config)[1]))
+    key = read_group_key(config.group_key, create=False)
+    hello = Hello(config.quant, str(devices_and_dtype(config)[1]), checkpoint.revision)
     Follower(config.follow, key, hello, follower_loader(config, checkpoint)).follow_for_ever()
 
 

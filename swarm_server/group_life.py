@@ -8,8 +8,8 @@ import time
 from contextlib import AsyncExitStack
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.checkpoints.default_model import locate
-from swarm_protocol.net.hosts import host_port
+from swarm_models.checkpoints.default_model import FROM_SWARM, locate
+from swarm_models.checkpoints.files import HubUnreachable
 from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 from swarm_server.group.following import Follower
@@ -17,7 +17,6 @@ from swarm_server.group.forming import GroupLeader
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import Hello
 from swarm_server.group.remote import Lobby
-from swarm_server.node.addresses import free_port
 from swarm_server.node.hosting import devices_and_dtype, follower_loader
 from swarm_server.node.joining import join
 from swarm_server.placement.group_leader import chosen_leader
@@ -32,10 +31,13 @@ class GroupMember:
     """A member of a group on several machines, until its process ends."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Be a member as ``config`` says. Raise ValueError if the device, the address or the key cannot be used."""
+        """Be a member as ``config`` says. Raise ValueError if the device, the address or the key cannot be used.
+
+        Raise CheckpointError or UnsupportedModel if the model cannot.
+        """
         assert config.group_key is not None, "the configuration has been checked"
         self._config = config
-        self._hello = Hello(config.quant, str(devices_and_dtype(config)[1]))
+        self._hello = Hello(config.quant, str(devices_and_dtype(config)[1]), _revision(config))
         self._key = read_group_key(config.group_key, create=True)
         self._leader = None if config.group_listen is None else self._new_leader(config.group_listen)
 
@@ -47,10 +49,7 @@ class GroupMember:
         """
         while self._config.group is not None and not (self._leader is not None and self._leader.leads):
             address = loop.run_until_complete(self._leader_elsewhere())
-            assert self._leader is not None
-            if address is None:
-                self._leader.leads = True
-            elif not self._follow(address):
+            if address is not None and not self._follow(address):
                 return None
         return self._leader
 
@@ -60,11 +59,12 @@ class GroupMember:
         assert config.group is not None
         async with AsyncExitStack() as cleanup:
             access = server_access(config)
+            cleanup.callback(access.release)
             membership = await join(config, access, cleanup)
             if self._leader is None:
-                self._leader = self._new_leader(host_port(membership.host, free_port(membership.host)))
+                self._leader = self._new_leader(membership.host, membership.own_addresses().hosts()[0])
             registry = membership.dht.candidates(config.group, self._key, access.token)
-            own, until = self._leader.candidate(leads=False), time.monotonic() + _MEET_S
+            own, until = self._leader.candidate(), time.monotonic() + _MEET_S
             _logger.info("looking for members of group %s; this one is at %s", config.group, own.address)
             while True:
                 await registry.publish(own)
@@ -73,19 +73,28 @@ class GroupMember:
                 if chosen is not None and chosen != own:
                     return chosen.address
                 if chosen is not None:
-                    await registry.publish(self._leader.candidate(leads=True))
+                    if len(candidates) == 1:
+                        _logger.warning("nobody else in group %s has this group key: serving alone", config.group)
+                    self._leader.lead()
+                    await registry.publish(self._leader.candidate())
                     return None
                 await asyncio.sleep(_LOOK_S)
 
     def _follow(self, address: str) -> bool:
         config = self._config
-        assert self._leader is not None
-        self._leader.dismiss()
         checkpoint = ModelCheckpoint.open(locate(config.model), config.model_revision)
         follower = Follower(address, self._key, self._hello, follower_loader(config, checkpoint))
         return follower.follow(_REACH_S)
 
-    def _new_leader(self, address: str) -> GroupLeader:
-        leader = GroupLeader(self._config, Lobby(address, self._key, self._hello), self._key)
-        leader.leads = self._config.group is None
-        return leader
+    def _new_leader(self, address: str, announced_host: str | None = None) -> GroupLeader:
+        return GroupLeader(self._config, Lobby(address, self._key, self._hello, announced_host), self._key)
+
+
+def _revision(config: ServerConfig) -> str:
+    """Return the revision of the model; empty if the model comes from the swarm, which has not been joined yet."""
+    if config.model.startswith(FROM_SWARM):
+        return ""
+    try:
+        return ModelCheckpoint.open(locate(config.model), config.model_revision).revision
+    except HubUnreachable:
+        return ""

@@ -51,6 +51,13 @@ def call_on_signal(number: signal.Signals, callback: Callable[[signal.Signals], 
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback, number))
 
 
+def stop_calling(number: signal.Signals, before: signal._HANDLER) -> None:
+    """Undo ``call_on_signal``; ``before``: what the signal did then, as ``signal.getsignal`` returns it."""
+    with contextlib.suppress(NotImplementedError):  # on Windows
+        asyncio.get_running_loop().remove_signal_handler(number)
+    signal.signal(number, signal.SIG_DFL if before is None else before)
+
+
 @contextlib.contextmanager
 def held(on_signal: Callable[[], None]) -> Iterator[None]:
     """Hold SIGTERM and SIGHUP back while the main thread runs an event loop; raise SystemExit at the end if one came.

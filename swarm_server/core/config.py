@@ -12,6 +12,7 @@ from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, ch
 from swarm_models.quants import METHODS
 from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.net.hosts import split_address
+from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
@@ -208,6 +209,11 @@ class ServerConfig:
         flags = [flag for flag, address in addresses.items() if address is not None]
         for flag in flags:
             _require_port(flag, str(addresses[flag]))
+        ip = None if self.group_listen is None else parse_host(split_address(self.group_listen, 0)[0])
+        if ip is not None and ip.is_unspecified:
+            raise ValueError(
+                f"--group-listen {self.group_listen} is no address that others can reach: expected a machine's own"
+            )
         flags += ["--group"] if self.group else []
         leads = self.group_size > 1 or self.group_listen is not None
         for is_wrong, message in (

@@ -16,6 +16,7 @@ from swarm_server.group.members import LoadSpan, MakeLoader, follow
 from swarm_server.group.remote import connected_to_leader
 
 _logger = logging.getLogger(__name__)
+_WAIT_S = 300.0  # for a place in the group of a leader that the swarm has named, which may be another by now
 
 
 class Follower:
@@ -41,27 +42,42 @@ class Follower:
         _until_signal(work)
 
     def follow(self, limit_s: float) -> bool:
-        """Follow until the leader ends, or does not answer for ``limit_s``. Return False after a signal.
+        """Follow until the leader ends, does not answer for ``limit_s``, or gives no place for minutes.
+
+        Return False after a signal.
 
         Raises:
             ValueError, SwarmError: as ``follow_for_ever``.
         """
         try:
-            return _until_signal(lambda: self._follow_once(self._make_loader(), limit_s))
+            return _until_signal(lambda: self._follow_once(self._make_loader(), limit_s, _WAIT_S))
         except GroupEnded as error:
             _logger.info("%s", error)
             return True
 
-    def _follow_once(self, load: LoadSpan, limit_s: float) -> None:
+    def _follow_once(self, load: LoadSpan, limit_s: float, wait_s: float = threading.TIMEOUT_MAX) -> None:
+        """Follow until the leader ends, or has given no place for ``wait_s``."""
         link = connected_to_leader(self._address, self._key, self._hello, limit_s)
-        follow(load, link, lambda place: print(f"following leader={self._address} {place}", flush=True))
-        link.close()
+        _logger.info("waiting for a place in the group of the leader at %s", self._address)
+        patience = threading.Timer(wait_s, link.close)
+        patience.daemon = True
+
+        def say(place: str) -> None:
+            patience.cancel()
+            print(f"following leader={self._address} {place}", flush=True)
+
+        patience.start()
+        try:
+            follow(load, link, say)
+        finally:
+            patience.cancel()
+            link.close()
 
 
 def _until_signal(work: Callable[[], None]) -> bool:
     """Run ``work`` in a thread, because compiled code does not see signals. Return False if a signal comes earlier.
 
-    What ``work`` raises is raised.
+    What ``work`` raises is raised. Afterwards the process hears signals as it did before.
     """
     failures: list[BaseException] = []
     done, signalled = threading.Event(), threading.Event()
@@ -77,10 +93,15 @@ def _until_signal(work: Callable[[], None]) -> bool:
         signalled.set()
         done.set()
 
-    for number in (signal.SIGINT, *signals.ending_signals()):
-        signal.signal(number, end)
-    threading.Thread(target=run, daemon=True).start()
-    done.wait()
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, *signals.ending_signals())}
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        done.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signalled.is_set():
+        return False
     if failures:
         raise failures[0]
-    return not signalled.is_set()
+    return True

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 _ANNOUNCE_S = 5.0
 _REJOIN_S = 5.0  # for the followers of a group that has ended to come back
-_BACK_S = 600.0  # for which a follower is left out that has made a group slow, or with which none pays
+_BACK_S = 600.0  # for which a follower is left out that has made a group slow
 
 
 class GroupRefused(SwarmError):
@@ -45,31 +45,45 @@ class GroupLeader:
     def __init__(
         self, config: ServerConfig, lobby: Lobby, key: bytes, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Lead as ``config`` says, with followers that come to the ``lobby``. ``key`` is the group's secret."""
-        self.leads = False
+        """Lead as ``config`` says, with followers that come to the ``lobby``. ``key`` is the group's secret.
+
+        The leader of a group with a name leads once ``lead`` is called.
+        """
         self._config, self._lobby, self._key, self._clock = config, lobby, key, clock
         self._group: RemoteGroup | None = None  # the last one
         self._left_out: dict[str, float] = {}  # names of followers, and until when
 
-    def candidate(self, *, leads: bool) -> GroupCandidate:
+        if config.group is None:
+            self.lead()
+        else:
+            self.give_way()
+
+    def lead(self) -> None:
+        """Lead from now on: followers may come."""
+        self.leads = True
+        self._lobby.open()
+
+    def give_way(self) -> None:
+        """Let all followers go that wait, and let no others in, because another process leads or may lead."""
+        self.leads = False
+        self._lobby.shut()
+
+    def candidate(self) -> GroupCandidate:
         """Return this process as a candidate for the group."""
-        return GroupCandidate(self._lobby.name, self._lobby.address, leads)
+        return GroupCandidate(self._lobby.name, self._lobby.address, self.leads)
 
     async def keep_announced(self, dht: Dht, token: bytes) -> None:
         """Tell others of the named group that this process leads it, until it gives way to another leader."""
         if self._config.group is None:
             return
-        registry, own = dht.candidates(self._config.group, self._key, token), self.candidate(leads=True)
+        registry, own = dht.candidates(self._config.group, self._key, token), self.candidate()
         while self.leads:
             with logged_errors(_logger, "the leader of the group could not be announced"):
                 await registry.publish(own)
                 chosen = chosen_leader([own, *await registry.read()], self._config.group_size, waits=False)
-                self.leads = chosen is None or chosen.name == own.name
+                if chosen is not None and chosen.name != own.name:
+                    self.give_way()
             await asyncio.sleep(_ANNOUNCE_S)
-
-    def dismiss(self) -> None:
-        """Let all followers go that wait, because this process follows another."""
-        _close_all(self._lobby.waiting())
 
     def form(self, checkpoint: ModelCheckpoint, still_wanted: Callable[[], bool]) -> RemoteGroup:
         """Wait for followers, measure them, and form a group of those with which it is fastest.
@@ -82,7 +96,7 @@ class GroupLeader:
         """
         config = self._config
         if self._group is not None and self._group.slow:
-            self._leave_out(self._group.slow)
+            self._leave_out(self._group.slow, _BACK_S)
         links = self._gathered(still_wanted)
         self._lobby.take(links)
         with undone_on_error(lambda: _close_all(links)):
@@ -110,8 +124,8 @@ class GroupLeader:
             judge(payoff.of(chosen or everybody), self._config.group_always)
         for number in set(everybody) - set(chosen):
             _logger.warning("a follower is left out, because the group with all would reach only %s", payoff)
-            self._leave_out(links[number].name)
-            links[number].close()  # it comes back to the lobby, and waits there
+            self._leave_out(links[number].name, inf)
+            links[number].close()  # it comes back to the lobby, and waits there until its process ends
         return chosen
 
     def _eligible(self) -> list[MemberLink]:
@@ -131,8 +145,8 @@ class GroupLeader:
             time.sleep(_LOOK_S)
         return links
 
-    def _leave_out(self, name: str) -> None:
-        self._left_out[name] = self._clock() + _BACK_S
+    def _leave_out(self, name: str, time_s: float) -> None:
+        self._left_out[name] = self._clock() + time_s
 
 
 def _close_all(links: Sequence[MemberLink]) -> None:

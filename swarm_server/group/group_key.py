@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
 
+_logger = logging.getLogger(__name__)
 KEY_BYTES = 32  # of the secret, and of the AES-256 keys that are derived from it
 
 
@@ -19,6 +21,7 @@ def read_group_key(path: Path, *, create: bool) -> bytes:
         if create and not path.exists():
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(KEY_BYTES) + "\n")
+            _logger.warning("%s is a new group key: copy it to the other machines before they start", path)
         key = bytes.fromhex(path.read_text().strip())
     except OSError as error:
         raise ValueError(

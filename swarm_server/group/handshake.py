@@ -21,7 +21,7 @@ from swarm_protocol.errors import SwarmError
 from swarm_server.group.group_key import KEY_BYTES
 from swarm_server.group.links import LIMIT_S, GroupEnded, MemberLink, NotSealed
 
-_MAGIC = b"swarm-group-2\n"
+_MAGIC = b"swarm-group-3\n"
 _PUBLIC_BYTES = 32  # of an X25519 key
 _HELLO_BYTES = 512
 _HANDSHAKE_S = 10.0
@@ -37,6 +37,7 @@ class Hello:
 
     quant: str
     dtype: str
+    revision: str = ""  # of the model; empty if it is not known before the swarm has been joined
     name: str = field(default_factory=lambda: secrets.token_hex(8))
     byteorder: str = sys.byteorder
 
@@ -48,6 +49,11 @@ class Hello:
                     f"members of a group compute alike: the other has {name} {getattr(theirs, name)}, and this one "
                     f"{getattr(self, name)}"
                 )
+        if self.revision and theirs.revision and self.revision != theirs.revision:
+            raise HandshakeFailed(
+                f"members of a group have the same model: the other has revision {theirs.revision}, and this one "
+                f"{self.revision}"
+            )
 
     def to_tensor(self) -> torch.Tensor:
         """Return the bytes that are sent, always equally many."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from swarm_models.kernels.kernel_weight import KernelWeight
-from swarm_models.kernels.library import kernel
+from swarm_models.kernels.library import declare, kernel
 from swarm_models.quantization import Packed
 from swarm_protocol.errors import PeerUnavailable
 from swarm_server.group.group_key import KEY_BYTES
@@ -79,9 +79,7 @@ def library() -> ctypes.CDLL | None:
     if compiled is None:
         return None
     try:
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(compiled.library, name)
-            function.restype, function.argtypes = result, arguments
+        declare(compiled.library, _SIGNATURES)
     except AttributeError:  # the library is older than this file, or for Windows
         return None
     return compiled.library if compiled.library.swarm_request_bytes() == ctypes.sizeof(_Words) else None
@@ -95,15 +93,16 @@ def _require_library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _use_crypto() -> None:
-    """Give OpenSSL's functions to the kernel. Raise ValueError if there are none in this process."""
+def use_crypto() -> None:
+    """Give OpenSSL's functions to the kernel. Raise ValueError if there are none in this process, or no kernel."""
+    library_here = _require_library()
     for path in (getattr(_ssl, "__file__", None), ctypes.util.find_library("crypto")):
         try:
             loaded = ctypes.CDLL(path)
             addresses = [ctypes.cast(getattr(loaded, name), c_void_p).value for name in _CRYPTO]
         except (OSError, AttributeError):  # Python's own library is elsewhere, or hides its functions
             continue
-        _require_library().swarm_use_crypto((c_void_p * len(addresses))(*addresses))
+        library_here.swarm_use_crypto((c_void_p * len(addresses))(*addresses))
         return
     raise ValueError(
         "the links of a group between machines are encrypted by libcrypto, which is not there: install OpenSSL"
@@ -193,7 +192,7 @@ class MemberLink:
         Raises:
             ValueError: there is no libcrypto.
         """
-        _use_crypto()
+        use_crypto()
         assert len(sending_key) == len(receiving_key) == KEY_BYTES
         _require(self._library.swarm_seal_link(self.handle, sending_key, receiving_key))
 

@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from math import inf
 
-from swarm_protocol.net.hosts import split_address
+from swarm_protocol.net.hosts import host_port, split_address
 from swarm_server.group.handshake import HandshakeFailed, Hello, shake_hands
-from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink
+from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink, use_crypto
 from swarm_server.group.members import MemberWatch
 
 _logger = logging.getLogger(__name__)
 _LOOK_S = 0.2  # between two looks whether the lobby is closed
+_MOST_GREETED = 16  # connections at a time that have not proved yet that they have the key
 _RETRY_S = 1.0  # between two attempts to reach the leader
 _CONNECT_S = 5.0
 _ROWS_OF_FREE = 0.8  # of a follower's free memory; it has no keys and values
@@ -61,21 +62,42 @@ class RemoteGroup:
 
 
 class Lobby:
-    """The place where followers wait for a place in a group: a thread lets them in, while groups come and go.
+    """The place where followers wait for a place in a group: threads let them in, while groups come and go.
 
     Attributes:
-        address: HOST:PORT.
+        address: HOST:PORT, where others reach it.
         name: this process's name in the group.
     """
 
-    def __init__(self, address: str, group_key: bytes, hello: Hello) -> None:
-        """Listen at HOST:PORT. Raise ValueError if that is not possible."""
-        self.address, self.name = address, hello.name
+    def __init__(self, address: str, group_key: bytes, hello: Hello, announced_host: str | None = None) -> None:
+        """Listen at HOST:PORT, or at any free port of HOST, and be open.
+
+        ``announced_host``: under which others reach it, if that is another.
+
+        Raises:
+            ValueError: that address cannot be had, or this machine cannot encrypt links.
+        """
+        use_crypto()  # which each connection needs
         self._listener, self._group_key, self._hello = _listening(address), group_key, hello
+        host, port = announced_host or split_address(address, 0)[0], self._listener.getsockname()[1]
+        self.address, self.name = host_port(host, port), hello.name
         self._links: list[MemberLink] = []
         self._lock = threading.Lock()
+        self._greeted = threading.Semaphore(_MOST_GREETED)
+        self._is_open = True
         self._closed = threading.Event()
         threading.Thread(target=self._let_in, name="lobby of the group", daemon=True).start()
+
+    def open(self) -> None:
+        """Let followers in."""
+        self._is_open = True
+
+    def shut(self) -> None:
+        """Let nobody in until it is opened, and let all followers go that wait."""
+        with self._lock:
+            self._is_open = False
+        for link in self.waiting():
+            link.close()
 
     def waiting(self) -> list[MemberLink]:
         """Return the links to all followers that wait, in the order in which they came."""
@@ -91,36 +113,55 @@ class Lobby:
     def close(self) -> None:
         """Let nobody in any more, and let all followers go."""
         self._closed.set()
-        for link in self.waiting():
-            link.close()
+        self.shut()
 
     def _let_in(self) -> None:
         with self._listener:
             while not self._closed.is_set():
-                if (link := self._next()) is not None:
-                    with self._lock:
-                        self._links.append(link)
+                try:
+                    connection, (host, *_) = self._listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError as error:  # such as too many open files
+                    _logger.warning("nobody is let into the group at this moment: %s", error)
+                    time.sleep(_RETRY_S)
+                    continue
+                self._receive(connection, host)
 
-    def _next(self) -> MemberLink | None:
+    def _receive(self, connection: socket.socket, host: str) -> None:
+        """Greet the other end in a thread of its own, because it may be silent. If that must not be, close."""
+        if not self._is_open or not self._greeted.acquire(blocking=False):
+            connection.close()
+            return
         try:
-            connection, (host, *_) = self._listener.accept()
-        except TimeoutError:
-            return None
+            threading.Thread(target=self._greet, args=(connection, host), daemon=True).start()
+        except RuntimeError:  # the system gives no thread
+            self._greeted.release()
+            connection.close()
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
         try:
             link = shake_hands(connection, self._group_key, self._hello, leads=True)
-        except (HandshakeFailed, GroupEnded) as error:
+        except (HandshakeFailed, GroupEnded, OSError, ValueError) as error:
             connection.close()
             _logger.warning("%s is not let into the group: %s", host, error)
-            return None
-        _logger.info("%s has come to be a member of the group", host)
-        return link
+            return
+        finally:
+            self._greeted.release()
+        with self._lock:
+            if self._is_open:
+                self._links.append(link)
+                _logger.info("%s has come to be a member of the group", host)
+                return
+        link.close()
 
 
 def _listening(address: str) -> socket.socket:
     host, port = split_address(address, 0)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family)
+        takes_both = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((host, port), family=family, dualstack_ipv6=takes_both)
     except OSError as error:
         raise ValueError(
             f"cannot wait for members of the group at {address}: {error.strerror}; expected a free port at an address "
@@ -154,7 +195,9 @@ def connected_to_leader(address: str, group_key: bytes, hello: Hello, limit_s: f
             return shake_hands(connection, group_key, hello, leads=False)
         except GroupEnded as error:
             connection.close()
-            _logger.info("the leader at %s: %s", address, error)
+            if not said:
+                _logger.info("the leader at %s lets nobody in at this moment: %s", address, error)
+            said = True
             time.sleep(_RETRY_S)
         except HandshakeFailed as error:
             connection.close()

@@ -89,12 +89,18 @@ class OwnAddresses:
         """Return ``HOST:PORT`` addresses of gRPC, the best first."""
         if self._announce_address is not None:
             return (host_port(*split_address(self._announce_address, self.port)),)
+        return tuple(host_port(host, self.port) for host in self.hosts())
+
+    def hosts(self) -> list[str]:
+        """Return the hosts at which others reach this machine directly, the best first."""
+        if self.announced_host is not None:
+            return [self.announced_host]
         hosts = {} if self.host in ANY_HOSTS else {":" in self.host: self.host}  # by family
         if self.grpc_host in ANY_HOSTS:
             for other in outside_addresses():
                 if self.grpc_host == "::" or ":" not in other:
                     hosts.setdefault(":" in other, other)
-        return tuple(host_port(host, self.port) for host in hosts.values() or [_LOOPBACK])
+        return list(hosts.values()) or [_LOOPBACK]
 
     def moved(self) -> str | None:
         """Return the address that now leads to the swarm if the present one no longer does, else None.

@@ -31,7 +31,7 @@ from tests.unit.server.group.test_group import weights
 pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
-HELLO = Hello("int8", "torch.float32")
+HELLO = Hello("int8", "torch.float32", "one")
 
 
 @contextmanager
@@ -71,12 +71,15 @@ def test_strangers_are_refused_and_members_are_let_in(caplog: pytest.LogCaptureF
             follower(address, OTHER_KEY)
         with pytest.raises(HandshakeFailed, match="the other has quant int8, and this one int4"):
             follower(address, hello=replace(HELLO, quant="int4"))
+        with pytest.raises(HandshakeFailed, match="the other has revision one, and this one other"):
+            follower(address, hello=replace(HELLO, revision="other"))
         follower(address).close()  # and its place is free again
         second, third = follower(address), follower(address)
         assert group().failure is None and second.is_connected()
         third.close()
         wait_for(lambda: group().failure is not None, "the leader notices, without a product")
-    assert "has another group key" in caplog.text and "has quant int4, and this one int8" in caplog.text
+        wait_for(lambda: "let into the group: the other end has another group key" in caplog.text, "refusal")
+        wait_for(lambda: "the other has quant int4, and this one int8" in caplog.text, "refusal")
 
 
 def test_products_and_measurements_through_a_group_between_machines() -> None:
@@ -234,7 +237,6 @@ def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
 
     config = ServerConfig(group_size=3, group_listen=address, group_key=key)
     leader = GroupLeader(config, Lobby(address, KEY, HELLO), KEY, clock)
-    leader.leads = True
     checkpoint = SimpleNamespace(family=SimpleNamespace(hidden_size=8))
 
     def formed(by_name: dict[str, float]) -> RemoteGroup:

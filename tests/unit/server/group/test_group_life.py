@@ -1,0 +1,101 @@
+"""The members of a named group: where they wait for one another, and who leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from swarm_protocol.dht.records import GroupCandidate
+from swarm_server.core.config import ServerConfig
+from swarm_server.group import following, forming, links
+from swarm_server.group.following import Follower
+from swarm_server.group.forming import GroupLeader
+from swarm_server.group.handshake import Hello
+from swarm_server.group.links import GroupEnded
+from swarm_server.group.remote import Lobby, connected_to_leader
+from tests.swarm.waiting import wait_for
+
+pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
+
+KEY = bytes(range(32))
+HELLO = Hello("int8", "torch.float32")
+
+
+@contextmanager
+def member(announced_host: str | None = None, host: str = "127.0.0.1") -> Iterator[tuple[GroupLeader, Lobby]]:
+    """A member of a named group that has not chosen a leader yet."""
+    lobby = Lobby(host, KEY, replace(HELLO, name="own"), announced_host)
+    yield GroupLeader(ServerConfig(group="lab", group_size=2, group_key=Path("unread")), lobby, KEY), lobby
+    lobby.close()
+
+
+def test_nobody_waits_for_a_process_that_does_not_lead() -> None:
+    with member() as (leader, lobby):
+        with pytest.raises(GroupEnded, match="no leader of the group answers"):
+            connected_to_leader(lobby.address, KEY, HELLO, 0.01)
+        leader.lead()
+        link = connected_to_leader(lobby.address, KEY, HELLO, 10)
+        wait_for(lobby.waiting, "the follower waits")
+        leader.give_way()
+        wait_for(lambda: not link.is_connected(), "the follower is free")
+
+
+def test_of_two_leaders_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forming, "_ANNOUNCE_S", 0.0)
+    others, published = iter([[], [GroupCandidate("before", "", True)]]), []
+
+    class Registry:
+        async def publish(self, candidate: GroupCandidate) -> None:
+            published.append(candidate)
+
+        async def read(self) -> list[GroupCandidate]:
+            return next(others)
+
+    with member() as (leader, lobby):
+        leader.lead()
+        asyncio.run(leader.keep_announced(SimpleNamespace(candidates=lambda *_: Registry()), b""))
+        assert not leader.leads and leader.should_form_again()
+        assert published == [GroupCandidate("own", lobby.address, True)] * 2
+
+
+def test_the_address_of_a_member_is_one_that_others_reach() -> None:
+    with member("192.0.2.7", host="0.0.0.0") as (leader, _lobby):
+        host, _, port = leader.candidate().address.rpartition(":")
+        assert host == "192.0.2.7"
+        leader.lead()
+        connected_to_leader(f"127.0.0.1:{port}", KEY, HELLO, 10)
+
+
+def test_silent_connections_keep_nobody_out() -> None:
+    with member() as (leader, lobby):
+        leader.lead()
+        host, _, port = lobby.address.rpartition(":")
+        with socket.create_connection((host, int(port))):
+            link = connected_to_leader(lobby.address, KEY, HELLO, 5)
+            wait_for(lobby.waiting, "the follower waits")
+            assert link.is_connected()
+
+
+def test_a_follower_without_a_place_looks_for_the_leader_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with member() as (leader, lobby):
+        leader.lead()
+        Follower(lobby.address, KEY, HELLO, lambda: None)._follow_once(lambda *_: None, 10, wait_s=0.01)
+    assert f"waiting for a place in the group of the leader at {lobby.address}" in caplog.text
+
+
+def test_signals_are_heard_as_before_once_a_follower_has_ended() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert following._until_signal(lambda: None)
+    assert not following._until_signal(lambda: (signal.raise_signal(signal.SIGTERM), threading.Event().wait(0.01)))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
