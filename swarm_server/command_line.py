@@ -122,7 +122,7 @@ _HOSTING = ConfigFlags(
         "name of a group of near machines that compute each block together: those with the same name and key find each "
         "other in the swarm, one leads, and the others follow",
         metavar="NAME",
-        read=checked_name,
+        read=partial(checked_name, what="group"),
     ),
     Flag(
         "group_listen",

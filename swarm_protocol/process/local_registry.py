@@ -37,14 +37,14 @@ _LOOPBACK = re.compile(r"/(?:ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def checked_name(swarm: str) -> str:
-    """Return the swarm's name; raise ValueError unless it is a valid directory name on any system."""
-    if not _NAME.fullmatch(swarm):
+def checked_name(name: str, what: str = "swarm") -> str:
+    """Return the name of ``what``; raise ValueError unless it is a valid directory name on any system."""
+    if not _NAME.fullmatch(name):
         raise ValueError(
-            f"swarm name {swarm!r} is not usable: expected 1 to 64 letters, digits, '.', '_' or '-', "
+            f"{what} name {name!r} is not usable: expected 1 to 64 letters, digits, '.', '_' or '-', "
             "beginning with a letter or digit"
         )
-    return swarm
+    return name
 
 
 @dataclass(frozen=True)
