@@ -82,7 +82,9 @@ class Server:
     """
 
     def __init__(self, config: ServerConfig, leader: GroupLeader | None = None) -> None:
-        """Configure the server. ``leader``: of its group on several machines."""
+        """Configure the server. ``leader``: of its group on several machines; raise ValueError if it is missing."""
+        if leader is None and (config.group is not None or config.group_listen is not None):
+            raise ValueError("a group on several machines is formed by its leader: expected a GroupLeader")
         self.config = config
         self._leader = leader
         self.ready = False
