@@ -165,6 +165,8 @@ def _follower_command(config: ServerConfig) -> str:
         "--group-key",
         "FILE",
     ]
+    words += [] if config.model_revision is None else ["--revision", config.model_revision]
+    words += [] if config.dtype == "auto" else ["--dtype", config.dtype]
     return f"{typed('server')} {shlex.join(words)}"
 
 
