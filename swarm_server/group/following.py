@@ -34,10 +34,10 @@ class Follower:
         """
 
         def work() -> None:
-            load = self._make_loader()  # in this thread, whose number of threads it sets
-            while True:
-                self._follow_once(load, inf)
-                _logger.info("the group has ended; this follower waits for the leader at %s", self._address)
+            with self._make_loader() as load:  # in this thread, whose number of threads it sets
+                while True:
+                    self._follow_once(load, inf)
+                    _logger.info("the group has ended; this follower waits for the leader at %s", self._address)
 
         _until_signal(work)
 
@@ -49,8 +49,13 @@ class Follower:
         Raises:
             ValueError, SwarmError: as ``follow_for_ever``.
         """
+
+        def work() -> None:
+            with self._make_loader() as load:
+                self._follow_once(load, limit_s, _WAIT_S)
+
         try:
-            return _until_signal(lambda: self._follow_once(self._make_loader(), limit_s, _WAIT_S))
+            return _until_signal(work)
         except GroupEnded as error:
             _logger.info("%s", error)
             return True

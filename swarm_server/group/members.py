@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -30,7 +31,7 @@ _ENDING_S = 5.0  # for a follower to end by itself, before it is killed
 
 # Loads the blocks of a span, and calls the function with each module whose linear layers have just been packed.
 LoadSpan = Callable[[Span, Callable[[torch.nn.Module], None]], Any]
-MakeLoader = Callable[[], LoadSpan]  # called in the follower's process; must be picklable
+MakeLoader = Callable[[], AbstractContextManager[LoadSpan]]  # called in the follower's process; must be picklable
 
 
 class MemberWatch:
@@ -73,8 +74,7 @@ class LocalGroup:
         self.links = formed_links(links, Deal.by_speed([1.0] * members))
         self._watch = MemberWatch(self.links)
 
-    @property
-    def failure(self) -> GroupEnded | None:
+    def find_failure(self) -> GroupEnded | None:
         """Return why the group has ended, or should end; None while it works."""
         for process in self.processes:
             if not process.is_alive():
@@ -156,7 +156,8 @@ def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int
         signal.signal(number, signal.SIG_IGN)  # drains, and then closes the links
     link = MemberLink(connection, memory_file, 1)
     os.close(memory_file)
-    follow(make_loader(), link)
+    with make_loader() as load:
+        follow(load, link)
 
 
 def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda _place: None) -> None:

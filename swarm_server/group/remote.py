@@ -46,8 +46,7 @@ class RemoteGroup:
         room_bytes = [own_bytes, *(_ROWS_OF_FREE * free for free in self._free_bytes[1:])]
         return min(room / share for room, share in zip(room_bytes, self.links.deal.shares, strict=True))
 
-    @property
-    def failure(self) -> GroupEnded | None:
+    def find_failure(self) -> GroupEnded | None:
         """Return why the group has ended, or should end; None while it works."""
         if self.links.failure is None and not all(link.is_connected() for link in self.links.links):
             return GroupEnded("a member of the group has ended, or cannot be reached any more")

@@ -7,7 +7,8 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -142,17 +143,19 @@ def follower_loader(config: ServerConfig, checkpoint: ModelCheckpoint) -> MakeLo
     return partial(_follower_loader, config, checkpoint.files)
 
 
-def _follower_loader(config: ServerConfig, files: FollowerFiles) -> LoadSpan:
+@contextmanager
+def _follower_loader(config: ServerConfig, files: FollowerFiles) -> Iterator[LoadSpan]:
     devices, dtype = devices_and_dtype(config)
-    checkpoint, cores = ModelCheckpoint(files), CoreShare().__enter__()  # it counts as a server until its process ends
-    torch.set_num_threads(cores.threads())
-
-    def load(span: Span, then: Callable[[torch.nn.Module], None]) -> None:
-        span.within(checkpoint.family.num_blocks)
+    checkpoint = ModelCheckpoint(files)
+    with CoreShare() as cores:
         torch.set_num_threads(cores.threads())
-        load_parts(config, checkpoint, dtype, [(span, devices[0])], then)
 
-    return load
+        def load(span: Span, then: Callable[[torch.nn.Module], None]) -> None:
+            span.within(checkpoint.family.num_blocks)
+            torch.set_num_threads(cores.threads())
+            load_parts(config, checkpoint, dtype, [(span, devices[0])], then)
+
+        yield load
 
 
 class SpanRuntime:
@@ -264,7 +267,7 @@ class SpanLoader:
     async def group_end(self, is_quiet: Callable[[], bool]) -> GroupEnded:
         """Wait until the group cannot go on, or could grow while the server ``is_quiet``; return the reason."""
         quiet_s, batches = 0.0, self._counters.batches
-        while self._group is None or (failure := self._group.failure) is None:
+        while self._group is None or (failure := self._group.find_failure()) is None:
             await asyncio.sleep(_WATCH_GROUP_S)
             changes = self._group is not None and self._leader is not None and self._leader.should_form_again()
             has_worked, batches = self._counters.batches != batches, self._counters.batches

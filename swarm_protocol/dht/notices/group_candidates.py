@@ -59,6 +59,6 @@ class CandidateRegistry:
             except (ValueError, TypeError, DecodeError, InvalidTag) as error:
                 _logger.debug("ignored a candidate for a group: %r", error)
                 continue
-            if candidate.name not in found or candidate.leads:  # a process has another identity when it leads
+            if candidate.name not in found or candidate.leads:  # a process may have another identity when it leads
                 found[candidate.name] = candidate
         return list(found.values())

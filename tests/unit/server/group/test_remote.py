@@ -75,9 +75,9 @@ def test_strangers_are_refused_and_members_are_let_in(caplog: pytest.LogCaptureF
             follower(address, hello=replace(HELLO, revision="other"))
         follower(address).close()  # and its place is free again
         second, third = follower(address), follower(address)
-        assert group().failure is None and second.is_connected()
+        assert group().find_failure() is None and second.is_connected()
         third.close()
-        wait_for(lambda: group().failure is not None, "the leader notices, without a product")
+        wait_for(lambda: group().find_failure() is not None, "the leader notices, without a product")
         wait_for(lambda: "let into the group: the other end has another group key" in caplog.text, "refusal")
         wait_for(lambda: "the other has quant int4, and this one int8" in caplog.text, "refusal")
 
@@ -239,7 +239,8 @@ def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
     leader = GroupLeader(config, Lobby(address, KEY, HELLO), KEY, clock)
     checkpoint = SimpleNamespace(family=SimpleNamespace(hidden_size=8))
 
-    def formed(by_name: dict[str, float]) -> RemoteGroup:
+    def formed(by_name: dict[str, float], waiting: int | None = None) -> RemoteGroup:
+        wait_for(lambda: len(leader._lobby.waiting()) == (waiting or len(by_name)), "the followers wait")
         group = leader.form(checkpoint, lambda: True)
         shares = zip([link.name for link in group.links.links], group.links.deal.shares[1:], strict=True)
         assert dict(shares) == pytest.approx(by_name, abs=1e-4)
@@ -256,9 +257,11 @@ def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
             wait_for(leader.should_form_again, "the second has come back")
             group.close()
             group = formed({"1": 1 / 6, "2": 1 / 3})
-            group.slow = "1"
+            slow = 1 + [link.name for link in group.links.links].index("1")
+            group._watch = SimpleNamespace(look=lambda: slow)
+            assert "has made it slow for long" in str(group.find_failure())
             group.close()
-            group = formed({"2": 2 / 5})
+            group = formed({"2": 2 / 5}, waiting=2)
             wait_for(lambda: leader._lobby.waiting(), "the slow one waits")
             assert not leader.should_form_again()
             now_s += 600

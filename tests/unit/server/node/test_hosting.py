@@ -82,7 +82,7 @@ def test_a_group_forms_again_once_there_has_been_no_work_for_a_while(tmp_path: P
     async def scenario(cores: CoreShare) -> float:
         config, checkpoint = ServerConfig(model=str(tmp_path), group_size=3), ModelCheckpoint.open(tmp_path)
         loader = SpanLoader(config, checkpoint, cores, (CPU,), torch.float32, counters)
-        loader._group = SimpleNamespace(failure=None)
+        loader._group = SimpleNamespace(find_failure=lambda: None)
         loader._leader = SimpleNamespace(should_form_again=lambda: True)
         ending = asyncio.ensure_future(loader.group_end(lambda: True))
         for _ in range(3):  # a training step every 4.2 seconds, too short to be seen while it is computed
