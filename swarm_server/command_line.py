@@ -289,6 +289,12 @@ def require_follow_flags(argv: list[str]) -> None:
         )
 
 
+def require_members(args: argparse.Namespace, argv: list[str]) -> None:
+    """Raise ValueError if a named group was asked for with fewer than two members."""
+    if args.group is not None and args.group_size < 2 and "group-size" in typed_flags(make_parser(), argv):
+        raise ValueError(f"--group-size {args.group_size} is no size of a group with a name: expected at least 2")
+
+
 def check_files(config: ServerConfig) -> None:
     """Raise ValueError if a file is not where the arguments say."""
     if not config.model.startswith(FROM_SWARM):
@@ -409,6 +415,7 @@ def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> 
     if args.train is None:
         if args.then_serve is not None:
             raise ValueError("--then-serve is for a run: expected --train RUN.toml with it")
+        require_members(args, argv)
         config = read_config(args)
         if config.follow is not None:
             require_follow_flags(argv)

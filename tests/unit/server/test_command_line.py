@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from swarm_protocol.span import Span
-from swarm_server.command_line import check_files, parse_args, read_config, require_follow_flags
+from swarm_server.command_line import (
+    check_files,
+    parse_args,
+    read_config,
+    require_follow_flags,
+    require_members,
+)
 from swarm_server.core.config import ServerConfig
 
 
@@ -178,5 +184,10 @@ def test_a_follower_takes_only_what_it_needs() -> None:
     named = dict(group="lab", group_key=Path("key"))
     assert config("--group", "lab", "--group-key", "key") == ServerConfig(group_size=2, **named)
     assert config("--group", "lab", "--group-key", "key", "--group-size", "3") == ServerConfig(group_size=3, **named)
+    argv_of_one = ["--group", "lab", "--group-size", "1"]
+    with pytest.raises(ValueError, match="--group-size 1 is no size of a group with a name: expected at least 2"):
+        require_members(parse_args(argv_of_one), argv_of_one)
+    with pytest.raises(ValueError, match="group name 'a b' is not usable"):
+        config("--group", "a b")
     with pytest.raises(ValueError, match=r"--discover and --port: cannot be combined with --follow, which takes only"):
         require_follow_flags([*argv, "--port", "1", "--discover"])

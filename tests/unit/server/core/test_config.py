@@ -60,6 +60,7 @@ def test_what_is_no_size(text: str) -> None:
             "--group: expected --group-size of at least 2 with it",
         ),
         (dict(follow="leader:31400", group_key=Path("key")), "--follow is for followers: expected it without"),
+        (dict(group_listen="[::]:31400", group_key=Path("key")), "is no address that others can reach"),
         (dict(group_size=1, follow="nonsense"), "--follow 'nonsense' is no address of a group's leader: expected HOST"),
         (dict(group_size=1, follow="leader:no"), "--follow 'leader:no' is no address"),
         (dict(group_size=1, follow="leader:1", group_key=Path("key"), model="swarm://m"), "a follower reads the model"),
