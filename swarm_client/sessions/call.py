@@ -43,6 +43,11 @@ class SessionCall:
     block_outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     repeats: Sequence[int] = ()
 
+    @property
+    def num_copies(self) -> int:
+        """Return how many rows of the batch are not rows of the call. Servers get them later, as copies."""
+        return len(self.repeats) - len(self.inputs.hidden) if self.repeats else 0
+
     def apply_changes(self) -> None:
         """Count the changes as known to the servers, because new hops get the reordered and cropped rows."""
         self.before, self.changes = self.after.cropped(self.start), ()

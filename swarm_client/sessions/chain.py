@@ -233,7 +233,7 @@ class Chain:
         if call.before.length and not self.is_new:
             self._replacer.begin_recovery(self._listener.progress_s)
         call.apply_changes()
-        self.hops[:] = await self._replacer.open_all(self._blocks, call.after, self.number)
+        self.hops[:] = await self._replacer.open_all(self._blocks, call, self.number)
         self.is_new = False
         self._cut(call)
         self._post(self._replacer.replay_all(call, self.hops))

@@ -41,6 +41,7 @@ class Opening:
     Attributes:
         reserve_tokens: the positions per row to lease at once; ``spare_tokens`` are leased in addition.
         asked_s: the time at which the session first asked for room; None stands for now.
+        num_copies, copy_tokens: the rows that will become copies of these, and the room that each of them needs.
         sent_number, changed_number, records_past, last_number: see ``Open`` in protos/swarm.proto.
     """
 
@@ -52,11 +53,13 @@ class Opening:
     spare_tokens: int = 0
     asked_s: float | None = None
     last_number: int = 0
+    num_copies: int = 0
+    copy_tokens: int = 0
 
     @property
     def need_tokens(self) -> int:
         """Return the number of tokens that a server should have room for."""
-        return self.batch_size * (self.reserve_tokens + self.spare_tokens)
+        return self.batch_size * (self.reserve_tokens + self.spare_tokens) + self.num_copies * self.copy_tokens
 
 
 class Terms:
@@ -93,11 +96,20 @@ class Terms:
         self.last_number = number
 
     def opening(
-        self, batch_size: int, num_tokens: int, sent_number: int = 0, changed_number: int = 0, *, ages: bool = True
+        self,
+        batch_size: int,
+        num_tokens: int,
+        sent_number: int = 0,
+        changed_number: int = 0,
+        *,
+        ages: bool = True,
+        num_copies: int = 0,
     ) -> Opening:
         """Return the request for hops that must hold ``num_tokens`` positions per row already.
 
-        ``ages``: the hops have the age of the session, so that younger sessions cannot preempt them.
+        Args:
+            ages: whether the hops have the age of the session, so that younger sessions cannot preempt them.
+            num_copies: how many rows will become copies of these after those positions.
         """
         if self.asked_s is None:
             self.asked_s = now_s()
@@ -107,7 +119,16 @@ class Terms:
         spare = 0 if num_tokens <= self._reserve_tokens else min(max(_SPARE_TOKENS, num_tokens // 4), most - reserve)
         asked_s = self.asked_s if ages else None
         return Opening(
-            batch_size, reserve, sent_number, changed_number, self.records_past, spare, asked_s, self.last_number
+            batch_size,
+            reserve,
+            sent_number,
+            changed_number,
+            self.records_past,
+            spare,
+            asked_s,
+            self.last_number,
+            num_copies,
+            max(0, reserve - num_tokens) if num_copies else 0,
         )
 
 
@@ -390,6 +411,8 @@ class Opener:
             last_number=opening.last_number,
             user=self._purpose.user,
             is_background=self._purpose.is_background,
+            num_copies=opening.num_copies,
+            copy_tokens=opening.copy_tokens,
             wait_s=wait_s(),
             age_s=None if opening.asked_s is None else now_s() - opening.asked_s,
             asked_s=opening.asked_s,

@@ -86,13 +86,15 @@ class HopReplacer:
 
     # ------------------------------------------------------------ hops for a whole chain
 
-    async def open_all(self, blocks: Span, rows: Journal, sent_number: int) -> list[HopSession]:
-        """Return new hops over all blocks, with room for ``rows``. The caller must replay the earlier positions.
+    async def open_all(self, blocks: Span, call: SessionCall, sent_number: int) -> list[HopSession]:
+        """Return new hops over all blocks, with room for the call's rows. The caller must replay earlier positions.
 
         Raises:
             NoRoute, PeerBusy, RecoveryFailed: see ``_opened``.
         """
-        hops = await self._opened(blocks, self._terms.opening(rows.batch_size, rows.length, sent_number), None, None)
+        rows = call.after
+        opening = self._terms.opening(rows.batch_size, rows.length, sent_number, num_copies=call.num_copies)
+        hops = await self._opened(blocks, opening, None, None)
         assert hops is not None  # there were no hops that would have to be given up
         return hops
 
@@ -349,7 +351,9 @@ class HopReplacer:
         replay = instruction.replay
         rows = call.after if replay.after_changes else call.before
         num_tokens = max(rows.length, call.after.length)
-        opening = self._terms.opening(rows.batch_size, num_tokens, replay.sent_number, replay.changed_number)
+        opening = self._terms.opening(
+            rows.batch_size, num_tokens, replay.sent_number, replay.changed_number, num_copies=call.num_copies
+        )
         after = None if instruction.after is None else self._hop(instruction.after)
         hops = await self._opened(instruction.span, opening, after, self._hop(instruction.instead))
         if hops is None:

@@ -56,7 +56,8 @@ class SessionManager:
         engine, validator, adapters = self.services.engine, self.services.validator, self.services.adapters
         blocks = validator.blocks(request.contract)
         batch_size = validator.batch_size(request.batch_size)
-        validator.length(request.reserve_tokens)
+        validator.batch_size(batch_size + request.num_copies)
+        validator.length(max(request.reserve_tokens, request.copy_tokens))
         require_key(request.session_key, "the session key")
         require_user(request.user)
         validator.codec(request.codec)
@@ -64,6 +65,7 @@ class SessionManager:
         if keeps_outputs:
             validator.next_hop(request.next)
         layout = engine.layout_of(blocks, keeps_outputs)
+        copies_bytes = request.num_copies * layout.size_bytes(request.copy_tokens)
         wanted_tokens = validator.at_most(request.reserve_tokens + request.spare_tokens)
         arrived_s = asyncio.get_running_loop().time()
         born_s = self._births.born_s(client.peer_id, arrived_s, _seconds(request.age_s), request.asked_s)
@@ -73,8 +75,8 @@ class SessionManager:
             self._require_new(request.session_key)
             lease = await self.admission.lease(
                 client,
-                batch_size * layout.size_bytes(request.reserve_tokens),
-                batch_size * layout.size_bytes(wanted_tokens),
+                batch_size * layout.size_bytes(request.reserve_tokens) + copies_bytes,
+                batch_size * layout.size_bytes(wanted_tokens) + copies_bytes,
                 born_s,
                 min(_MAX_WAIT_S, _seconds(request.wait_s)),
                 require=self.require_staying,

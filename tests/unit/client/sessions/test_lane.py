@@ -14,7 +14,7 @@ from swarm_client.core.events import Reporter
 from swarm_client.sessions.lane import Lane, LaneSettings, joined
 from swarm_client.sessions.opening import SessionOptions
 from swarm_client.swarm.swarm import Swarm
-from swarm_protocol.errors import PeerBusy
+from swarm_protocol.errors import PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play
@@ -40,6 +40,20 @@ def test_a_joined_lane_has_all_rows_and_all_positions_of_each() -> None:
         assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
 
     lanes_of(FakeServers(a="0:6"), story)
+
+
+@pytest.mark.parametrize(("num_rows", "room"), [(1, (0, 0)), (6, (5, 8 - 3))])
+def test_servers_are_asked_at_once_for_the_room_of_rows_that_begin_alike(num_rows: int, room: tuple[int, int]) -> None:
+    servers = FakeServers(a="0:6")
+
+    async def story(setting: LaneSettings) -> None:
+        with pytest.raises(RecoveryFailed):  # the servers are asked, and compute nothing
+            await Lane(setting).step(BlockInput(torch.randn(1, 3, 4).expand(num_rows, -1, -1)), 1, range(0), True)
+        call = servers.calls[0]
+        assert (call.request.batch_size, call.request.reserve_tokens) == (1, 8)
+        assert (call.request.num_copies, call.request.copy_tokens) == room
+
+    lanes_of(servers, story)
 
 
 @pytest.mark.parametrize("may_wait", [False, True])

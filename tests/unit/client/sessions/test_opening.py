@@ -41,6 +41,7 @@ def requests(servers: FakeServers) -> dict[str, pb.Open]:
 
 def test_room_is_for_all_rows() -> None:
     assert Opening(batch_size=3, reserve_tokens=8, spare_tokens=2).need_tokens == 3 * (8 + 2)
+    assert Opening(batch_size=1, reserve_tokens=8, num_copies=5, copy_tokens=2).need_tokens == 8 + 5 * 2
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from math import nan
 import pytest
 import torch
 
-from swarm_protocol.errors import RequestRejected
+from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import encode
-from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_protocol.wire.constants import MAX_BATCH_SIZE, WIRE_VERSION
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession
@@ -35,13 +35,16 @@ class Story:
     async def reply(self, replies: list[pb.SessionReply]) -> None:
         self.replies += replies
 
-    async def open(self, reserve_tokens: int, user: str = "", *, is_background: bool = False) -> HostedSession:
+    async def open(
+        self, reserve_tokens: int, user: str = "", *, is_background: bool = False, copies: tuple[int, int] = (0, 0)
+    ) -> HostedSession:
         self._num_opened += 1
         blocks = pb.Span(start=0, end=NUM_BLOCKS)
         contract = pb.Contract(wire_version=WIRE_VERSION, model=MODEL, revision=REVISION, blocks=blocks)
         key = self._num_opened.to_bytes(16, "big")
         request = pb.Open(contract=contract, session_key=key, batch_size=1, reserve_tokens=reserve_tokens)
         request.user, request.is_background = user, is_background
+        request.num_copies, request.copy_tokens = copies
         return await self.host.open(request, CLIENT, self.reply)
 
     @property
@@ -61,6 +64,19 @@ def test_the_name_of_a_user_is_short() -> None:
         await Story().open(4, user="u" * 64)
         with pytest.raises(RequestRejected, match="the user's name has 65 characters: expected at most 64"):
             await Story().open(4, user="u" * 65)
+
+    run_virtually(scenario())
+
+
+def test_room_for_rows_that_become_copies_is_leased_at_once() -> None:
+    async def scenario() -> None:
+        story = Story()
+        hosted = await story.open(4, copies=(3, 2))
+        assert hosted.session.lease.charged == 4 + 3 * 2
+        with pytest.raises(PeerBusy):
+            await Story().open(4, copies=(4, 2))
+        with pytest.raises(RequestRejected, match="batch size"):
+            await Story().open(4, copies=(MAX_BATCH_SIZE, 0))
 
     run_virtually(scenario())
 
