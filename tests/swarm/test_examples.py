@@ -21,12 +21,13 @@ pytestmark = pytest.mark.slow
 
 def run(name: str, *arguments: str, cache: Path, stdin: str = "") -> str:
     """What the example prints."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         input=stdin,
         capture_output=True,
         text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": paths},
     )
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr

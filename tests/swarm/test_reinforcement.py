@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from swarm_client.adapters.snapshots import AdapterUploader
+from tests.small_chat_model import NEEDS_IT
 from tests.swarm.harness import InProcessServers
+from tests.swarm.test_benchmarks import run_quick
+from tests.swarm.test_examples import run
 from tests.swarm.tuning import Tuned, assert_close, lora, tuned
 from tests.zoo import EOS, PAD, VOCAB, save_checkpoint
 
@@ -124,3 +128,16 @@ def test_dpo(pair, tmp_path):
     assert remote.losses[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the model without the adapter
     assert remote.losses[-1] != pytest.approx(remote.losses[0], abs=1e-4)
     assert remote.losses == pytest.approx(local.losses, abs=1e-4)
+
+
+@NEEDS_IT
+def test_the_example_takes_a_step_and_saves_its_adapter(tmp_path):
+    printed = run("grpo.py", "--steps", "1", "--output", str(tmp_path / "adapter"), cache=tmp_path)
+    assert re.search(r"\d+ were right before, \d+ are right after", printed)
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+def test_the_benchmark_measures_both(tmp_path):
+    rows = run_quick("reinforcement.py", tmp_path)["rows"]
+    assert rows.keys() == {"local", "swarm"}
+    assert all(row["measured"] > 0 for row in rows.values())
