@@ -360,7 +360,7 @@ def run(config: ServerConfig) -> None:
     """Serve until a signal ends the server.
 
     Raises:
-        ValueError, SwarmError: see ``Server.run`` and ``GroupMember``.
+        ValueError, SwarmError: see ``Server.run`` and ``GroupProcess``.
     """
     from swarm_protocol.imports.light_imports import collected_later, import_transformers
     from swarm_protocol.process.network_loop import new_event_loop
@@ -368,11 +368,11 @@ def run(config: ServerConfig) -> None:
     with collected_later():
         import_transformers()
         from swarm_server.group.links import GroupEnded
-        from swarm_server.group_life import GroupMember
+        from swarm_server.group_life import GroupProcess
         from swarm_server.node.server import Server
 
     loop = new_event_loop()
-    member = GroupMember(config) if config.group or config.group_listen else None
+    member = GroupProcess(config) if config.group or config.group_listen else None
     while True:
         try:
             leader = None if member is None else member.lead(loop)

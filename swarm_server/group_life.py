@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 _REACH_S = 10.0  # for a leader to answer that the swarm names
 
 
-class GroupMember:
+class GroupProcess:
     """A member of a group on several machines, until its process ends."""
 
     def __init__(self, config: ServerConfig) -> None:

@@ -44,7 +44,7 @@ class CallFormat:
         between: the text between two calls; None if there can be only one call.
         tags: the texts around each argument; None if the arguments are a JSON object.
         closing: a text after the last call that is in no region, and does not belong to the answer either.
-        second_marker: a text that tells a version of the family from later ones in ``FORMATS`` with the same marker.
+        second_marker: a text that only this version has, if later ones in ``FORMATS`` have the same marker.
     """
 
     marker: str

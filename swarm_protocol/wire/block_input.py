@@ -64,7 +64,7 @@ class BlockInput:
 
         The list has an entry for each row of the batch. It is empty if all rows differ.
         """
-        # The first elements of all positions come first, because they are few and nearly always tell rows apart.
+        # The first elements of all positions come first, because they are few and nearly always differ between rows.
         by_row = (self.hidden[..., 0], self.hidden, self.attention_mask, self.position_ids, self.additions, self.joined)
         tensors = [each.detach() for each in by_row if each is not None and len(each) == len(self.hidden)]
         distinct: list[int] = []

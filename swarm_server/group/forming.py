@@ -36,7 +36,7 @@ class GroupRefused(SwarmError):
 
 
 class GroupLeader:
-    """The leader of one group after the other: it keeps the lobby, and remembers whom it leaves out.
+    """The leader of one group after the other: it keeps the lobby, and remembers which members it leaves out.
 
     Attributes:
         leads: whether this process should lead; false if another leads the named group.

@@ -48,7 +48,7 @@ class GroupProposal:
 
 
 def can_be_in_group(config: ServerConfig, checkpoint: ModelCheckpoint) -> bool:
-    """Return whether a server with this configuration could be in a group, and has not been told of one already."""
+    """Return whether a server with this configuration could be in a group, and is not started for one already."""
     return not config.is_in_group and kernel() is not None and can_have_followers(checkpoint)
 
 

@@ -44,7 +44,7 @@ class RunEnd(Protocol):
     def has_ended(self) -> bool: ...
 
 
-class StageRecords(Protocol):
+class EvaluatedStages(Protocol):
     """The records of the peers of each stage: a ``RunWatch``."""
 
     @property
@@ -64,7 +64,7 @@ class StageEvaluation:
         known: the known losses: all of them at the last stage, at others those that were the lowest or the newest.
     """
 
-    def __init__(self, index: int, peer: TrainingPeer, watch: StageRecords) -> None:
+    def __init__(self, index: int, peer: TrainingPeer, watch: EvaluatedStages) -> None:
         self.known = EvaluationHistory()
         self._is_last = index == watch.num_stages - 1
         self._peer, self._watch = peer, watch

@@ -1,4 +1,4 @@
-"""What a peer of the last stage computes through all stages: whether a micro-batch is finite, and held-out losses."""
+"""A peer of the last stage computes through all stages whether a micro-batch is finite, and losses on held-out data."""
 
 from __future__ import annotations
 
