@@ -33,7 +33,7 @@ class Replicator:
         self._sent = asyncio.Condition()
         self._copied = 0  # positions
         self._follows = False  # all stored positions are copied; later steps are copied one by one
-        self._start_again = False
+        self._start_again = True  # the other session was opened with an earlier number of rows
         self._closed = False
         self._sending = asyncio.ensure_future(self._send_all())
 

@@ -43,7 +43,7 @@ TAKEN: list[pb.Step] = []
 
 
 class Source:
-    """A session of one row, and a scheduler that reads what it has stored."""
+    """A session, by default of one row, and a scheduler that reads what it has stored."""
 
     def __init__(self, length: int, slots: tuple[int, ...] = ()) -> None:
         self.session = SimpleNamespace(length=length, batch_size=1, layout=SimpleNamespace(slots=slots))
@@ -128,6 +128,21 @@ def test_a_server_that_cannot_be_reached_gets_no_copy(monkeypatch) -> None:
             await source.copy()
         await source.step()
         assert taken() == []
+        await source.replicator.close()
+
+    run(story())
+
+
+def test_the_copy_gets_the_rows_that_the_session_has_when_copying_begins() -> None:
+    """The other session was opened before: a batch that has grown since would not fit its rows."""
+
+    async def story() -> None:
+        source = Source(80)
+        source.session.batch_size = 3
+        await source.copy()
+        first, second = TAKEN
+        assert [change.WhichOneof("kind") for change in first.changes] == ["crop", "reorder"]
+        assert list(first.changes[1].reorder.indices) == [0, 0, 0] and not second.changes
         await source.replicator.close()
 
     run(story())
