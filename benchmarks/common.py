@@ -23,6 +23,8 @@ import numpy
 import torch
 from local_servers import LocalServer, local_servers
 from make_model import SHAPES
+from network_lab import NoLab, require_lab
+from rich.table import Table
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
@@ -208,6 +210,27 @@ def json_row(
     met = None if target is None else "yes" if (value <= target if at_most else value >= target) else "no"
     row = {"name": name, "measured": measured, "beside": beside, "ratio": ratio, "target": target, "met": met}
     return row | more
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of ``json_row`` results."""
+    table = Table("", "measured", "beside", "ratio", "target", "met")
+    for row in rows:
+        numbers = (row[column] for column in ("measured", "beside", "ratio", "target"))
+        table.add_row(row["name"], *("" if number is None else f"{number:.3g}" for number in numbers), row["met"] or "")
+    return table
+
+
+def has_lab(json_file: Path | None, settings: Mapping[str, Any]) -> bool:
+    """Return whether this machine can have a lab of network namespaces; print and write why, if not."""
+    try:
+        require_lab()
+    except NoLab as error:
+        print(f"nothing can be measured here: {error}")
+        if json_file is not None:
+            write_json(json_file, settings, rows=[], skipped=str(error))
+        return False
+    return True
 
 
 def write_json(file: Path, settings: Mapping[str, Any], **results: Any) -> None:

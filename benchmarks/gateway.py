@@ -31,11 +31,10 @@ from typing import Any
 import gateway_mixed
 import httpx
 import numpy
-from common import QUANT_NAMES, Fleet, fleet, json_row, random_ids, write_json
+from common import QUANT_NAMES, Fleet, fleet, json_row, random_ids, table_of, write_json
 from make_model import DEFAULT_OUTPUT, SHAPES, add_tokenizer, make_model
 from openai import AsyncOpenAI
 from rich.console import Console
-from rich.table import Table
 from transformers import GenerationConfig
 
 from swarm_client.batching.loop import GenerationLoop
@@ -348,17 +347,9 @@ def _report(args: argparse.Namespace, measured: Iterator[dict[str, Any]]) -> Non
     for row in measured:
         rows.append(row)
         print(row["name"], row["measured"], flush=True)
-    _show(rows)
+    Console().print(table_of(rows))
     if args.json:
         write_json(args.json, vars(args), rows=rows)
-
-
-def _show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table("", "measured", "beside", "ratio", "target", "met")
-    for row in rows:
-        numbers = ["" if row[key] is None else f"{row[key]:.3g}" for key in ("measured", "beside", "ratio", "target")]
-        table.add_row(row["name"], *numbers, row["met"] or "")
-    Console().print(table)
 
 
 if __name__ == "__main__":

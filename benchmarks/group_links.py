@@ -30,10 +30,20 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from common import Fleet, decode_tokens_per_s, even_spans, json_row, median_ratio, random_ids, take_turns, write_json
+from common import (
+    Fleet,
+    decode_tokens_per_s,
+    even_spans,
+    has_lab,
+    json_row,
+    median_ratio,
+    random_ids,
+    take_turns,
+    write_json,
+)
 from local_servers import local_servers
 from make_model import DEFAULT_OUTPUT, SHAPES, make_model
-from network_lab import Link, NetworkLab, NoLab, require_lab
+from network_lab import Link, NetworkLab
 from transformers import PreTrainedModel
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
@@ -50,10 +60,7 @@ _PINGS = 200
 
 def main() -> int:
     args = parse()
-    try:
-        require_lab()
-    except NoLab as error:
-        print(f"nothing can be measured here: {error}")
+    if not has_lab(args.json, vars(args)):
         return 0
     path = make_model(args.model, args.models)
     rows = []

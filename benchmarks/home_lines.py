@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import json_row, write_json
+from common import has_lab, json_row, table_of, write_json
 from compression import LanguageModel, batch
 from home_lines_peer import BATCHES, held_out_loss
-from network_lab import Link, NetworkLab, NoLab, half, require_lab
+from network_lab import Link, NetworkLab, half
 from rich.console import Console
-from rich.table import Table
 from training_crew import Member
 
 PEERS, CALL_ROWS, STEP_ROWS, LOCAL_ROWS, ROUND_CALLS = 4, 4, 64, 8, 30
@@ -157,12 +156,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     console = Console(width=150, highlight=False)
-    try:
-        require_lab()
-    except NoLab as error:
-        console.print(f"nothing can be measured here: {error}")
-        if args.json:
-            write_json(args.json, vars(args), rows=[], skipped=str(error))
+    if not has_lab(args.json, vars(args)):
         return 0
     scale = QUICK if args.quick else Scale(FULL_HIDDEN, FULL_LAYERS, 60 * args.minutes, 2.0, FULL_LR)
     trained = {}
@@ -171,11 +165,7 @@ def main() -> int:
         console.print(f"{name}: {trained[name]}")
     torch.set_num_threads(os.cpu_count() or 1)
     rows = rows_of(trained, scale)
-    table = Table("", "measured", "beside", "ratio", "target", "met")
-    for row in rows:
-        shown = (row[column] for column in ("measured", "beside", "ratio", "target"))
-        table.add_row(row["name"], *("" if value is None else f"{value:.3g}" for value in shown), row["met"])
-    console.print(table)
+    console.print(table_of(rows))
     if args.json:
         write_json(args.json, vars(args), rows=rows)
     return 0

@@ -17,10 +17,9 @@ from typing import Any
 
 import network_bytes
 import network_reach
-from common import write_json
-from network_lab import Link, NoLab, require_lab
+from common import has_lab, table_of, write_json
+from network_lab import Link
 from rich.console import Console
-from rich.table import Table
 
 LINKS = {
     "1 Gbit, 5 ms": Link(delay_ms=2.5, mbit=1000),
@@ -39,12 +38,7 @@ SECTIONS: dict[str, Section] = {
 def main() -> int:
     args = parse()
     console = Console(width=150, highlight=False)
-    try:
-        require_lab()
-    except NoLab as error:
-        console.print(f"nothing can be measured here: {error}")
-        if args.json:
-            write_json(args.json, vars(args), rows=[], skipped=str(error))
+    if not has_lab(args.json, vars(args)):
         return 0
     rows: list[dict[str, Any]] = []
     links = {name: link for name, link in LINKS.items() if name in args.links}
@@ -52,16 +46,8 @@ def main() -> int:
         rows += SECTIONS[section](args, links, console)
         if args.json:
             write_json(args.json, vars(args), rows=rows)
-    console.print(table(rows))
+    console.print(table_of(rows))
     return 0
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table("", "measured", "beside", "ratio", "target", "met")
-    for row in rows:
-        numbers = [row[name] for name in ("measured", "beside", "ratio", "target")]
-        shown.add_row(row["name"], *("" if n is None else f"{n:.4g}" for n in numbers), row["met"] or "")
-    return shown
 
 
 def parse() -> argparse.Namespace:

@@ -18,14 +18,13 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import json_row, median_ratio, take_turns, write_json
+from common import json_row, median_ratio, table_of, take_turns, write_json
 from rich.console import Console
-from rich.table import Table
 from stages_run import SCRIPT, WAIT_S, Process, Scale, all_ended, write_run
 
 LOCAL_TARGET, KILLS_TARGET = 0.75, 0.85
@@ -193,14 +192,6 @@ def _steps_per_s(trainer: Process, seconds: float, during: Callable[[], object])
 PARTS: dict[str, Callable[[Scale], Rows]] = {"throughput": throughput, "kills": kills}
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table("", "measured", "beside", "ratio", "target", "met")
-    for row in rows:
-        shown = (row[column] for column in ("measured", "beside", "ratio", "target"))
-        table.add_row(row["name"], *("" if value is None else f"{value:.3g}" for value in shown), row["met"])
-    Console().print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=FULL.rounds, help="turns of each contestant")
@@ -221,7 +212,7 @@ def main() -> None:
     )
     scale = QUICK if arguments.quick else scale
     rows = [row for name, part in PARTS.items() if not arguments.only or name in arguments.only for row in part(scale)]
-    show(rows)
+    Console().print(table_of(rows))
     if arguments.json:
         write_json(arguments.json, vars(arguments), rows=rows)
 

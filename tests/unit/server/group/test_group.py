@@ -22,14 +22,13 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import SessionStep
 from swarm_server.group import links
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink
 from swarm_server.group.members import MemberWatch, follow, formed_links, load_together
 from swarm_server.group.split_weight import SplitWeight
-from swarm_server.kv.kv_cache import CacheBudget
 from tests.adapted import LocalModel
 from tests.marks import SLOW
+from tests.unit.server.session_outputs import session_outputs
 from tests.zoo import save_checkpoint
 
 pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
@@ -87,22 +86,6 @@ def _follow(load: Callable, link: MemberLink) -> None:
     link.close()  # as when its process ends
 
 
-def outputs(engine: Engine) -> list[torch.Tensor]:
-    """Outputs of two prompts, of decode steps of both sessions together, and of several positions at once."""
-    generator, budget = torch.Generator().manual_seed(1), CacheBudget(1 << 40, 1)
-    sessions = [engine.open(SPAN, 1, budget.lease(""), shares=False) for _ in range(2)]
-    found = []
-    for lengths in ((5,), (5, 3), (1, 1), (1, 1), (4,)):
-        batch = []
-        for session, length in zip(sessions, lengths, strict=False):
-            hidden = torch.randn(1, length, engine.hidden_size, generator=generator)
-            batch.append((session, SessionStep(session.length, BlockInput(hidden))))
-        for output in engine.run(batch):
-            assert isinstance(output, torch.Tensor), output
-            found.append(output)
-    return found
-
-
 @pytest.mark.parametrize(
     ("family", "speeds", "kind", "quant"),
     [
@@ -126,7 +109,7 @@ def test_outputs_are_those_of_one_server(
         split = [module.quantized for module in together._stack.modules() if hasattr(module, "quantized")]
         assert sum(isinstance(weight, SplitWeight) for weight in split) >= 4
         assert (together.ways.graphs is None) == (alone.ways.graphs is None)
-        for ours, theirs in zip(outputs(together), outputs(alone), strict=True):
+        for ours, theirs in zip(session_outputs(together, SPAN), session_outputs(alone, SPAN), strict=True):
             assert torch.equal(ours, theirs)
         assert len(group.times_s()) == len(speeds) and min(group.times_s()) > 0
 
