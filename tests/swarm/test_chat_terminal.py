@@ -88,7 +88,7 @@ def test_ctrl_c_stops_the_answer_only(servers, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_death_of_a_server_is_a_pause_and_a_dim_line(servers, cluster, tmp_path, monkeypatch):
+def test_the_death_of_a_server_is_a_pause_and_a_dim_line(cluster, tmp_path, monkeypatch):
     num_steps, is_dead, run = itertools.count(), threading.Event(), Engine.run
 
     def held(engine, batch):
@@ -98,19 +98,22 @@ def test_the_death_of_a_server_is_a_pause_and_a_dim_line(servers, cluster, tmp_p
         return run(engine, batch)
 
     monkeypatch.setattr(Engine, "run", held)
-    flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none", "throughput": 10000}
-    fast = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
-    cluster.wait_ready([fast])
-    with chat(servers, tmp_path, LONG) as terminal:
-        terminal.wait_for_prompt()
-        terminal.type(f"Return a list of{ENTER}")
-        terminal.wait_for("strings")
-        fast.kill()
-        is_dead.set()
-        terminal.wait_for(r"\r\n\x1b\[2m[^\n]*blocks 10:20 move to [^\n]*\x1b\[0m\r\n")
-        terminal.wait_for_prompt()  # the answer has come to its end
-        terminal.type(CTRL_D)
-        assert terminal.end() == 0
+    with InProcessServers(Path(locate(DEFAULT_MODEL))) as servers:
+        servers.start("0:10")
+        flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none"}
+        only = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
+        cluster.wait_ready([only])
+        with chat(servers, tmp_path, LONG) as terminal:
+            terminal.wait_for_prompt()
+            terminal.type(f"Return a list of{ENTER}")
+            terminal.wait_for("strings")
+            only.kill()
+            is_dead.set()
+            servers.start("10:20")
+            terminal.wait_for(r"\r\n\x1b\[2m[^\n]*blocks 10:20 move to [^\n]*\x1b\[0m\r\n")
+            terminal.wait_for_prompt()  # the answer has come to its end
+            terminal.type(CTRL_D)
+            assert terminal.end() == 0
 
 
 @pytest.mark.slow
