@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from swarm_client.routing.routing import SESSION_PRICE, Costs, Route
+from swarm_client.routing.routing import PROMPT_CHUNK, SESSION_PRICE, Costs, Route
 from swarm_protocol.dht.records import SwarmView
-
-_CHUNK = 64  # prompt positions that are computed at a time
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,9 @@ def with_own_load(costs: Costs, view: SwarmView, loads: Iterable[SessionLoad]) -
         for hop in load.route:
             num_sessions[hop.server.peer_id] += 1
             num_waiting[hop.server.peer_id] += load.num_waiting * len(hop.span)
-    prompts = replace(costs, num_tokens=_CHUNK)
+    prompts = replace(costs, num_tokens=PROMPT_CHUNK)
     queues_s = {
-        server.peer_id: num_waiting[server.peer_id] * prompts.block_s(server) / _CHUNK
+        server.peer_id: num_waiting[server.peer_id] * prompts.block_s(server) / PROMPT_CHUNK
         for server in view.servers
         if num_waiting[server.peer_id]
     }

@@ -23,6 +23,7 @@ NEWCOMER_FACTOR = 2.0  # how much slower than usual an unproven server is assume
 # Relative increase of step times with each further session on a server. On CPUs that is 0.09 to 0.17. The value is
 # more than KEEP_MARGIN, so that the second of two sessions takes the other of two equal servers.
 SESSION_PRICE = 0.2
+PROMPT_CHUNK = 64  # prompt positions that are computed at a time
 KEEP_MARGIN = 0.15  # relative: another chain must be faster by more than this to replace the last one
 
 
@@ -78,6 +79,7 @@ class Costs:
         num_tokens: the positions that pass at a time; one in decoding.
         prices: factors on the computing time, by peer id; 1 if there is none.
         queues_s: the time for work that this client has given to servers and they have not done, by peer id.
+        repeated_tokens: the positions that a server computes per token although other servers have them, by peer id.
         newcomers: servers whose announced speed is not trusted.
     """
 
@@ -89,6 +91,7 @@ class Costs:
     prices: Mapping[str, float] = field(default_factory=dict)
     newcomers: Newcomers = Newcomers()
     queues_s: Mapping[str, float] = field(default_factory=dict)
+    repeated_tokens: Mapping[str, float] = field(default_factory=dict)
 
     def rtt_s(self, server: ServerRecord) -> float:
         return self.rtts_s.get(server.peer_id, self.unknown_rtt_s)
@@ -99,16 +102,22 @@ class Costs:
         return queue_s + (NO_ROOM_S if server.cache_tokens_left < self.need_tokens else 0.0)
 
     def block_s(self, server: ServerRecord) -> float:
-        """Return the seconds that computing one block takes."""
+        """Return the seconds of computing one block, for a token and its share of ``repeated_tokens``."""
+        block_s = self._compute_s(server, self.num_tokens) * self.prices.get(server.peer_id, 1.0)
+        repeated = self.repeated_tokens.get(server.peer_id, 0.0)
+        return block_s + (repeated * self._compute_s(server, PROMPT_CHUNK) / PROMPT_CHUNK if repeated else 0.0)
+
+    def _compute_s(self, server: ServerRecord, num_tokens: int) -> float:
+        """Return the seconds in which an idle server computes one block for so many positions at once."""
         tokens_per_s = server.tokens_per_s
-        if self.num_tokens > 1:
+        if num_tokens > 1:
             tokens_per_s = server.forward_tokens_per_s or tokens_per_s
-        block_s = self.num_tokens / (tokens_per_s or ASSUMED_TOKENS_PER_S) / len(server.span)
+        block_s = num_tokens / (tokens_per_s or ASSUMED_TOKENS_PER_S) / len(server.span)
         if server.peer_id in self.newcomers.peer_ids:
-            is_decode, newcomers = self.num_tokens == 1, self.newcomers
-            usual_s = newcomers.decode_block_s if is_decode else newcomers.forward_block_s * self.num_tokens
+            is_decode, newcomers = num_tokens == 1, self.newcomers
+            usual_s = newcomers.decode_block_s if is_decode else newcomers.forward_block_s * num_tokens
             block_s = NEWCOMER_FACTOR * max(block_s, usual_s)
-        return block_s * self.prices.get(server.peer_id, 1.0)
+        return block_s
 
     def between_s(self, server: ServerRecord, onward: ServerRecord) -> float:
         """Return the one-way seconds between servers: half their round trip, at most the way through the client."""

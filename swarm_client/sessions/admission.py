@@ -71,7 +71,9 @@ class AdmissionWait:
         while True:
             left_s = self._check_time(shortage)
             try:
-                chain = await self._swarm.chain(span, opening.need_tokens, avoid=never, timeout_s=left_s)
+                chain = await self._swarm.chain(
+                    span, opening.need_tokens, avoid=never, timeout_s=left_s, prompt_pages=opening.prompt_pages
+                )
             except NoRoute:
                 if never:
                     raise next(iter(never.values())) from None

@@ -42,6 +42,7 @@ class Opening:
         reserve_tokens: the positions per row to lease at once; ``spare_tokens`` are leased in addition.
         asked_s: the time at which the session first asked for room; None stands for now.
         num_copies, copy_tokens: the rows that will become copies of these, and the room that each of them needs.
+        prompt_pages: the digests of the positions that the hops are about to get, see ``Swarm.chain``.
         sent_number, changed_number, records_past, last_number: see ``Open`` in protos/swarm.proto.
     """
 
@@ -55,6 +56,7 @@ class Opening:
     last_number: int = 0
     num_copies: int = 0
     copy_tokens: int = 0
+    prompt_pages: tuple[bytes, ...] = ()
 
     @property
     def need_tokens(self) -> int:
@@ -240,6 +242,7 @@ class Opener:
                     like=like,
                     on_wait=on_wait,
                     on_choice=self._ask,
+                    prompt_pages=opening.prompt_pages,
                 )
             return await self._open_all(chain, opening, after)
         finally:

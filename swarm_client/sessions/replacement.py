@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Recovery, Reporter, Waiting
@@ -12,6 +13,7 @@ from swarm_client.failover.failover import CallProgress, FailoverState
 from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import HopProgress, Taken
 from swarm_client.routing.compression import known_to
+from swarm_client.routing.prompts import MAX_PAGED, pages_of
 from swarm_client.sessions.admission import AdmissionWait
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
@@ -94,7 +96,8 @@ class HopReplacer:
         """
         rows = call.after
         opening = self._terms.opening(rows.batch_size, rows.length, sent_number, num_copies=call.num_copies)
-        hops = await self._opened(blocks, opening, None, None)
+        pages = pages_of(rows.reordered([0]).read(0, min(rows.length, MAX_PAGED)).hidden[0])
+        hops = await self._opened(blocks, replace(opening, prompt_pages=pages), None, None)
         assert hops is not None  # there were no hops that would have to be given up
         return hops
 

@@ -18,6 +18,7 @@ from swarm_client.core.lateness import Lateness
 from swarm_client.core.open_sessions import OpenSessions
 from swarm_client.routing.own_load import with_own_load
 from swarm_client.routing.pipelining import chains_of_lanes
+from swarm_client.routing.prompts import SentPrompts, with_prompts
 from swarm_client.routing.routing import (
     Costs,
     Newcomers,
@@ -110,6 +111,7 @@ class Swarm:
         self.lateness = Lateness()
         self._salt = secrets.token_bytes(16)  # keeps secret which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
+        self._sent_prompts = SentPrompts()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.sessions = OpenSessions()
 
@@ -189,6 +191,7 @@ class Swarm:
         on_wait: Callable[[str, float], None] | None = None,
         on_choice: Callable[[Route], None] | None = None,
         pushes: bool = True,
+        prompt_pages: Sequence[bytes] = (),
     ) -> Route:
         """Return the fastest chain over ``blocks`` without the servers to ``avoid``; wait for missing blocks.
 
@@ -199,6 +202,8 @@ class Swarm:
             on_wait: called with the reason why there is no chain, and with the seconds that the wait may last.
             on_choice: called with the chain before any other choice is made.
             pushes: servers will send hidden states directly to one another.
+            prompt_pages: the digests of a new session's prompt, see ``routing.prompts``. Servers that have computed a
+                prompt which begins alike are preferred, unless they are loaded.
 
         Raises:
             NoRoute: after that time, some block is served by no server or only by servers to avoid; the message names
@@ -206,18 +211,21 @@ class Swarm:
             AccessDenied: some block is served only by servers that do not accept this client.
         """
         is_session = like is None and need_tokens > 0
-        keep = self._last_chains.get(blocks, ()) if is_session else ()
+        num_known = self._sent_prompts.num_known(prompt_pages, now_s())
+        keep = self._last_chains.get(blocks, ()) if is_session and not num_known else ()
 
         def choose(servers: SwarmView, optimistic: bool) -> list[Route]:
             costs = self._costs_among(servers, optimistic, need_tokens, pushes)
             if need_tokens > 0:
                 costs = with_own_load(costs, servers, (session.load for session in self.sessions))
+            costs = with_prompts(costs, servers, num_known)
             return [fastest_chain(servers, blocks, costs, keep)]
 
         (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
         if on_choice is not None:
             on_choice(chain)
         if is_session:
+            self._sent_prompts.add([hop.server.peer_id for hop in chain], prompt_pages, now_s())
             self._last_chains[blocks] = chain
             if pushes:
                 await self.links.prepare([chain])

@@ -230,3 +230,22 @@ def test_the_next_turn_of_a_chat_sends_only_what_is_new(pair, computed, monkeypa
         assert computed == everywhere(new)
         talk = torch.cat([answer, random_ids(1, 5, seed=50 + turn)], 1)
     del cache
+
+
+def test_a_prompt_goes_to_the_replica_that_has_its_beginning(tmp_path, computed):
+    """Two sessions at once take a server each; later prompts go where their beginning was computed.
+
+    Servers announce that they are slow, so that round trips hardly count.
+    """
+    with started(tmp_path, "0:6", "0:6", throughput=1.0) as pair:
+        firsts, others = zip(prompts(2, seed=60), prompts(2, seed=61), strict=True)
+        caches = [DynamicCache() for _ in firsts]
+        for prompt, cache in zip(firsts, caches, strict=True):
+            pair.remote.generate(prompt, past_key_values=cache, **OPTIONS)
+        del cache, caches
+        pair.servers.wait_until_all_room_is_free()
+        for prompt in others:
+            computed.clear()
+            generated(pair, prompt)
+            assert computed == {Span(0, 6): REST}
+        pair.servers.wait_until_all_room_is_free()

@@ -338,3 +338,18 @@ def test_who_waits_for_a_connection_when_all_are_closed_hears_of_it() -> None:
             await waiting
 
     play(net, story)
+
+
+def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
+    net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.001, "b": 0.05})
+
+    async def story(swarm: Swarm) -> None:
+        async def chosen(pages: list[bytes], avoid: tuple[str, ...] = ()) -> list[str]:
+            chain = await swarm.chain(Span(0, 8), 8, avoid, prompt_pages=pages)
+            return [hop.server.peer_id for hop in chain]
+
+        assert await chosen([b"one", b"two"], avoid=("a",)) == ["b"]
+        assert await chosen([b"other"]) == ["a"]
+        assert await chosen([b"one", b"end"]) == ["b"]
+
+    play(net, story)
