@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from urllib.parse import unquote
 
 from swarm_protocol.net.ip_networks import customer_of, parse_host
@@ -26,6 +27,12 @@ class Caller:
 
     peer_id: str
     address: str = ""
+
+    @cached_property
+    def holders(self) -> tuple[tuple[Hashable, int], ...]:
+        """Return the keys that the caller's share counts for, each with its multiple of what is left."""
+        own: tuple[Hashable, int] = self.peer_id, _OF_A_CLIENT
+        return (own, (("address", self.address), _OF_AN_ADDRESS)) if self.address else (own,)
 
 
 def address_at(host: str) -> str:
@@ -76,10 +83,10 @@ class Shares:
         left = self.capacity - self.used - amount
         if left < 0:
             return False
-        return all(
-            self._held[holder] + amount <= max(factor * left, self._minimum)
-            for holder, factor in _holders(caller).items()
-        )
+        for holder, factor in caller.holders:
+            if self._held[holder] + amount > max(factor * left, self._minimum):
+                return False
+        return True
 
     def most(self) -> int:
         """Return how much a caller may hold if it is alone."""
@@ -88,15 +95,7 @@ class Shares:
     def add(self, caller: Caller, amount: int) -> None:
         """Add an amount, which may be negative, to the caller's share; check ``fits`` before a positive one."""
         self.used += amount
-        for holder in _holders(caller):
+        for holder, _factor in caller.holders:
             self._held[holder] += amount
             if not self._held[holder]:
                 del self._held[holder]
-
-
-def _holders(caller: Caller) -> dict[Hashable, int]:
-    """Return the keys that the caller's share counts for, each with its multiple of what is left."""
-    holders: dict[Hashable, int] = {caller.peer_id: _OF_A_CLIENT}
-    if caller.address:
-        holders["address", caller.address] = _OF_AN_ADDRESS
-    return holders

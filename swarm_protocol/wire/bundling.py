@@ -35,7 +35,17 @@ class Outbox(Generic[E]):
         self._closed = False
 
     def put(self, entry: E) -> None:
+        self._put(entry, entry.ByteSize())
+
+    def put_small(self, entry: E) -> bool:
+        """Add the entry if it is small enough, see ``may_be_bundled``; return whether it is."""
         size_bytes = entry.ByteSize()
+        if size_bytes > MAX_BUNDLED_BYTES:
+            return False
+        self._put(entry, size_bytes)
+        return True
+
+    def _put(self, entry: E, size_bytes: int) -> None:
         self.size_bytes += size_bytes
         self._waiting.append((entry, size_bytes))
         self._filled.set()
