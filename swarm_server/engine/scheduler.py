@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -55,9 +56,10 @@ class Scheduler:
         self._changed = threading.Condition()
         self._stopping = False
         self._delay_s, self._delay_time = 0.0, time.monotonic()
-        self._costs = dict.fromkeys(WorkKind, 0)  # of waiting and running work; only used on the event loop
+        self._costs = [0] * len(WorkKind)  # by kind, of waiting and running work; only used on the event loop
         self._num_waiting = 0
-        self._pace_s = dict.fromkeys(WorkKind, 0.0)  # seconds per unit of cost, an exponential average; 0 if not known
+        self._arrived: list[WorkItem] = []  # steps that have started in this turn of the event loop
+        self._pace_s = [0.0] * len(WorkKind)  # seconds per unit of cost by kind, an exponential average; 0: unknown
         self._stepped_s: dict[int, float] = {}  # time of the last step by id() of the session, latest last
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
         self._thread.start()
@@ -77,7 +79,8 @@ class Scheduler:
         """
         costs, pace_s = self._costs, self._pace_s
         one_training = costs[WorkKind.TRAINING] / max(1, self._training.used)
-        steps_s = sum(costs[kind] * pace_s[kind] for kind in (WorkKind.DECODE, WorkKind.PREFILL))
+        decode, prefill = WorkKind.DECODE, WorkKind.PREFILL
+        steps_s = costs[decode] * pace_s[decode] + costs[prefill] * pace_s[prefill]
         return steps_s + one_training * pace_s[WorkKind.TRAINING]
 
     @property
@@ -96,6 +99,7 @@ class Scheduler:
     def forget(self, session: Session) -> None:
         """Remove a finished session from the scheduler's counters and forget its prompt."""
         self._stepped_s.pop(id(session), None)
+        self._add_arrived()
         with self._changed:
             self._queue.forget(session)
 
@@ -107,6 +111,38 @@ class Scheduler:
         ``user``: which of the client's users the step is for. ``is_background``: nobody waits for the session's
         answers. Raises the error that refused it (see ``Engine.run``).
         """
+        done = _future()
+        work = self._work_of(session, step, partial(_set, done), client, user, is_background)
+        output: torch.Tensor = await self._submit(work, done)
+        return output
+
+    def start(
+        self,
+        session: Session,
+        step: SessionStep,
+        deliver: Callable[[torch.Tensor | Exception], None],
+        client: str = "",
+        user: str = "",
+        *,
+        is_background: bool = False,
+    ) -> None:
+        """Submit a step like ``step``, and return at once; ``deliver`` gets the output, or the error that refused it.
+
+        Steps that start in one turn of the event loop are submitted together.
+        """
+        if not self._arrived:
+            asyncio.get_running_loop().call_soon(self._add_arrived)
+        self._arrived.append(self._work_of(session, step, deliver, client, user, is_background))
+
+    def _work_of(
+        self,
+        session: Session,
+        step: SessionStep,
+        deliver: Callable[[Any], None],
+        client: str,
+        user: str,
+        is_background: bool,
+    ) -> WorkItem:
         self._stepped_s.pop(id(session), None)
         self._stepped_s[id(session)] = time.monotonic()
         rows, num_tokens, _ = step.inputs.hidden.shape
@@ -114,10 +150,8 @@ class Scheduler:
         is_chunk = step.num_following > 0 or self._queue.is_prompt(session)
         kind = WorkKind.DECODE if is_short and not is_chunk else WorkKind.PREFILL
         kind = WorkKind.BACKGROUND if is_background else kind
-        output: torch.Tensor = await self._submit(
-            WorkItem(kind, _future(), session=session, step=step, client=client, user=user, cost=rows * num_tokens)
-        )
-        return output
+        loop, cost = asyncio.get_running_loop(), rows * num_tokens
+        return WorkItem(kind, deliver, session, step, client=client, user=user, cost=cost, loop=loop)
 
     async def train(self, call: Callable[[], T], client: Caller = _NOBODY, num_positions: int = 1) -> T:
         """Call a function on the compute thread when training has its turn, and return its result.
@@ -132,15 +166,17 @@ class Scheduler:
                 f"the server's queue is full: {self._training.used} of {self._training.capacity} requests are waiting, "
                 f"{self._training.held(client)} of this client"
             )
-        work = WorkItem(WorkKind.TRAINING, _future(), call=call, client=client.peer_id, cost=num_positions)
+        done = _future()
+        work = _call(WorkKind.TRAINING, done, call, client.peer_id, num_positions)
         self._training.add(client, 1)
-        work.done.add_done_callback(lambda _done: self._training.add(client, -1))
-        result: T = await self._submit(work)
+        done.add_done_callback(lambda _done: self._training.add(client, -1))
+        result: T = await self._submit(work, done)
         return result
 
     async def call(self, call: Callable[[], T], client: str = "") -> T:
         """Call a short function on the compute thread in a decoding turn, and return its result."""
-        result: T = await self._submit(WorkItem(WorkKind.DECODE, _future(), call=call, client=client))
+        done = _future()
+        result: T = await self._submit(_call(WorkKind.DECODE, done, call, client), done)
         return result
 
     def stop(self) -> None:
@@ -150,46 +186,75 @@ class Scheduler:
             self._changed.notify()
         self._thread.join()
 
-    async def _submit(self, work: WorkItem) -> Any:
-        with self._changed:
-            if self._stopping:
-                raise PeerBusy("the server is shutting down")
-            self._queue.add(work)
-            self._changed.notify()
-        kind, cost = work.kind, work.cost
-        self._num_waiting, self._costs[kind] = self._num_waiting + 1, self._costs[kind] + cost
+    async def _submit(self, work: WorkItem, done: asyncio.Future[Any]) -> Any:
+        self._add_arrived()  # they came first
+        if not self._add([work]):
+            raise _shutting_down()
         try:
-            return await work.done
+            return await done
         except asyncio.CancelledError:
-            with self._changed:
-                self._queue.discard(work)
+            self._discard(work)
             raise
         finally:
-            self._num_waiting, self._costs[kind] = self._num_waiting - 1, self._costs[kind] - cost
             del work  # else it and an error's traceback would refer to each other and keep memory alive
+
+    def _add_arrived(self) -> None:
+        """Submit the steps that have started in this turn of the event loop."""
+        arrived, self._arrived = self._arrived, []
+        if arrived and not self._add(arrived):
+            for work in arrived:
+                work.deliver(_shutting_down())
+
+    def _add(self, arrived: Sequence[WorkItem]) -> bool:
+        """Add work to the queue. Return False if the thread ends, and computes nothing more."""
+        with self._changed:
+            if self._stopping:
+                return False
+            for work in arrived:
+                self._queue.add(work)
+            self._changed.notify()
+        for work in arrived:
+            self._costs[work.kind] += work.cost
+        self._num_waiting += len(arrived)
+        return True
+
+    def _discard(self, work: WorkItem) -> None:
+        """Remove work whose caller has gone, unless it has begun; then its result is dropped later."""
+        with self._changed:
+            num_before = len(self._queue)
+            self._queue.discard(work)
+            is_gone = len(self._queue) < num_before
+        if is_gone:
+            self._count_out(work)
+
+    def _count_out(self, work: WorkItem) -> None:
+        self._num_waiting -= 1
+        self._costs[work.kind] -= work.cost
 
     def _main(self) -> None:
         while batch := self._next_batch():
             start_s = time.monotonic()
             results = self._run(batch)
             self._count(batch, time.monotonic() - start_s)
-            _resolve([work.done for work in batch], results)
+            self._deliver(batch, results)
             del batch, results  # free their memory before waiting for more work
 
     def _next_batch(self) -> list[WorkItem]:
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue) or self._stopping)
             if self._stopping:
-                waiting = [work.done for work in self._queue.clear()]
-                _resolve(waiting, [PeerBusy("the server is shutting down")] * len(waiting))
+                waiting = self._queue.clear()
+                self._deliver(waiting, [_shutting_down()] * len(waiting))
                 return []
             batch = self._queue.next_batch()
         now = time.monotonic()
+        kind = batch[0].kind
+        distribution = self._counters.wait_s[kind.name.lower()]
         for work in batch:
             wait_s = now - work.submitted_s
-            if work.kind is not WorkKind.BACKGROUND:
+            if kind is not WorkKind.BACKGROUND:
                 self._delay_s += 0.1 * (wait_s - self._delay_s)
-            self._counters.wait_s[work.kind.name.lower()].add(wait_s)
+            distribution.add(wait_s)
         self._delay_time = now
         return batch
 
@@ -200,6 +265,20 @@ class Scheduler:
             return  # a short call says nothing about the pace of steps
         pace_s = seconds / max(1, sum(work.cost for work in batch))
         self._pace_s[kind] += (pace_s - self._pace_s[kind]) * (_PACE_WEIGHT if self._pace_s[kind] else 1.0)
+
+    def _deliver(self, batch: Sequence[WorkItem], results: Sequence[Any]) -> None:
+        """Deliver results on their loops. Each loop is woken once, so that the results of a batch leave together."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[WorkItem, Any]]] = {}
+        for work, result in zip(batch, results, strict=True):
+            assert work.loop is not None
+            by_loop.setdefault(work.loop, []).append((work, result))
+        for loop, done in by_loop.items():
+            loop.call_soon_threadsafe(self._deliver_all, done)
+
+    def _deliver_all(self, done: Sequence[tuple[WorkItem, Any]]) -> None:
+        for work, result in done:
+            self._count_out(work)
+            work.deliver(result)
 
     def _run(self, batch: list[WorkItem]) -> list[Any]:
         """Return each result, or the exception that ended its work."""
@@ -218,20 +297,18 @@ def _future() -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
-def _resolve(futures: Sequence[asyncio.Future[Any]], results: Sequence[Any]) -> None:
-    """Resolve futures on their loops. Each loop is woken once, so that the results of a batch leave together."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
-    for future, result in zip(futures, results, strict=True):
-        by_loop.setdefault(future.get_loop(), []).append((future, result))
-    for loop, resolved in by_loop.items():
-        loop.call_soon_threadsafe(_set_all, resolved)
+def _call(kind: WorkKind, done: asyncio.Future[Any], call: Callable[[], Any], client: str, cost: int = 1) -> WorkItem:
+    return WorkItem(kind, partial(_set, done), call=call, client=client, cost=cost, loop=done.get_loop())
 
 
-def _set_all(resolved: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
-    for future, result in resolved:
-        if future.done():
-            continue
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+def _shutting_down() -> PeerBusy:
+    return PeerBusy("the server is shutting down")
+
+
+def _set(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -34,16 +34,19 @@ class WorkKind(IntEnum):
 
 @dataclass(eq=False)
 class WorkItem:
-    """A step of a session, or a function call, with the future that its caller awaits.
+    """A step of a session, or a function call.
 
     Attributes:
+        deliver: takes the result, or the exception that ended the work; called on ``loop``.
+        loop: the event loop that submitted the work; None if nobody waits for it.
         client: the peer id of the client; empty if the work is the server's own.
         user: which of the client's users the work is for, under a name that the client chooses.
+        num_rows, num_tokens: the rows of a step, and the new positions of each.
         cost: rows × positions, roughly proportional to the time that the work takes.
     """
 
     kind: WorkKind
-    done: asyncio.Future[Any] = field(repr=False)
+    deliver: Callable[[Any], None] = field(repr=False)
     session: Session | None = None
     step: SessionStep | None = None
     call: Callable[[], Any] | None = None
@@ -51,19 +54,18 @@ class WorkItem:
     client: str = ""
     user: str = ""
     cost: int = 1
+    loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
+    num_rows: int = field(default=0, init=False)
+    num_tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.step is not None:
+            self.num_rows, self.num_tokens, _ = self.step.inputs.hidden.shape
 
     @property
     def session_step(self) -> tuple[Session, SessionStep]:
         assert self.session is not None and self.step is not None
         return self.session, self.step
-
-    @property
-    def num_rows(self) -> int:
-        return self.session_step[1].inputs.hidden.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.session_step[1].inputs.hidden.shape[1]
 
     @property
     def num_positions(self) -> int:
@@ -94,14 +96,14 @@ class WorkQueue:
         alone: the next server can start on this lane of a large batch while the other lanes are computed here.
         """
         self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
-        self._waiting: dict[WorkKind, FairQueue[WorkItem]] = {kind: FairQueue(num_levels=2) for kind in WorkKind}
+        self._waiting = [FairQueue[WorkItem](num_levels=2) for _ in WorkKind]  # by kind
         self._prompts = PromptOrder()  # keyed by the id() of each session
         self._num_others = _PROMPTS_BETWEEN  # turns since the last decoding
         self._num_prefills = 0  # since the last training
         self._num_urgent = 0  # turns since the last background work
 
     def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(map(len, self._waiting))
 
     def count(self, kind: WorkKind) -> int:
         return len(self._waiting[kind])
@@ -142,10 +144,10 @@ class WorkQueue:
 
     def clear(self) -> list[WorkItem]:
         """Take out and return all waiting work."""
-        return [work for waiting in self._waiting.values() for work in waiting.clear()]
+        return [work for waiting in self._waiting for work in waiting.clear()]
 
     def _next_kind(self) -> WorkKind:
-        decode, prefill, training, background = (len(self._waiting[kind]) for kind in WorkKind)
+        decode, prefill, training, background = map(len, self._waiting)
         num_between = _PROMPTS_BETWEEN if prefill > decode else 1
         is_due = background > 0 and self._num_urgent >= _OTHERS_PER_BACKGROUND
         if decode and (self._num_others >= num_between or not (prefill or training or is_due)):

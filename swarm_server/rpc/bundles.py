@@ -17,11 +17,11 @@ from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox, may_be_bundled
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
-from swarm_server.net.arrivals import Arrivals
+from swarm_server.net.arrivals import Arrivals, ArrivingTensor
 from swarm_server.net.incoming import Incoming, cancelled
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.reading import StepReader
-from swarm_server.sessions.sessions import HostedSession, Reply
+from swarm_server.sessions.sessions import HostedSession, Reply, Result, Send
 
 C = TypeVar("C")
 _MAX_UNDER_WAY = 4  # steps of one session at the same time
@@ -48,20 +48,20 @@ class ReplyBundle:
         self.is_open = False
 
     @contextmanager
-    def joined(self, session_key: bytes, otherwise: Reply) -> Iterator[Reply]:
-        """Yield a session's reply function: small outputs and failures go here, all else on its own stream."""
+    def joined(self, session_key: bytes, otherwise: Send) -> Iterator[Reply]:
+        """Yield a session's way to reply: small outputs and failures go here, all else on its own stream."""
 
         async def reply(replies: list[pb.SessionReply]) -> None:
-            if self.is_open and _is_answer(replies) and self._outbox.size_bytes < _MAX_UNREAD_BYTES:
-                keyed = pb.KeyedReply(session_key=session_key, reply=replies[0])
-                if may_be_bundled(keyed):
-                    self._outbox.put(keyed)
-                    return
-            await otherwise(replies)
+            if not (_is_answer(replies) and put(pb.KeyedReply(session_key=session_key, reply=replies[0]))):
+                await otherwise(replies)
+
+        def put(reply: pb.KeyedReply) -> bool:
+            has_room = self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES
+            return has_room and self._outbox.put_small(reply)
 
         self.num_sessions += 1
         try:
-            yield reply
+            yield Reply(reply, put)
         finally:
             self.num_sessions -= 1
 
@@ -101,7 +101,7 @@ class ReplyBundles:
 
 
 class StepTasks:
-    """The tasks that compute the steps of one stream, one task for each step.
+    """The steps of one stream that are under way. A step that has to wait for something has a task of its own.
 
     The numbers of simultaneous steps are limited for each session and for each client.
     """
@@ -110,6 +110,9 @@ class StepTasks:
         self._tasks = tasks
         self._under_way: Counter[HostedSession] = Counter()
         self._of_client: Counter[str] = Counter()
+        self._without_task = 0
+        self._idle = asyncio.Event()
+        self._failing: set[asyncio.Task[None]] = set()
 
     def start(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> None:
         """Start to compute a step. ``done`` is called at the end with False if the step was refused, else with True.
@@ -124,7 +127,52 @@ class StepTasks:
             raise RequestRejected(f"a client has {_MAX_TASKS} steps under way on one stream")
         self._of_client[client] += 1
         self._under_way[hosted] += 1
-        self._tasks.create_task(self._compute(hosted, step, arrivals, done))
+        if self._under_way[hosted] > 1 or not self._begin(hosted, step, arrivals, done):
+            self._tasks.create_task(self._compute(hosted, step, arrivals, done))
+
+    async def until_done(self) -> None:
+        """Wait until no step is under way that has no task."""
+        while self._without_task:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def _begin(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> bool:
+        """Begin a step without a task. Return False, and change nothing, if it needs one, or is to be refused."""
+        if not hosted.is_idle:
+            return False
+        try:
+            hosted.require_number(step.number)
+            arriving = ArrivingTensor(arrivals, hosted.start(step), waits=True)
+        except (RequestRejected, PeerBusy):
+            return False
+
+        def end(result: Result) -> None:
+            arriving.close()
+            if isinstance(result, BaseException):
+                failing = asyncio.ensure_future(self._fail(hosted, step, result, done))
+                self._failing.add(failing)
+                failing.add_done_callback(self._failing.discard)
+            else:
+                self._end(hosted, result, done)
+
+        if not (arriving.complete and hosted.begin(step, arriving.tensor(), end)):
+            arriving.close()
+            return False
+        self._without_task += 1
+        return True
+
+    def _end(self, hosted: HostedSession, could_be: bool, done: Callable[[bool], None]) -> None:
+        self._without_task -= 1
+        if not self._without_task:
+            self._idle.set()
+        _count_down(self._under_way, hosted)
+        _count_down(self._of_client, hosted.client.peer_id)
+        done(could_be)
+
+    async def _fail(
+        self, hosted: HostedSession, step: pb.Step, error: BaseException, done: Callable[[bool], None]
+    ) -> None:
+        self._end(hosted, await _has_told(hosted, step, error), done)
 
     async def _compute(
         self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]
@@ -145,15 +193,19 @@ class StepTasks:
                 if reader.is_reading:
                     raise RequestRejected("a step in a bundle is incomplete")
             return True
-        except RequestRejected as refusal:
-            error: RequestRejected | PeerError = refusal
-        except Exception:  # the other sessions of the stream continue
-            if hosted.closed:
-                return True
-            _logger.exception("a step failed")
-            error = PeerError("the server failed while it computed; its log says why")
-        await hosted.refuse(step.number, error)
-        return False
+        except Exception as error:  # the other sessions of the stream continue
+            return await _has_told(hosted, step, error)
+
+
+async def _has_told(hosted: HostedSession, step: pb.Step, error: BaseException) -> bool:
+    """Tell the client why its step failed, and return False; True if the session's own stream has said it."""
+    if not isinstance(error, RequestRejected):
+        if hosted.closed:
+            return True
+        _logger.error("a step failed", exc_info=error)
+        error = PeerError("the server failed while it computed; its log says why")
+    await hosted.refuse(step.number, error)
+    return False
 
 
 def _count_down(counter: Counter[C], key: C) -> None:
@@ -178,6 +230,7 @@ async def serve(
             tasks = StepTasks(group)
             while (message := await _next(incoming, idle_timeout_s, is_needed)) is not None:
                 _take_all(message.steps, tasks, outbox, take)
+            await tasks.until_done()
     except ExceptionGroup as errors:
         error = errors.exceptions[0]
     except asyncio.CancelledError:
@@ -223,10 +276,17 @@ def take_for(
 
     def take(tasks: StepTasks, entry: pb.KeyedStep) -> None:
         admitted()
-        with contextlib.suppress(SessionLost):  # the session's own stream has reported why
-            tasks.start(find(entry.session_key), entry.step, arrivals, lambda _could_be: None)
+        try:
+            hosted = find(entry.session_key)
+        except SessionLost:  # the session's own stream has reported why
+            return
+        tasks.start(hosted, entry.step, arrivals, _ignore)
 
     return take
+
+
+def _ignore(_could_be: bool) -> None:
+    pass
 
 
 def take_pushed(

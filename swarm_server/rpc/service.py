@@ -30,7 +30,7 @@ from swarm_server.rpc import bundles, passes
 from swarm_server.sessions.host import SessionManager
 from swarm_server.sessions.reading import StepReader, read_resent
 from swarm_server.sessions.services import SpanServices
-from swarm_server.sessions.sessions import HostedSession
+from swarm_server.sessions.sessions import HostedSession, Reply
 from swarm_server.verification.judge import AnswerJudge
 from swarm_server.weights.offering import Offering
 
@@ -126,7 +126,7 @@ class BlocksService(BlocksServicer):
             raise SessionLost("this server does not know the session: it must be opened first")
         host = self._present()
         bundle = self._bundles.find(request.open.bundle_key, client)
-        with nullcontext(reply) if bundle is None else bundle.joined(request.open.session_key, reply) as answer:
+        with nullcontext(Reply(reply)) if bundle is None else bundle.joined(request.open.session_key, reply) as answer:
             hosted = await host.open(request.open, client, answer)
             tracing().event("opened", {"swarm.blocks": str(hosted.session.blocks)})  # so long it has waited for room
             try:

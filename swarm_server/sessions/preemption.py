@@ -50,12 +50,19 @@ class Claim:
     @contextlib.contextmanager
     def computing(self, used_bytes: Callable[[], int]) -> Iterator[None]:
         """Mark a step as being computed. ``used_bytes`` returns the bytes with content, and may be called later."""
-        self._is_computing = True
+        self.begin()
         try:
             yield
         finally:
-            self._is_computing = False
-            self._has_begun, self._used_bytes, self._last_s = True, used_bytes, now_s()
+            self.end(used_bytes)
+
+    def begin(self) -> None:
+        """Mark a step as being computed until ``end``; see ``computing``."""
+        self._is_computing = True
+
+    def end(self, used_bytes: Callable[[], int]) -> None:
+        self._is_computing = False
+        self._has_begun, self._used_bytes, self._last_s = True, used_bytes, now_s()
 
     def as_tenant(self) -> Tenant:
         idle_s = 0.0 if self._is_computing else now_s() - self._last_s

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput, unstacked
-from swarm_protocol.wire.codec import Assembler, counts_on, encode, shown_shape, torch_dtype
+from swarm_protocol.wire.codec import Assembler, counts_on, encode, encode_into, shown_shape, torch_dtype
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.session_keys import push_key_of
@@ -25,7 +27,21 @@ from swarm_server.sessions.preemption import Claim, Preemption, now_s
 from swarm_server.sessions.replicator import Replicator
 from swarm_server.sessions.services import SpanServices
 
-Reply = Callable[[list[pb.SessionReply]], Awaitable[None]]
+Send = Callable[[list[pb.SessionReply]], Awaitable[None]]
+Result = bool | BaseException  # of a step: whether it was not refused, or the error with which the server failed
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The way of a session's replies to its client.
+
+    Attributes:
+        send: sends the messages of one reply.
+        put: sends an output or a failure later, together with those of other sessions; returns False if it cannot.
+    """
+
+    send: Send
+    put: Callable[[pb.KeyedReply], bool] = lambda _reply: False
 
 
 class HostedSession:
@@ -109,10 +125,10 @@ class HostedSession:
             max_step_tokens=self._services.validator.max_step_tokens,
             queue_s=self._services.scheduler.queue_s,
         )
-        await self._reply([pb.SessionReply(opened=opened)])
+        await self._reply.send([pb.SessionReply(opened=opened)])
 
     async def ask_to_move(self) -> None:
-        await self._reply([pb.SessionReply(leaving=pb.Leaving())])
+        await self._reply.send([pb.SessionReply(leaving=pb.Leaving())])
 
     # ------------------------------------------------------------ steps
 
@@ -135,29 +151,112 @@ class HostedSession:
 
     async def _finish(self, request: pb.Step, payload: torch.Tensor) -> bool:
         async with self._turn:
-            if not self._routed.is_set():
-                await self._routed.wait()
-            if self.closed or request.number <= self.number:
-                return True
-            try:
-                async with self._computing:
-                    with self.claim.computing(lambda: self.session.used_bytes):
-                        output = await self._compute(request, payload)
-                    if self.closed:  # its rows may be gone
-                        return True
-                    self._done = request.number, self.session.length, self.session.batch_size
-            except (RequestRejected, PeerBusy) as error:
-                await self.refuse(request.number, error)
-                return False
-            finally:
-                self._last_time = now_s()
-            if not self._routed.is_set():
-                await self._routed.wait()
-            if output is not None:
-                await self._send_on(request, output)
-            if self._copier is not None:
-                await self._copier.follow(request)
+            return await self._in_turn(request, payload)
+
+    async def _in_turn(self, request: pb.Step, payload: torch.Tensor, failure: Exception | None = None) -> bool:
+        """Do what ``step`` says while the session's turn is held; ``failure``: of a first attempt to compute."""
+        if not self._routed.is_set():
+            await self._routed.wait()
+        if self.closed or request.number <= self.number:
             return True
+        try:
+            async with self._computing:
+                with self.claim.computing(self._used_bytes):
+                    output = await self._compute(request, payload, failure)
+                if self.closed:  # its rows may be gone
+                    return True
+                self._done = request.number, self.session.length, self.session.batch_size
+        except (RequestRejected, PeerBusy) as error:
+            await self.refuse(request.number, error)
+            return False
+        finally:
+            self._last_time = now_s()
+        return await self._pass_on(request, output)
+
+    async def _pass_on(self, request: pb.Step, output: torch.Tensor | None) -> bool:
+        """Send what was computed to the client or the next hop, and to a standby."""
+        if not self._routed.is_set():
+            await self._routed.wait()
+        if output is not None:
+            await self._send_on(request, output)
+        if self._copier is not None:
+            await self._copier.follow(request)
+        return True
+
+    def _used_bytes(self) -> int:
+        return self.session.used_bytes
+
+    # ------------------------------------------------------------ steps that need no task
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the session could begin a step now."""
+        return not (self.closed or self._turn.locked()) and self._routed.is_set()
+
+    def begin(self, request: pb.Step, payload: torch.Tensor, on_end: Callable[[Result], None]) -> bool:
+        """Begin a step like ``step``, but without a task, which takes as long as the rest.
+
+        Return False, and change nothing, if the step needs a task: if the session is not idle, or if the step was there
+        before, is to be refused, or brings what was computed elsewhere. ``on_end`` is called when the step is done.
+        """
+        if not self.is_idle or request.number <= self.number or request.HasField("stored"):
+            return False
+        try:
+            step = self._session_step(request, payload)
+        except (RequestRejected, PeerBusy):
+            return False
+        if not acquired_at_once(self._turn):
+            return False
+        if not acquired_at_once(self._computing):
+            self._turn.release()
+            return False
+        self.claim.begin()
+        self._services.scheduler.start(
+            self.session,
+            step,
+            partial(self._computed, request, payload, on_end),
+            self.client.peer_id,
+            self._user,
+            is_background=self._is_background,
+        )
+        return True
+
+    def _computed(
+        self,
+        request: pb.Step,
+        payload: torch.Tensor,
+        on_end: Callable[[Result], None],
+        output: torch.Tensor | Exception,
+    ) -> None:
+        """Send the output of a step that has begun without a task. If that has to wait, a task does it."""
+        self.claim.end(self._used_bytes)
+        self._last_time = now_s()
+        is_closed, is_output = self.closed, isinstance(output, torch.Tensor)
+        if is_output and not is_closed:
+            self._done = request.number, self.session.length, self.session.batch_size
+        self._computing.release()
+        if is_closed or (isinstance(output, torch.Tensor) and self._has_put(request, output)):
+            self._turn.release()
+            on_end(True)
+            return
+        if isinstance(output, torch.Tensor):
+            rest = asyncio.ensure_future(self._pass_on(request, output))
+        else:
+            rest = asyncio.ensure_future(self._in_turn(request, payload, output))
+        rest.add_done_callback(partial(self._ended, on_end))
+
+    def _ended(self, on_end: Callable[[Result], None], done: asyncio.Task[bool]) -> None:
+        self._turn.release()
+        on_end(asyncio.CancelledError() if done.cancelled() else done.exception() or done.result())
+
+    def _has_put(self, request: pb.Step, output: torch.Tensor) -> bool:
+        """Send an output that goes to the client alone without waiting; return False if that is not possible."""
+        if self._pusher is not None or self._copier is not None or request.every_block or not self._routed.is_set():
+            return False
+        if request.number <= self._sent_number:
+            return True
+        keyed = pb.KeyedReply(session_key=self.key)
+        return not self._fill(keyed.reply.output, request, output) and self._reply.put(keyed)
 
     async def _send_on(self, request: pb.Step, output: torch.Tensor) -> None:
         """Send the last block's outputs on, unless they were sent before; then each block's, if they are wanted."""
@@ -166,34 +265,46 @@ class HostedSession:
         if request.every_block:
             await self._send_block_outputs(request.number, output)
 
-    async def _compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
+    async def _compute(self, request: pb.Step, payload: torch.Tensor, failure: Exception | None) -> torch.Tensor | None:
         """Return the outputs, or None if they were computed elsewhere. Younger sessions may be preempted."""
-        return await self._preemption.with_room(self.claim, lambda: self._try_to_compute(request, payload))
+        failures = chain([failure], repeat(None))
+
+        async def attempt() -> torch.Tensor | None:
+            if (error := next(failures)) is not None:
+                raise error
+            return await self._try_to_compute(request, payload)
+
+        return await self._preemption.with_room(self.claim, attempt)
 
     async def _try_to_compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
         if self.closed:  # it ended while it waited for room, and must not get a promise any more
             raise RequestRejected("the session is closed")
-        changes = tuple(self._changes(request))
-        if request.start_position > self.session.length:
-            raise RequestRejected(
-                f"a step begins at position {request.start_position}, but the session has {self.session.length}"
-            )
         if request.HasField("stored"):
+            changes = self._applicable(request)
             self._require_room(request.start_position, request.stored.num_tokens, changes)
             stored = Stored(request.stored.num_tokens, tuple(request.stored.num_kept), payload)
             adopt = partial(self._services.engine.adopt, self.session, request.start_position, changes, stored)
             await self._services.scheduler.call(adopt, self.client.peer_id)
             self._services.counters.positions["copied"] += self.session.batch_size * stored.num_tokens
             return None
-        step = self._checked(request, payload, changes)
+        step = self._session_step(request, payload)
         return await self._services.scheduler.step(
             self.session, step, self.client.peer_id, self._user, is_background=self._is_background
         )
 
+    def _applicable(self, request: pb.Step) -> tuple[HistoryChange, ...]:
+        """Return the changes before the step. Raise RequestRejected if its positions do not follow the session's."""
+        changes = tuple(self._changes(request))
+        if request.start_position > self.session.length:
+            raise RequestRejected(
+                f"a step begins at position {request.start_position}, but the session has {self.session.length}"
+            )
+        return changes
+
     async def refuse(self, number: int, error: RequestRejected | PeerError) -> None:
         self._services.counters.refusals[status_of(error).name] += 1
         failure = pb.Failure(status=number_of(error), message=printable(str(error)), number=number)
-        await self._reply([pb.SessionReply(failure=failure)])
+        await self._reply.send([pb.SessionReply(failure=failure)])
 
     async def close(self) -> None:
         """Stop computing and sending; the session's stored data stays until the engine closes it."""
@@ -229,7 +340,9 @@ class HostedSession:
         validator.step_tokens(arriving.shape[0], arriving.shape[1], joined)
         return arriving
 
-    def _checked(self, request: pb.Step, payload: torch.Tensor, changes: tuple[HistoryChange, ...]) -> SessionStep:
+    def _session_step(self, request: pb.Step, payload: torch.Tensor) -> SessionStep:
+        """Return the step that the engine computes, for which there is room in the session's promise."""
+        changes = self._applicable(request)
         hidden, additions = unstacked(payload)
         validator, (batch_size, num_tokens, _) = self._services.validator, hidden.shape
         mask = positions = joined = None
@@ -283,16 +396,21 @@ class HostedSession:
             self._services.counters.sent_bytes["push"] += header.size_bytes
             await self._pusher.send(_with_hidden(request, header), parts)
             return
+        answer = pb.Output()
+        parts = self._fill(answer, request, output)
+        await self._reply_output(answer, parts)
+
+    def _fill(self, answer: pb.Output, request: pb.Step, output: torch.Tensor) -> list[bytes]:
+        """Fill in the answer to the client, and return the further parts of its hidden states."""
+        answer.number = request.number
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else output.shape[1]
         if not num_wanted:
-            await self._reply([pb.SessionReply(output=pb.Output(number=request.number))])
-            return
-        wanted = output if num_wanted == output.shape[1] else output[:, -num_wanted:]
-        header, parts = encode(wanted, self._codec)
+            return []
         scheduler = self._services.scheduler
-        active, queue_s = scheduler.num_active, scheduler.queue_s
-        answer = pb.Output(number=request.number, hidden=header, active_sessions=active, queue_s=queue_s)
-        await self._reply_output(answer, parts)
+        answer.active_sessions, answer.queue_s = scheduler.num_active, scheduler.queue_s
+        return encode_into(
+            answer.hidden, output if num_wanted == output.shape[1] else output[:, -num_wanted:], self._codec
+        )
 
     async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
         """Send the outputs of each block to the client; ``outputs``: [blocks, batch, tokens, hidden_size]."""
@@ -301,7 +419,7 @@ class HostedSession:
         for block, output in enumerate(outputs, self.session.blocks.start):
             header, parts = encode(output, self._codec)
             message = pb.SessionReply(block_output=pb.BlockOutput(number=number, block=block, hidden=header))
-            await self._reply([message, *(pb.SessionReply(more=part) for part in parts)])
+            await self._reply.send([message, *(pb.SessionReply(more=part) for part in parts)])
 
     def _pusher_to(self, hop: pb.NextHop, route: int) -> Pusher:
         return Pusher(self._services.neighbours, hop, partial(self._relay, route), self._is_bundled)
@@ -311,7 +429,7 @@ class HostedSession:
         await self._reply_output(output, parts)
 
     async def _reply_output(self, output: pb.Output, parts: list[bytes]) -> None:
-        await self._reply([pb.SessionReply(output=output), *(pb.SessionReply(more=part) for part in parts)])
+        await self._reply.send([pb.SessionReply(output=output), *(pb.SessionReply(more=part) for part in parts)])
 
     # ------------------------------------------------------------ when another server is gone
 
@@ -389,6 +507,19 @@ class HostedSession:
         self._copier = Replicator(self._services, self.session, to)
         await self._copier.copy_all(self._turn, lambda: self.number)
         return self._progress
+
+
+def acquired_at_once(lock: asyncio.Lock) -> bool:
+    """Acquire the lock if that need not wait; return whether it is acquired."""
+    if lock.locked():
+        return False
+    acquiring = lock.acquire()
+    try:
+        acquiring.send(None)
+    except StopIteration:
+        return True
+    acquiring.close()  # another caller is about to get it
+    return False
 
 
 def _heed(task: asyncio.Task[Any]) -> None:

@@ -260,6 +260,23 @@ class ToyScheduler:
         finally:
             self.num_waiting -= 1
 
+    def start(
+        self,
+        session: ToySession,
+        step: SessionStep,
+        deliver: Callable[[Any], None],
+        client: str,
+        user: str = "",
+        *,
+        is_background: bool = False,
+    ) -> None:
+        def end(done: asyncio.Task[torch.Tensor]) -> None:
+            if not done.cancelled():
+                deliver(done.exception() or done.result())
+
+        task = asyncio.ensure_future(self.step(session, step, client, user, is_background=is_background))
+        task.add_done_callback(end)
+
     async def _wait(self, session: ToySession, _step: SessionStep) -> None:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02) + self.held_s(session))
         await self.computes.wait()

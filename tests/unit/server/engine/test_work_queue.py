@@ -20,12 +20,12 @@ from swarm_server.engine.work_queue import MAX_POSITIONS, WorkItem, WorkKind, Wo
 def work(kind: WorkKind = WorkKind.DECODE, num_tokens: int = 1, rows: int = 1) -> WorkItem:
     """A step of a session of its own."""
     return WorkItem(
-        kind, done=None, session=object(), step=SessionStep(0, BlockInput(torch.zeros(rows, num_tokens, 1)))
+        kind, deliver=print, session=object(), step=SessionStep(0, BlockInput(torch.zeros(rows, num_tokens, 1)))
     )
 
 
 def call(kind: WorkKind) -> WorkItem:
-    return WorkItem(kind, done=None, call=lambda: None)
+    return WorkItem(kind, deliver=print, call=lambda: None)
 
 
 CHUNK = 64  # positions
@@ -200,7 +200,7 @@ class Prompt:
         size = min(CHUNK, num_left)
         step = SessionStep(self.length - num_left, BlockInput(torch.zeros(1, size, 1)), num_following=num_left - size)
         names = {"client": self.client, "user": self.user}
-        return WorkItem(WorkKind.PREFILL, done=None, session=self, step=step, cost=size, **names)
+        return WorkItem(WorkKind.PREFILL, deliver=print, session=self, step=step, cost=size, **names)
 
     @property
     def wait(self) -> int:

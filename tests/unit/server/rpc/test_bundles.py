@@ -19,6 +19,7 @@ from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import bundles
+from swarm_server.sessions.sessions import acquired_at_once
 from tests.unit.support import run
 
 WHOLE, _ = encode(torch.ones(3))
@@ -29,7 +30,7 @@ FATAL = 66  # the step that cannot be computed
 
 
 class FakeSession:
-    """Stands for a hosted session, which computes a step once ``gate`` is open."""
+    """Stands for a hosted session, which computes a step once ``gate`` is open; if it is, it needs no task."""
 
     client = CLIENT
     closed = False
@@ -39,6 +40,7 @@ class FakeSession:
         self.refused: list[tuple[int, str]] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.turn = asyncio.Lock()
 
     def require_number(self, number: int) -> None:
         if number > 100:
@@ -47,12 +49,28 @@ class FakeSession:
     def start(self, step: pb.Step) -> Assembler:
         return Assembler(step.hidden)
 
+    @property
+    def is_idle(self) -> bool:
+        return self.gate.is_set() and not self.turn.locked()
+
+    def begin(self, step: pb.Step, _payload: torch.Tensor, on_end: Callable[[bool | Exception], None]) -> bool:
+        def end() -> None:
+            self.turn.release()
+            if step.number != FATAL:
+                self.taken.append(step.number)
+            on_end(RuntimeError("out of memory") if step.number == FATAL else True)
+
+        assert acquired_at_once(self.turn)
+        asyncio.get_running_loop().call_later(0, end)
+        return True
+
     async def step(self, step: pb.Step, _payload: torch.Tensor, on_done: Callable[[], None]) -> bool:
         await self.gate.wait()
-        if step.number == FATAL:
-            on_done()
-            raise RuntimeError("out of memory")
-        self.taken.append(step.number)
+        async with self.turn:
+            if step.number == FATAL:
+                on_done()
+                raise RuntimeError("out of memory")
+            self.taken.append(step.number)
         on_done()
         return True
 
@@ -257,7 +275,8 @@ def test_small_answers_go_into_the_bundle_and_all_else_by_the_sessions_own_strea
             assert all_bundles.find(KEY, Caller("stranger")) is None
             with pytest.raises(RequestRejected), all_bundles.opened(KEY, CLIENT, outbox):
                 pass
-            with bundle.joined(b"session", otherwise) as reply:
+            with bundle.joined(b"session", otherwise) as answer:
+                reply = answer.send
                 assert bundle.num_sessions == 1
                 for replies in ([small], [large], [leaving], [relayed], [small, pb.SessionReply(more=b"part")]):
                     await reply(replies)

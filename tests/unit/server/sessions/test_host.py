@@ -17,7 +17,7 @@ from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.constants import MAX_BATCH_SIZE, WIRE_VERSION
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.sessions.reading import StepReader
-from swarm_server.sessions.sessions import HostedSession
+from swarm_server.sessions.sessions import HostedSession, Reply
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net
 from tests.worlds.virtual_time import run_virtually
 
@@ -25,15 +25,33 @@ CLIENT = Caller("anna")
 
 
 class Story:
-    """A server with room for ten positions. ``replies``: all that it has said to its client."""
+    """A server with room for ten positions.
+
+    Attributes:
+        replies: all that it has said to its client.
+        put: what it has put into a bundle, while that is open.
+    """
 
     def __init__(self) -> None:
         self.host = Net(random.Random(0)).start("server", Span(0, NUM_BLOCKS), capacity=10).host
         self.replies: list[pb.SessionReply] = []
+        self.put: list[pb.KeyedReply] = []
+        self.has_bundle = True
         self._num_opened = 0
 
     async def reply(self, replies: list[pb.SessionReply]) -> None:
         self.replies += replies
+
+    def put_reply(self, reply: pb.KeyedReply) -> bool:
+        self.put += [reply] * self.has_bundle
+        return self.has_bundle
+
+    async def begun(self, hosted: HostedSession, request: pb.Step) -> bool | BaseException:
+        """Return the result of a step that begins without a task."""
+        done: asyncio.Future[bool | BaseException] = asyncio.get_running_loop().create_future()
+        assert hosted.is_idle and hosted.begin(request, hosted.start(request).tensor(), done.set_result)
+        assert not hosted.is_idle and not hosted.begin(request, hosted.start(request).tensor(), done.set_result)
+        return await done
 
     async def open(
         self, reserve_tokens: int, user: str = "", *, is_background: bool = False, copies: tuple[int, int] = (0, 0)
@@ -45,7 +63,7 @@ class Story:
         request = pb.Open(contract=contract, session_key=key, batch_size=1, reserve_tokens=reserve_tokens)
         request.user, request.is_background = user, is_background
         request.num_copies, request.copy_tokens = copies
-        return await self.host.open(request, CLIENT, self.reply)
+        return await self.host.open(request, CLIENT, Reply(self.reply, self.put_reply))
 
     @property
     def answers(self) -> list[tuple[str, int]]:
@@ -92,6 +110,43 @@ def test_what_builds_on_a_refused_step_is_ignored_until_that_step_comes_again() 
                 await reader.start(each)
         assert story.answers == [("failure", 1), ("output", 1), ("output", 2)]
         assert hosted.session.length == 2
+
+    run_virtually(scenario())
+
+
+def test_a_step_that_begins_without_a_task_ends_like_any_other() -> None:
+    async def scenario() -> None:
+        story = Story()
+        hosted, other = await story.open(4), await story.open(4)
+        with StepReader(other, Arrivals()) as reader:
+            for each in (step(1, 0, 4.0, 5.0), step(2, 2, 6.0)):
+                await reader.start(each)
+        expected = [reply.output for reply in story.replies]
+        assert await story.begun(hosted, step(1, 0, nan, 5.0)) is False
+        assert story.answers[2:] == [("failure", 1)] and hosted.number == 0
+        assert await story.begun(hosted, step(1, 0, 4.0, 5.0)) is True
+        story.has_bundle = False
+        assert await story.begun(hosted, step(2, 2, 6.0)) is True
+        assert [reply.session_key for reply in story.put] == [hosted.key]
+        assert [story.put[0].reply.output, story.replies[3].output] == expected
+        assert hosted.is_idle and hosted.number == 2
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [step(1, 0, 4.0), step(2, 3, 4.0), step(2, 1, *range(10)), pb.Step(number=2, stored=pb.Stored())],
+    ids=["known", "gap", "no-room", "stored"],
+)
+def test_a_step_that_is_not_simply_computed_needs_a_task(message: pb.Step) -> None:
+    async def scenario() -> None:
+        story = Story()
+        hosted = await story.open(4)
+        await story.begun(hosted, step(1, 0, 4.0))
+        payload = torch.full((1, max(1, len(message.hidden.data) // 4), 1), 4.0)
+        assert not hosted.begin(message, payload, print)
+        assert hosted.is_idle and hosted.number == 1
 
     run_virtually(scenario())
 
