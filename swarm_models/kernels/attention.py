@@ -53,11 +53,18 @@ class PagedRows:
         firsts = [0]
         for parts in rows:
             firsts.append(firsts[-1] + len(parts))
-        self.num_rows = len(rows)
-        self._memory = (
-            Numbers([number for parts in rows for part in parts for number in part]),
-            Numbers(firsts),
-        )
+        self._keep([number for parts in rows for part in parts for number in part], firsts)
+
+    @classmethod
+    def of_one_part(cls, numbers: Sequence[int]) -> PagedRows:
+        """Return rows of one part each; ``numbers``: those of each part, as in ``PartOfPage``."""
+        rows = cls(())
+        rows._keep(numbers, range(len(numbers) // len(PartOfPage._fields) + 1))
+        return rows
+
+    def _keep(self, numbers: Sequence[int], firsts: Sequence[int]) -> None:
+        self.num_rows = len(firsts) - 1
+        self._memory = Numbers(numbers), Numbers(firsts)
         self.address, self.firsts = (numbers.address for numbers in self._memory)
 
 

@@ -52,7 +52,8 @@ def all_finite_together(inputs: Sequence[BlockInput]) -> bool:
     If it does not, they may still be finite: steps with additions or with other numbers of positions are not added up.
     One sum is much faster than many: during each, Python's other threads may take the interpreter.
     """
-    if any(each.additions is not None for each in inputs) or len({each.hidden.shape[1:] for each in inputs}) > 1:
+    shapes = {each.hidden.shape for each in inputs}
+    if any(each.additions is not None for each in inputs) or len({shape[1:] for shape in shapes}) > 1:
         return False
     return not inputs or all_finite(torch.cat([each.hidden for each in inputs]))
 

@@ -10,7 +10,7 @@ import torch
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import joined_of, with_same_axes
 from swarm_server.engine.session_state import KvState, Session, SessionStep
-from swarm_server.kv.kv_rows import ChannelPlace, Growth, Run, runs
+from swarm_server.kv.kv_rows import ChannelPlace, Growth, PageLayout, Run, runs
 from swarm_server.kv.row_states import Slot, States
 from swarm_server.kv.rows_cache import BlockRuns
 
@@ -140,6 +140,8 @@ def batch_joined(batch: list[Prepared], num_new: int) -> torch.Tensor | None:
 
 def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
     """Return for each block of ``blocks`` where the keys and values of all rows are."""
+    if (layout := _common_layout(batch)) is not None:
+        return _common_runs(blocks, batch, layout)
     by_group = _runs_by_group(batch)
     joined: dict[tuple[int, ...], tuple[Run, ...]] = {}  # one object for all blocks with the same runs
     result = []
@@ -148,6 +150,31 @@ def block_runs(blocks: Span, batch: list[Prepared]) -> list[BlockRuns]:
         places = [place for place in found if place is not None]
         is_stored = len(places) == len(found)
         result.append(_runs_at(places, by_group, joined) if is_stored else BlockRuns((), (), ()))
+    return result
+
+
+def _common_layout(batch: list[Prepared]) -> PageLayout | None:
+    """Return the layout of all sessions of the batch; None if there are several, or they begin at several blocks."""
+    first = batch[0].session
+    layout, start = first.layout, first.blocks.start
+    is_common = all(work.session.layout is layout and work.session.blocks.start == start for work in batch)
+    return layout if is_common else None
+
+
+def _common_runs(blocks: Span, batch: list[Prepared], layout: PageLayout) -> list[BlockRuns]:
+    """Return the runs of each block for sessions of one layout, whose channels are the same."""
+    by_group = _runs_by_group(batch)
+    joined = [tuple(run for groups in by_group for run in groups[group]) for group in range(len(layout.groups))]
+    first = batch[0].session.blocks.start
+    result = []
+    for place in layout.blocks[blocks.start - first : blocks.end - first]:
+        if place is None:
+            result.append(BlockRuns((), (), ()))
+            continue
+        runs_of_group = joined[place.group]
+        count = len(runs_of_group)
+        index = () if place.index is None else (place.index,) * count
+        result.append(BlockRuns(runs_of_group, (place.keys,) * count, (place.values,) * count, index))
     return result
 
 

@@ -33,6 +33,7 @@ from swarm_server.engine.batch import (
     positions_seen,
 )
 from swarm_server.engine.content import followed, hashed, hiding, same_mask
+from swarm_server.engine.next_position import next_position
 from swarm_server.engine.session_state import HistoryChange, KvState, Session, SessionStep, changed, cropped, forgotten
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
 from swarm_server.engine.ways import Ways, fastest_ways, steps_of_two_lengths
@@ -77,6 +78,7 @@ class Engine:
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
         self._token_by_token = False
+        self._layouts: dict[tuple[Span, bool, bool], PageLayout] = {}
         self.ways = Ways()
         self.ways = fastest_ways(stack, self.layout, self._try_rows)
         self._token_by_token = self.layout.has_states and not can_go_on(self)
@@ -122,8 +124,11 @@ class Engine:
     # ------------------------------------------------------------ sessions
 
     def layout_of(self, blocks: Span, keeps_outputs: bool) -> PageLayout:
-        """Return the layout of what a session over ``blocks`` stores."""
-        return self.layout.part(blocks, keeps_outputs, windows=self.ways.in_place)
+        """Return the layout of what a session over ``blocks`` stores; one object for all such sessions."""
+        key = blocks, keeps_outputs, self.ways.in_place
+        if key not in self._layouts:
+            self._layouts[key] = self.layout.part(blocks, keeps_outputs, windows=self.ways.in_place)
+        return self._layouts[key]
 
     def open(
         self,
@@ -172,8 +177,10 @@ class Engine:
         with ``every_block`` gets those after every block, [blocks, batch, tokens, hidden_size]. A refused step gets its
         error instead: RequestRejected or PeerBusy. A session whose step failed is unchanged.
         """
+        if not self._token_by_token:
+            return self._run(batch)
         longer = [step.start and step.inputs.hidden.shape[1] > 1 for _, step in batch]
-        if not (self._token_by_token and any(longer)):
+        if not any(longer):
             return self._run(batch)
         together = iter(self._run([work for work, is_longer in zip(batch, longer, strict=True) if not is_longer]))
         return [
@@ -231,18 +238,18 @@ class Engine:
             self.meter.add(num_blocks, num_rows, num_tokens, seconds, len(computed))
 
     def _count(self, batch: Collection[Prepared]) -> None:
-        positions, num_rows = self.counters.positions, 0
+        num_rows, reused = 0, 0
+        computed, block_positions = {"decode": 0, "prefill": 0}, {"decode": 0, "prefill": 0}
         for work in batch:
-            num_tokens = work.step.inputs.hidden.shape[1]
-            positions["reused"] += work.num_rows * work.num_matched
+            num_tokens, rows = work.step.inputs.hidden.shape[1], work.num_rows
+            reused += rows * work.num_matched
             if work.growth:
-                kind, computed = (
-                    "decode" if num_tokens == 1 else "prefill",
-                    work.num_rows * (num_tokens - work.num_matched),
-                )
-                positions[kind] += computed
-                self.counters.block_positions[kind] += computed * len(work.session.blocks)
-                num_rows += work.num_rows
+                kind, positions = "decode" if num_tokens == 1 else "prefill", rows * (num_tokens - work.num_matched)
+                computed[kind] += positions
+                block_positions[kind] += positions * len(work.session.blocks)
+                num_rows += rows
+        self.counters.positions.update(computed, reused=reused)
+        self.counters.block_positions.update(block_positions)
         if num_rows:
             self.counters.batch_rows.add(num_rows)
 
@@ -250,6 +257,8 @@ class Engine:
         state = session.state
         if not state.rows:
             raise RequestRejected("the session is closed")
+        if (prepared := next_position(session, step)) is not None:
+            return prepared
         if step.changes:
             state = hashed(state)
         for change in step.changes:
@@ -420,7 +429,8 @@ class Engine:
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
         """Return the outputs of the steps, each on the device of its session's last block."""
         stack = self._stack
-        devices = [stack.device_of(work.session.blocks.start) for work in batch]
+        first_devices = {start: stack.device_of(start) for start in {work.session.blocks.start for work in batch}}
+        devices = [first_devices[work.session.blocks.start] for work in batch]
         hidden = moved([work.new_hidden for work in batch], devices, [stack.dtype] * len(batch))
         bounds = sorted({*(bound for work in batch for bound in work.bounds), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):
@@ -454,9 +464,11 @@ class Engine:
         hidden = [rows if rows.device == device else rows.to(device) for rows in hidden]
         places, num_new = block_runs(blocks, batch), hidden[0].shape[1]
         positions, joined = batch_positions(batch, num_new), batch_joined(batch, num_new)
-        shares = shares_of(
-            [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
-        )
+        shares = []
+        if any(work.session.adapter is not None for work in batch):
+            shares = shares_of(
+                [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
+            )
         output = None if shares or joined is not None else self._run_graph(blocks, batch, hidden, positions, places)
         if output is None:
             output = self._run_blocks(blocks, batch, hidden, positions, joined, places, shares)

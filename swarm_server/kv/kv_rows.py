@@ -313,6 +313,8 @@ def grow(
     Raises:
         PeerBusy: there is no room; nothing has changed.
     """
+    if rows is before and counts is None and (grown := grown_in_place(rows, count, layout, lease)) is not None:
+        return grown
     growth = Growth(rows)
     with undone_on_error(growth.undo):
         if rows is not before:
@@ -323,6 +325,31 @@ def grow(
             for number, group in enumerate(layout.groups)
         ]
     growth.finish(KvRow(row.length + count, tuple(column[i] for column in columns)) for i, row in enumerate(rows))
+    return growth
+
+
+def grown_in_place(rows: tuple[KvRow, ...], count: int, layout: PageLayout, lease: Lease) -> Growth | None:
+    """Return the one row of a session, grown where it ends; None if there is no room, or if there are more rows."""
+    if len(rows) != 1:
+        return None
+    (row,) = rows
+    for group, parts in zip(layout.groups, row.parts, strict=True):
+        if not parts or len(parts) > MAX_PARTS:
+            return None
+        last = parts[-1]
+        page = last.page
+        if page.lease is not lease or last.end != page.filled[last.row] or page.capacity < last.end + count:
+            return None
+        if group.window is not None and sum(map(len, parts)) + count > group.most:
+            return None
+    growth = Growth(rows)
+    grown = []
+    for parts in row.parts:
+        last = parts[-1]
+        end = last.end + count
+        growth.fill(last.page, last.row, end)
+        grown.append((*parts[:-1], PageSlice(last.page, last.row, last.start, end)))
+    growth.finish((KvRow(row.length + count, tuple(grown)),))
     return growth
 
 
@@ -457,6 +484,10 @@ class Run:
 
 def runs(rows: Sequence[KvRow], group: int, first: int) -> list[Run]:
     """Return where to read the rows of one session, which begin at row ``first`` of the batch."""
+    if len(rows) == 1:
+        of_row = rows[0].parts[group]
+        places = tuple([(part.page, slice(part.row, part.row + 1), slice(part.start, part.end)) for part in of_row])
+        return [Run(slice(first, first + 1), places, sum(map(len, of_row)))]
     result: list[Run] = []
     start = 0
     for end in range(1, len(rows) + 1):

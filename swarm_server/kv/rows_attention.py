@@ -57,12 +57,24 @@ def seen_parts(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new
 
 def paged_rows(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new: int = 1) -> PagedRows:
     """Return the parts of ``seen_parts`` in the form that the CPU's kernel takes."""
+    if num_new == 1 and hidden and all(len(run.parts) == 1 and run.rows.stop == run.rows.start + 1 for run in runs):
+        return PagedRows.of_one_part(_only_parts(runs, hidden))
     return PagedRows(
         [
             [PartOfPage(page.table.address, page.capacity, *place) for page, *place in parts]
             for parts in seen_parts(runs, hidden, num_new)
         ]
     )
+
+
+def _only_parts(runs: Sequence[Run], hidden: Sequence[int]) -> list[int]:
+    """Return the numbers of a ``PartOfPage`` for each of these runs of one row, whose positions are all in one part."""
+    numbers: list[int] = []
+    for number, run in enumerate(runs):
+        ((page, rows, positions),) = run.parts
+        start = positions.start + hidden[number]
+        numbers += (page.table.address, page.capacity, rows.start, start, positions.stop - start, number)
+    return numbers
 
 
 def hidden_before(runs: Sequence[Run], window: int | None, seen: Sequence[int], num_new: int) -> list[int]:
@@ -73,6 +85,8 @@ def hidden_before(runs: Sequence[Run], window: int | None, seen: Sequence[int], 
         seen: how many of its last positions each row attends to at most, new positions included.
     """
     most = sys.maxsize if window is None else window
+    if num_new == 1 and len(runs) == len(seen):  # decoding, with a row in each run
+        return [max(0, run.length - min(most, last)) for run, last in zip(runs, seen, strict=True)]
     rows = [(run.length, row) for run in runs for row in range(run.rows.start, run.rows.stop)]
     return [
         max(0, length - behind - min(most, seen[row] - behind))
