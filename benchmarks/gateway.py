@@ -86,11 +86,19 @@ class Measured:
 # ------------------------------------------------------------ contestants
 
 
+@dataclass(frozen=True)
+class HttpServer:
+    """A server process that answers at ``url``, which ends with ``/v1``."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
 def http_server(
     command: Sequence[str], threads: int, root: Path | None = None, log_file: Path | None = None
-) -> Iterator[str]:
-    """Its base URL, once it answers at a port of its own.
+) -> Iterator[HttpServer]:
+    """Start a server at a port of its own, and yield it once it answers.
 
     ``root``: the checkout whose code runs, if it is not that of the working directory.
     """
@@ -109,7 +117,7 @@ def http_server(
                     log.seek(0)
                     raise SystemExit(f"{' '.join(command)} did not start:\n{log.read()[-2000:]}")
                 time.sleep(0.2)
-            yield f"{url}/v1"
+            yield HttpServer(f"{url}/v1", process.pid)
         finally:
             process.terminate()
             process.wait()
@@ -120,14 +128,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def swarm_serve(servers: Fleet, head_quant: str) -> contextlib.AbstractContextManager[str]:
+def swarm_serve(servers: Fleet, head_quant: str) -> contextlib.AbstractContextManager[HttpServer]:
     options = ["--model", str(servers.path), "--swarm", servers.swarm, "--head-quant", head_quant]
     limits = ["--max-active", str(MOST_STREAMS), "--max-queued", str(MOST_STREAMS)]
     command = [sys.executable, "-m", "swarm_client", "serve", *options, *limits]
     return http_server(command, threads=1)
 
 
-def transformers_serve(path: Path, *options: str) -> contextlib.AbstractContextManager[str]:
+def transformers_serve(path: Path, *options: str) -> contextlib.AbstractContextManager[HttpServer]:
     """float32 on all cores, as the checkpoint is."""
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(path)]
     return http_server([*command, "--device", "cpu", *options], threads=len(os.sched_getaffinity(0)))
@@ -248,10 +256,10 @@ def measure_streams(servers: Fleet, args: argparse.Namespace) -> Iterator[dict[s
     path = servers.path
     with contextlib.ExitStack() as stack:
         model = str(path)
-        urls = {SWARM: stack.enter_context(swarm_serve(servers, args.head_quant))}
-        urls[PEER] = stack.enter_context(transformers_serve(path))
+        urls = {SWARM: stack.enter_context(swarm_serve(servers, args.head_quant)).url}
+        urls[PEER] = stack.enter_context(transformers_serve(path)).url
         if not args.no_continuous_batching:
-            urls[PEER_BATCHING] = stack.enter_context(transformers_serve(path, "--continuous-batching"))
+            urls[PEER_BATCHING] = stack.enter_context(transformers_serve(path, "--continuous-batching")).url
         for url in urls.values():
             until_idle(url, model)
         for num_streams in args.streams:

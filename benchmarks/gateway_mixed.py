@@ -25,7 +25,7 @@ from typing import Any
 import numpy
 from common import json_row
 from cpu_share import cpu_share
-from local_servers import local_servers
+from local_servers import cpu_s_of, local_servers
 from make_model import SHAPES
 from openai import AsyncOpenAI
 from repository import ROOT
@@ -62,6 +62,8 @@ class Mixed:
     """What one run has shown; waits and gaps in seconds, ``spread``: the most tokens of a stream by the fewest.
 
     ``few_p99_s``: of the first token of the second key's streams; None: there is one key. ``cores``: of each server.
+    ``servers_ms`` and ``gateway_ms``: processor time by token of all servers and of the gateway, which depends less on
+    what else the machine does. Prompts count in it.
     """
 
     first_p50_s: float
@@ -73,22 +75,29 @@ class Mixed:
     recoveries: float
     few_p99_s: float | None
     cores: tuple[float, ...]
+    servers_ms: float
+    gateway_ms: float
 
     @classmethod
     def of(cls, streams: Sequence[MixedStream], seconds: float, recoveries: int, cpu_s: Sequence[float]) -> Mixed:
+        """``cpu_s``: processor time of each server, and of the gateway last."""
         many = [stream for stream in streams if stream.key == KEYS[0]]
         few = [first for stream in streams if stream.key == KEYS[1] for first in stream.firsts_s]
         firsts = [first for stream in many for first in stream.firsts_s]
         gaps = [gap for stream in many for gap in stream.gaps_s] or [seconds]
         counts = [stream.num_tokens for stream in many]
+        *servers_s, gateway_s = cpu_s
+        num_tokens = sum(stream.num_tokens for stream in streams)
         return cls(
             *numpy.percentile(firsts, [50, 99]).tolist(),
             *numpy.percentile(gaps, [50, 99]).tolist(),
-            sum(stream.num_tokens for stream in streams) / seconds,
+            num_tokens / seconds,
             max(counts) / max(1, min(counts)),
             recoveries,
             float(numpy.percentile(few, 99)) if few else None,
-            tuple(round(each / seconds, 2) for each in cpu_s),
+            tuple(round(each / seconds, 2) for each in servers_s),
+            sum(servers_s) * 1e3 / num_tokens,
+            gateway_s * 1e3 / num_tokens,
         )
 
 
@@ -177,14 +186,15 @@ def measure_mixed(
             keys.write_text("\n".join(KEYS))
             command += ["--api-keys", str(keys)]
         log = directory / "log"
-        url = stack.enter_context(http_server(command, threads=1, root=checkout, log_file=log))
-        before_s = [server.cpu_s for server in servers]
+        gateway = stack.enter_context(http_server(command, threads=1, root=checkout, log_file=log))
+        pids = [*(server.pid for server in servers), gateway.pid]
+        before_s = [cpu_s_of(pid) for pid in pids]
         try:
-            streams = asyncio.run(run_mixed(url, path, num_streams, args.keys, args.seconds))
+            streams = asyncio.run(run_mixed(gateway.url, path, num_streams, args.keys, args.seconds))
         except Exception:  # of a client: the reason is in the gateway's log, which goes with its directory
             print(log.read_text(), file=sys.stderr)
             raise
-        cpu_s = [server.cpu_s - before for server, before in zip(servers, before_s, strict=True)]
+        cpu_s = [cpu_s_of(pid) - before for pid, before in zip(pids, before_s, strict=True)]
         moves = [line for line in log.read_text().splitlines() if _MOVED.search(line)]
     for line in moves:
         print(line, file=sys.stderr)
@@ -215,6 +225,8 @@ def _rows(num_streams: int, rounds: Mapping[str, Sequence[Mixed]]) -> Iterator[d
         ("gap p50, s", lambda found: found.gap_p50_s, None),
         ("gap p99, s", lambda found: found.gap_p99_s, None),
         ("tokens of a stream, most by fewest", lambda found: found.spread, MOST_SPREAD),
+        ("processor time of all servers by token, ms", lambda found: found.servers_ms, None),
+        ("processor time of the gateway by token, ms", lambda found: found.gateway_ms, None),
         ("recoveries", lambda found: found.recoveries, 0.0),
         ("first token p99 of a second key's short prompts, s", lambda found: found.few_p99_s, None),
     ]

@@ -31,9 +31,7 @@ class LocalServer:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of all its threads so far."""
-        threads = Path(f"/proc/{self.pid}/task").iterdir()
-        return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+        return cpu_s_of(self.pid)
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -42,6 +40,12 @@ class LocalServer:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
         return 0
+
+
+def cpu_s_of(pid: int) -> float:
+    """Return the processor time of all threads of a process so far, in seconds."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 from swarm_client.batching.request import Batcher, FinishReason, Generation, Request, Servers, Token
 from swarm_client.core.events import Event
@@ -21,24 +23,58 @@ class Scored:
 Item: TypeAlias = Token | Scored | Servers | Event | FinishReason
 
 
+class _Mailbox:
+    """The items on their way to the readers of one event loop, which is woken once for all items of a pass."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[asyncio.Queue[Item | BaseException], Item | BaseException]] = deque()
+        self._is_woken = False
+
+    def put(self, to: asyncio.Queue[Item | BaseException], item: Item | BaseException) -> None:
+        """Pass an item on to its queue. Any thread may call this. Raise RuntimeError if the event loop has gone."""
+        self._items.append((to, item))
+        if not self._is_woken or self._loop.is_closed():
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False  # before the items are taken, so that a later item wakes the loop again
+        while self._items:
+            to, item = self._items.popleft()
+            to.put_nowait(item)
+
+
+_mailboxes: WeakValueDictionary[int, _Mailbox] = WeakValueDictionary()  # by the id() of the event loop that each holds
+
+
+def _mailbox() -> _Mailbox:
+    """Return the mailbox of the running event loop."""
+    loop = asyncio.get_running_loop()
+    found = _mailboxes.get(id(loop))
+    if found is None:
+        found = _mailboxes[id(loop)] = _Mailbox(loop)
+    return found
+
+
 class _Queue:
     """A listener on the generation loop's thread, whose reader is on an event loop."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = _mailbox()
         self.items: asyncio.Queue[Item | BaseException] = asyncio.Queue()
 
     def token(self, token: Token) -> None:
-        self._loop.call_soon_threadsafe(self.items.put_nowait, token)
+        self._mailbox.put(self.items, token)
 
     def scored(self, prompt: Sequence[Token]) -> None:
-        self._loop.call_soon_threadsafe(self.items.put_nowait, Scored(tuple(prompt)))
+        self._mailbox.put(self.items, Scored(tuple(prompt)))
 
     def happened(self, what: Servers | Event) -> None:
-        self._loop.call_soon_threadsafe(self.items.put_nowait, what)
+        self._mailbox.put(self.items, what)
 
     def ended(self, reason: FinishReason | BaseException) -> None:
-        self._loop.call_soon_threadsafe(self.items.put_nowait, reason)
+        self._mailbox.put(self.items, reason)
 
 
 async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, None]:

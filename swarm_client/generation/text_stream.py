@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
 _CONTEXT = 6  # tokens of the prompt, which decide whether the first new token begins with a space
 _HALF = "\N{REPLACEMENT CHARACTER}"  # stands for the bytes of an incomplete character
+_single_texts: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, bool], str]] = WeakKeyDictionary()
+"""The texts of single tokens, by token id and whether special tokens have text. Most tokens are decoded after one."""
 
 
 class TextStream:
@@ -22,6 +25,7 @@ class TextStream:
     ) -> None:
         """Begin after ``context``, which is the prompt; only its last tokens count."""
         self._tokenizer, self._with_special = tokenizer, with_special
+        self._single = _single_texts.setdefault(tokenizer, {})
         self._ids = list(context[-_CONTEXT:])
         self._num_read = len(self._ids)  # how many have been returned as text; the rest is held
 
@@ -41,8 +45,17 @@ class TextStream:
         return text
 
     def _held(self) -> str:
-        before = self._decode(self._ids[: self._num_read]).rstrip(_HALF)  # a character may begin in the prompt
+        before = self._before().rstrip(_HALF)  # a character may begin in the prompt
         return self._decode(self._ids)[len(before) :]
+
+    def _before(self) -> str:
+        """Return the text of the tokens that have been read and decide how the held ones begin."""
+        if self._num_read != 1:
+            return self._decode(self._ids[: self._num_read])
+        key = self._ids[0], self._with_special
+        if (text := self._single.get(key)) is None:
+            text = self._single[key] = self._decode(self._ids[:1])
+        return text
 
     def _decode(self, ids: list[int]) -> str:
         without = not self._with_special

@@ -1,4 +1,4 @@
-"""A generation as an asynchronous iterator: one whose reader has gone is cancelled."""
+"""A generation as an asynchronous iterator: its items in order, few wake-ups, and an end when its reader has gone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
 from transformers import GenerationConfig
 
-from swarm_client.batching.request import Request, TokenListener
+from swarm_client.batching.request import Request, Token, TokenListener
 from swarm_client.batching.streaming import stream
 from tests.unit.support import TIMEOUT_S
 
@@ -48,3 +50,60 @@ def test_a_reader_that_goes_while_a_picture_is_read_cancels_the_generation() -> 
         assert await asyncio.to_thread(batcher.cancelled.wait, TIMEOUT_S)
 
     asyncio.run(run())
+
+
+@dataclass
+class CollectingBatcher:
+    """A batcher that only remembers the listeners."""
+
+    listeners: list[TokenListener] = field(default_factory=list)
+
+    def submit(self, _request: Request, listener: TokenListener) -> CollectingBatcher:
+        self.listeners.append(listener)
+        return self
+
+    def cancel(self) -> None:
+        pass
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts how often other threads wake it."""
+
+    num_wakes = 0
+
+    def call_soon_threadsafe(self, *arguments: Any, **options: Any) -> asyncio.Handle:
+        self.num_wakes += 1
+        return super().call_soon_threadsafe(*arguments, **options)
+
+
+REQUEST = Request((1,), GenerationConfig(max_new_tokens=2))
+
+
+def test_the_tokens_of_one_pass_wake_the_readers_loop_once() -> None:
+    batcher = CollectingBatcher()
+
+    async def read() -> list[Any]:
+        return [item async for item in stream(batcher, REQUEST)]
+
+    async def run() -> None:
+        reading = [asyncio.ensure_future(read()) for _ in range(4)]
+        while len(batcher.listeners) < len(reading):
+            await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, CountingLoop)
+        before = loop.num_wakes
+        for number in range(3):
+            for listener in batcher.listeners:
+                listener.token(Token(number))
+        assert loop.num_wakes == before + 1
+        for listener in batcher.listeners:
+            listener.ended("length")
+        assert await asyncio.gather(*reading) == [[Token(0), Token(1), Token(2), "length"]] * len(reading)
+        batcher.listeners[0].token(Token(3))
+        assert loop.num_wakes == before + 2
+
+    with asyncio.Runner(loop_factory=CountingLoop) as runner:
+        runner.run(run())
+    for listener in batcher.listeners:  # the generation loop then knows that nobody listens
+        with pytest.raises(RuntimeError, match="closed"):
+            listener.token(Token(4))
