@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_models.checkpoints.files import HubUnreachable
+from swarm_protocol.failures import undone_on_error
 from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 from swarm_server.group.following import Follower
@@ -45,13 +46,19 @@ class GroupProcess:
         """Return how to lead the group once this process should; follow until then. Return None after a signal.
 
         Raises:
+            LeftOut: the group is faster without this process, which is no member of it any more.
             ValueError, SwarmError: the swarm, the leader or the model cannot be used.
         """
-        while self._config.group is not None and not (self._leader is not None and self._leader.leads):
-            address = loop.run_until_complete(self._leader_elsewhere())
-            if address is not None and not self._follow(address):
-                return None
+        with undone_on_error(self._leave):
+            while self._config.group is not None and not (self._leader is not None and self._leader.leads):
+                address = loop.run_until_complete(self._leader_elsewhere())
+                if address is not None and not self._follow(address):
+                    return None
         return self._leader
+
+    def _leave(self) -> None:
+        if self._leader is not None:
+            self._leader.close()
 
     async def _leader_elsewhere(self) -> str | None:
         """Meet the other members in the swarm, and return the address of the one to follow; None: lead."""

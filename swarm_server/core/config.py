@@ -193,6 +193,10 @@ class ServerConfig:
         """Return the configuration of the same server after a follower on its machine has ended."""
         return replace(self, group_size=self.group_size - 1)
 
+    def without_group(self) -> ServerConfig:
+        """Return the configuration of the same server outside its group on several machines."""
+        return replace(self, group_size=1, group=None, group_listen=None, group_key=None, group_always=False)
+
     def _check_group(self) -> None:
         self._check_group_addresses()
         if not self.is_in_group:

@@ -18,7 +18,7 @@ from swarm_protocol.failures import logged_errors, undone_on_error
 from swarm_protocol.process.invocation import typed
 from swarm_server.core.config import ServerConfig
 from swarm_server.group.links import Deal, GroupEnded, MemberLink
-from swarm_server.group.members import formed_links
+from swarm_server.group.members import Dismissal, dismiss, formed_links
 from swarm_server.group.payoff import Payoff, measured
 from swarm_server.group.remote import Lobby, RemoteGroup
 from swarm_server.machine.memory import hosted_bytes
@@ -68,6 +68,10 @@ class GroupLeader:
         self.leads = False
         self._lobby.shut()
 
+    def close(self) -> None:
+        """Lead no group any more, and let nobody in."""
+        self._lobby.close()
+
     def candidate(self) -> GroupCandidate:
         """Return this process as a candidate for the group."""
         return GroupCandidate(self._lobby.name, self._lobby.address, self.leads)
@@ -96,8 +100,9 @@ class GroupLeader:
         """
         config = self._config
         if self._group is not None and self._group.slow:
-            self._leave_out(self._group.slow, _BACK_S)
+            self._left_out[self._group.slow] = self._clock() + _BACK_S
         links = self._gathered(still_wanted)
+        self._tell_left_out()
         self._lobby.take(links)
         with undone_on_error(lambda: _close_all(links)):
             block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
@@ -121,11 +126,17 @@ class GroupLeader:
         everybody = range(len(links))
         chosen = everybody if self._config.group_always else payoff.best_followers(len(links))
         if self._group is None and self._config.group is None:
-            judge(payoff.of(chosen or everybody), self._config.group_always)
-        for number in set(everybody) - set(chosen):
-            _logger.warning("a follower is left out, because the group with all would reach only %s", payoff)
-            self._leave_out(links[number].name, inf)
-            links[number].close()  # it comes back to the lobby, and waits there until its process ends
+            try:
+                judge(payoff.of(chosen or everybody), self._config.group_always)
+            except GroupRefused as error:
+                _dismiss_all(links, Dismissal.WAIT, str(error))  # for a leader that forms it anyway
+                raise
+        left_out = [links[number] for number in set(everybody) - set(chosen)]
+        if left_out:
+            reason = f"the group with all members would reach only {payoff}"
+            _logger.warning("%d of %d followers are left out: %s", len(left_out), len(links), reason)
+            _dismiss_all(left_out, Dismissal.LEAVE, reason)
+            _close_all(left_out)
         return chosen
 
     def _eligible(self) -> list[MemberLink]:
@@ -145,8 +156,17 @@ class GroupLeader:
             time.sleep(_LOOK_S)
         return links
 
-    def _leave_out(self, name: str, time_s: float) -> None:
-        self._left_out[name] = self._clock() + time_s
+    def _tell_left_out(self) -> None:
+        now = self._clock()
+        for link in self._lobby.waiting():
+            if (left_s := self._left_out.get(link.name, now) - now) > 0:
+                reason = f"it has made the group slow for long, and may have a place again in {left_s / 60:.0f} minutes"
+                dismiss(link, Dismissal.WAIT, reason)
+
+
+def _dismiss_all(links: Sequence[MemberLink], dismissal: Dismissal, reason: str) -> None:
+    for link in links:
+        dismiss(link, dismissal, reason)
 
 
 def _close_all(links: Sequence[MemberLink]) -> None:

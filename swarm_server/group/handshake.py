@@ -21,7 +21,8 @@ from swarm_protocol.errors import SwarmError
 from swarm_server.group.group_key import KEY_BYTES
 from swarm_server.group.links import LIMIT_S, GroupEnded, MemberLink, NotSealed
 
-_MAGIC = b"swarm-group-3\n"
+_PROGRAM = b"swarm-group-"
+_MAGIC = _PROGRAM + b"4\n"
 _PUBLIC_BYTES = 32  # of an X25519 key
 _HELLO_BYTES = 512
 _HANDSHAKE_S = 10.0
@@ -122,7 +123,8 @@ def _link_keys(connection: socket.socket, group_key: bytes, leads: bool) -> tupl
         raise GroupEnded(f"the other end is gone: {error.strerror or error}") from None
     magic, theirs = received[: len(_MAGIC)], received[len(_MAGIC) :]
     if not _MAGIC.startswith(magic):
-        raise HandshakeFailed("the other end is no member of a group")
+        other = "the other member has another version of this program"
+        raise HandshakeFailed(other if magic.startswith(_PROGRAM) else "the other end is no member of a group")
     if len(theirs) < _PUBLIC_BYTES:
         raise GroupEnded("the other end is gone")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -17,21 +18,36 @@ from typing import Any
 import torch
 
 from swarm_models.quantization import Packed
+from swarm_protocol.errors import SwarmError
 from swarm_protocol.span import Span
 from swarm_server.core.config import MOST_MEMBERS
+from swarm_server.group.handshake import HandshakeFailed
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink, MemberRequest, OwnWeights
 from swarm_server.group.payoff import measured_here
-from swarm_server.group.split_weight import FORM, LOAD, SPEED, FollowerSplitter, LeaderSplitter, answer
+from swarm_server.group.split_weight import DISMISS, FORM, LOAD, SPEED, FollowerSplitter, LeaderSplitter, answer
 from swarm_server.placement.slow_follower import SlowWindows
 
 _logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
+_REASON_BYTES = 4096  # at most, of why a follower has no place
 _WINDOW_S = 5.0  # in which the times of products are added up
 _ENDING_S = 5.0  # for a follower to end by itself, before it is killed
 
 # Loads the blocks of a span, and calls the function with each module whose linear layers have just been packed.
 LoadSpan = Callable[[Span, Callable[[torch.nn.Module], None]], Any]
 MakeLoader = Callable[[], AbstractContextManager[LoadSpan]]  # called in the follower's process; must be picklable
+
+
+class LeftOut(SwarmError):
+    """The leader computes without this follower, because the group is faster without it."""
+
+
+class Dismissal(enum.IntEnum):
+    """What a follower does that has no place in the group."""
+
+    WAIT = 0  # until the leader has a place for it
+    LEAVE = 1  # because the group is faster without it
+    END = 2  # because it cannot compute with this leader
 
 
 class MemberWatch:
@@ -105,6 +121,14 @@ def formed_links(links: Sequence[MemberLink], deal: Deal) -> LeaderLinks:
     return LeaderLinks(links, deal)
 
 
+def dismiss(link: MemberLink, dismissal: Dismissal, reason: str) -> None:
+    """Tell a follower that waits for a request why it has no place, and what to do. It may have ended meanwhile."""
+    text = torch.tensor(list(reason.encode()), dtype=torch.uint8)
+    with suppress(GroupEnded):
+        link.ask(MemberRequest(DISMISS, len(text), dismissal))
+        link.send(text)
+
+
 def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
     """Load the leader's rows of a span while the followers load theirs, and return what ``load`` returns.
 
@@ -121,6 +145,7 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
         link.receive(theirs)
         link.limit()
         if bytes(theirs.tolist()) != splitter.digest():
+            dismiss(link, Dismissal.END, "this member has loaded other weights than the leader")
             raise GroupEnded("a member of the group has loaded other weights than the leader")
     return loaded
 
@@ -156,12 +181,17 @@ def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int
         signal.signal(number, signal.SIG_IGN)  # drains, and then closes the links
     link = MemberLink(connection, memory_file, 1)
     os.close(memory_file)
-    with make_loader() as load:
+    with make_loader() as load, suppress(SwarmError):  # of which the leader tells
         follow(load, link)
 
 
 def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda _place: None) -> None:
-    """Answer the leader's requests until it closes the link; ``say`` is called with the place in each group."""
+    """Answer the leader's requests until it closes the link; ``say`` is called with the place in each group.
+
+    Raises:
+        LeftOut: the group is faster without this member.
+        HandshakeFailed: this member has loaded other weights than the leader.
+    """
     own, place = OwnWeights(()), _Place(0, Deal.by_speed([1.0]))
     try:
         with torch.inference_mode():
@@ -173,12 +203,27 @@ def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda
                 elif request.wanted == LOAD:
                     own = OwnWeights(())  # frees the weights of the last span
                     own = OwnWeights(_loaded(load, Span(request.rows, request.number), link, place))
+                elif request.wanted == DISMISS:
+                    _receive_dismissal(request, link)
                 elif request.wanted == SPEED:
                     link.send(torch.tensor(measured_here(request.number), dtype=torch.float64))
                 else:
                     answer(request, own, link)
     except GroupEnded as error:
         _logger.debug("the group has ended: %s", error)
+
+
+def _receive_dismissal(request: MemberRequest, link: MemberLink) -> None:
+    """Log why this follower waits, or raise why it does not."""
+    if not 0 < request.rows <= _REASON_BYTES:
+        raise GroupEnded(f"the leader sends a reason of {request.rows} bytes")
+    text = torch.empty(request.rows, dtype=torch.uint8)
+    link.receive(text)
+    reason = bytes(text.tolist()).decode(errors="replace")
+    if request.number == Dismissal.WAIT:
+        _logger.warning("the leader has no place for this follower, which waits: %s", reason)
+        return
+    raise (LeftOut if request.number == Dismissal.LEAVE else HandshakeFailed)(reason)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeig
 from swarm_models.quantization import Packed
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, MemberLink, MemberRequest, OwnWeights
 
-GRADIENT, DEQUANTIZE, LOAD, SPEED, FORM = 1, 2, 3, 4, 5  # kinds of requests; 0 is a product
+GRADIENT, DEQUANTIZE, LOAD, SPEED, FORM, DISMISS = 1, 2, 3, 4, 5, 6  # kinds of requests; 0 is a product
 
 
 class SplitWeight(QuantizedWeight):

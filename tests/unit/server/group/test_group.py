@@ -23,6 +23,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.group import links
+from swarm_server.group.handshake import HandshakeFailed
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink
 from swarm_server.group.members import MemberWatch, follow, formed_links, load_together
 from swarm_server.group.split_weight import SplitWeight
@@ -54,8 +55,10 @@ def loader(directory: Path, quant: str) -> Callable:
 
 
 @contextmanager
-def followers(load: Callable, speeds: Sequence[float] = (1.0, 1.0), kind: str = "memory") -> Iterator[LeaderLinks]:
-    """Followers in threads, beside the leader's links to them."""
+def followers(
+    load: Callable, speeds: Sequence[float] = (1.0, 1.0), kind: str = "memory", refusals: list[str] | None = None
+) -> Iterator[LeaderLinks]:
+    """Followers in threads, beside the leader's links to them. ``refusals`` gets the reasons that a leader gives."""
     leader_ends, threads = [], []
     for _ in speeds[1:]:
         ends = LinkEnds.on_this_machine()
@@ -69,7 +72,7 @@ def followers(load: Callable, speeds: Sequence[float] = (1.0, 1.0), kind: str = 
         if kind == "sealed":
             leader_ends[-1].seal(bytes(32), bytes(range(32)))
             theirs.seal(bytes(range(32)), bytes(32))
-        threads.append(threading.Thread(target=_follow, args=(load, theirs)))
+        threads.append(threading.Thread(target=_follow, args=(load, theirs, refusals)))
         threads[-1].start()
     group = formed_links(leader_ends, Deal.by_speed(speeds))
     try:
@@ -81,8 +84,13 @@ def followers(load: Callable, speeds: Sequence[float] = (1.0, 1.0), kind: str = 
             assert not thread.is_alive()
 
 
-def _follow(load: Callable, link: MemberLink) -> None:
-    follow(load, link)
+def _follow(load: Callable, link: MemberLink, refusals: list[str] | None) -> None:
+    try:
+        follow(load, link)
+    except HandshakeFailed as error:
+        if refusals is None:
+            raise
+        refusals.append(str(error))
     link.close()  # as when its process ends
 
 
@@ -200,5 +208,8 @@ def test_a_slow_follower_is_noticed_after_six_windows() -> None:
 def test_members_with_other_weights_are_refused(tmp_path: Path) -> None:
     for seed in (0, 1):
         save_checkpoint("llama", tmp_path / str(seed), seed=seed, **SIZES["llama"])
-    with followers(loader(tmp_path / "1", "int8")) as group, pytest.raises(GroupEnded, match="other weights"):
+    refusals: list[str] = []
+    refused = pytest.raises(GroupEnded, match="has loaded other weights than the leader")
+    with followers(loader(tmp_path / "1", "int8"), refusals=refusals) as group, refused:
         load_together(group, SPAN, loader(tmp_path / "0", "int8"))
+    assert refusals == ["this member has loaded other weights than the leader"]

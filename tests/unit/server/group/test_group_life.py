@@ -7,8 +7,9 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,16 @@ from types import SimpleNamespace
 import pytest
 
 from swarm_protocol.dht.records import GroupCandidate
+from swarm_server import group_life
 from swarm_server.core.config import ServerConfig
 from swarm_server.group import following, forming, links
 from swarm_server.group.following import Follower
 from swarm_server.group.forming import GroupLeader
-from swarm_server.group.handshake import Hello
+from swarm_server.group.handshake import HandshakeFailed, Hello
 from swarm_server.group.links import GroupEnded
+from swarm_server.group.members import Dismissal, LeftOut, dismiss
 from swarm_server.group.remote import Lobby, connected_to_leader
+from swarm_server.group_life import GroupProcess
 from tests.swarm.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
@@ -74,6 +78,56 @@ def test_the_address_of_a_member_is_one_that_others_reach() -> None:
         assert host == "192.0.2.7"
         leader.lead()
         connected_to_leader(f"127.0.0.1:{port}", KEY, HELLO, 10)
+
+
+def dismissed(reason: str, dismissal: Dismissal) -> Callable[[], object]:
+    """A follower's life until the leader has told it why it has no place."""
+
+    @contextmanager
+    def loader() -> Iterator[Callable[..., None]]:
+        yield lambda *_: None
+
+    def follow() -> bool:
+        with member() as (leader, lobby), ThreadPoolExecutor(1) as pool:
+            leader.lead()
+            told = pool.submit(lambda: dismiss(wait_for(lobby.waiting, "the follower waits")[0], dismissal, reason))
+            told.add_done_callback(lambda _done: leader.give_way())
+            return Follower(lobby.address, KEY, HELLO, loader).follow(10)
+
+    return follow
+
+
+def test_followers_without_a_place_are_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for ever for a group that is faster without it, or with which it cannot compute."""
+    assert dismissed("it was slow", Dismissal.WAIT)()
+    assert "the leader has no place for this follower, which waits: it was slow" in caplog.text
+    with pytest.raises(LeftOut, match=r"cannot follow .*: the group would reach only little"):
+        dismissed("the group would reach only little", Dismissal.LEAVE)()
+    with pytest.raises(HandshakeFailed, match=r"cannot follow .*: this member has loaded other weights"):
+        dismissed("this member has loaded other weights", Dismissal.END)()
+
+
+def test_a_process_that_is_left_out_lets_nobody_in_any_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "group.key").write_text(KEY.hex())
+    config = ServerConfig(group="lab", group_size=2, group_key=tmp_path / "group.key")
+    monkeypatch.setattr(group_life, "_revision", lambda _config: "")
+    process = GroupProcess(config)
+
+    async def leader_elsewhere() -> str:
+        process._leader = process._new_leader("127.0.0.1")
+        return "192.0.2.1:9"
+
+    def follow(_address: str) -> bool:
+        raise LeftOut("too far")
+
+    monkeypatch.setattr(process, "_leader_elsewhere", leader_elsewhere)
+    monkeypatch.setattr(process, "_follow", follow)
+    with closing(asyncio.new_event_loop()) as loop, pytest.raises(LeftOut):
+        process.lead(loop)
+    assert process._leader is not None
+    wait_for(lambda: process._leader._lobby._listener.fileno() == -1, "the lobby is closed")
+    alone = config.without_group()
+    assert not alone.is_in_group and (alone.group, alone.group_key) == (None, None)
 
 
 def test_silent_connections_keep_nobody_out() -> None:

@@ -67,6 +67,9 @@ def test_strangers_are_refused_and_members_are_let_in(caplog: pytest.LogCaptureF
             wait_for(
                 lambda: "is not let into the group: the other end is no member of a group" in caplog.text, "refusal"
             )
+        with socket.create_connection(("127.0.0.1", port)) as older:
+            older.sendall(b"swarm-group-3\n".ljust(100))
+            wait_for(lambda: "group: the other member has another version of this program" in caplog.text, "refusal")
         with pytest.raises(HandshakeFailed, match=f"cannot follow {address}: the other end has another group key"):
             follower(address, OTHER_KEY)
         with pytest.raises(HandshakeFailed, match="the other has quant int8, and this one int4"):
@@ -211,7 +214,7 @@ def following(address: str, hello: Hello) -> Iterator[None]:
 
 
 def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A slow follower is left out for ten minutes, and none waits for a follower that has gone."""
     address, key = f"127.0.0.1:{free_port('127.0.0.1')}", tmp_path / "group.key"
@@ -263,6 +266,7 @@ def test_a_group_forms_again_with_those_who_are_left_and_those_who_come(
             group.close()
             group = formed({"2": 2 / 5}, waiting=2)
             wait_for(lambda: leader._lobby.waiting(), "the slow one waits")
+            wait_for(lambda: "slow for long, and may have a place again in 10 minutes" in caplog.text, "it knows why")
             assert not leader.should_form_again()
             now_s += 600
             assert leader.should_form_again()
