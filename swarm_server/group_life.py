@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_models.checkpoints.files import HubUnreachable
 from swarm_protocol.failures import undone_on_error
+from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
 from swarm_server.group.following import Follower
@@ -19,7 +21,7 @@ from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import Hello
 from swarm_server.group.remote import Lobby
 from swarm_server.node.hosting import devices_and_dtype, follower_loader
-from swarm_server.node.joining import join
+from swarm_server.node.joining import SwarmMembership, join
 from swarm_server.placement.group_leader import chosen_leader
 
 _logger = logging.getLogger(__name__)
@@ -68,6 +70,9 @@ class GroupProcess:
             access = server_access(config)
             cleanup.callback(access.release)
             membership = await join(config, access, cleanup)
+            # Members that start together may each have begun a swarm of its own.
+            keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(partial(_keep, membership), (_LOOK_S, _LOOK_S)))
+            cleanup.push_async_callback(end_tasks, [keeping])
             if self._leader is None:
                 self._leader = self._new_leader(membership.host, membership.own_addresses().hosts()[0])
             registry = membership.dht.candidates(config.group, self._key, access.token)
@@ -95,6 +100,10 @@ class GroupProcess:
 
     def _new_leader(self, address: str, announced_host: str | None = None) -> GroupLeader:
         return GroupLeader(self._config, Lobby(address, self._key, self._hello, announced_host), self._key)
+
+
+async def _keep(membership: SwarmMembership) -> None:
+    await membership.keep()
 
 
 def _revision(config: ServerConfig) -> str:

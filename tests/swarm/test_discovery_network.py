@@ -15,6 +15,8 @@ import pytest
 
 from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_protocol.net.identity import Identity
+from swarm_server.group import links
+from swarm_server.group.group_key import read_group_key
 from tests.marks import SLOW
 from tests.swarm.network import Network
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -73,6 +75,24 @@ def test_servers_that_start_together_are_one_swarm_and_a_client_finds_it(hosts, 
     for host, server in servers.items():
         server.signal(15)
         assert server.wait_gone(DEADLINE_S), host
+
+
+@SLOW
+@pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
+def test_members_of_a_group_that_start_together_find_each_other(hosts, tmp_path):
+    """Neither has an address of the other, and each begins with a swarm of its own."""
+    save_checkpoint("llama", tmp_path / "llama", hidden_size=128, intermediate_size=320)
+    read_group_key(tmp_path / "group.key", create=True)
+    flags = ["--model", str(tmp_path / "llama"), "--blocks", "0:6", "--throughput", "10", "--discover"]
+    flags += ["--swarm", "near", "--group", "lab", "--group-key", str(tmp_path / "group.key"), "--group-always"]
+    servers = {host: hosts.clusters[host].start(*flags) for host in hosts.clusters}
+    leader = wait_for(
+        lambda: next((host for host, each in servers.items() if each.ready.get("group") == "2"), None), "one leads"
+    )
+    (follower,) = [each for host, each in servers.items() if host != leader]
+    assert f"following leader={hosts.network.addresses[leader]}:" in follower.stdout.read_text()
+    for server in servers.values():
+        server.kill()
 
 
 # Says that a member is where nobody listens.
