@@ -310,8 +310,10 @@ def crowd_rows(args: argparse.Namespace) -> Iterator[Row]:
 def group_rows(args: argparse.Namespace) -> Iterator[Row]:
     """A server of two processes, which compute each block together, beside two servers with half of the blocks each.
 
-    The servers of the chain are pinned to a core each; the members of the group have a thread each.
+    The servers of the chain are pinned to a core each; the members of the group have a thread each. So has the client,
+    because idle threads of OpenMP spin for milliseconds, on a core that the group needs and the chain does not.
     """
+    torch.set_num_threads(1)
     path = make_model(args.model, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", "cpu"
     for name in (name for name in args.only if name.startswith("group-")):

@@ -23,6 +23,7 @@ from swarm_cli.up.command import add_up
 from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
 from swarm_protocol.process.invocation import add_version, run_command, typed
+from swarm_protocol.system import spin_little
 
 
 def make_parser(others: Mapping[str, str] = MappingProxyType({})) -> argparse.ArgumentParser:
@@ -60,4 +61,5 @@ def main(
     others: Mapping[str, str] = MappingProxyType({}),
     all_parsers: Callable[[], Parsers] | None = None,
 ) -> None:
+    spin_little()  # where servers of this machine compute, they would wait for the threads of the head
     run_command(lambda: parse_args(sys.argv[1:] if argv is None else argv, others, all_parsers))

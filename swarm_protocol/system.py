@@ -75,6 +75,16 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def spin_little() -> None:
+    """Let threads of OpenMP sleep soon after a product. It has an effect only before torch is imported.
+
+    By default they spin for milliseconds. With another process on the same cores, a block took 8 to 80 ms; with this
+    little spinning, it takes 4 (on idle cores 2.4 instead of 2.2).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def raise_open_files() -> None:
     """Raise the limit of open files of this process where it is low: 256 in shells of macOS."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit, or the system refuses

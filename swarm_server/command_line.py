@@ -37,6 +37,7 @@ from swarm_protocol.process.local_registry import checked_name
 from swarm_protocol.process.logs import say_error, start_logging
 from swarm_protocol.process.scratch import remove_scratch
 from swarm_protocol.span import Span
+from swarm_protocol.system import spin_little
 from swarm_server.core.config import ServerConfig, parse_size
 from swarm_server.group.group_key import read_group_key
 
@@ -441,10 +442,7 @@ def main(
     except (SwarmError, ValueError) as error:
         say_error(error)
         sys.exit(2)
-    # Read when torch is imported. OpenMP's threads spin for milliseconds after a product. With another process on the
-    # same cores, a block took 8 to 80 ms; with this little spinning, it takes 4 [on idle cores 2.4 instead of 2.2].
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    spin_little()
     code = 0
     try:
         command()

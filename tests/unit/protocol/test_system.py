@@ -80,3 +80,10 @@ def test_a_low_limit_of_open_files_is_raised(
     monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
     system.raise_open_files()
     assert found == {resource.RLIMIT_NOFILE: expected}
+
+
+def test_threads_of_openmp_spin_as_the_user_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)):
+        monkeypatch.setattr(os, "environ", dict(given))
+        system.spin_little()
+        assert os.environ.get("GOMP_SPINCOUNT") == expected
