@@ -65,7 +65,7 @@ def test_engine_measures_every_row(tmp_path: Path) -> None:
     results = run_quick("engine.py", tmp_path, "--models", str(tmp_path))
     assert results["exit code"] == 0, results["output"]
     names = {"decode-1-int8", "decode-16-int8", "context", "prefill-fp32", "memory", "start", "hop", "chat", "prefix"}
-    names |= {"crowd-64", "crowd-256"}
+    names |= {"crowd-64", "crowd-256", "group-decode-1-int8", "group-decode-8-int8"}
     assert names <= results["rows"].keys()
     assert all(row["measured"] > 0 for name, row in results["rows"].items() if name != "hop")
 
