@@ -17,7 +17,8 @@ def _line(content: Any) -> bytes:
     return as_json(content) + b"\n"
 
 
-OLLAMA = Dialect("application/x-ndjson", _line, lambda error: {"error": str(error)})
+_BLANK = b" "  # before a line: readers of JSON skip it, while Ollama's client fails at an empty line
+OLLAMA = Dialect("application/x-ndjson", _line, lambda error: {"error": str(error)}, _BLANK)
 
 
 class AnswerFormat:

@@ -14,6 +14,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import ollama
 import openai
 import pytest
 
@@ -110,6 +111,16 @@ def test_a_stream_is_kept_alive_before_its_first_token(
     stream = ask(gateway)  # which has its headers, although nothing has been said
     batcher.may_say.set()
     assert "a list" in "".join(said_by(event) for event in stream)
+
+
+def test_a_stream_of_ollama_is_kept_alive_before_its_first_token(
+    serve: Serve, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_gateway.web.http._MOST_SILENCE_S", 0.01)
+    batcher = WaitingBatcher(encode(tokenizer, "a list"))
+    hooks = {"response": [lambda _headers: batcher.may_say.set()]}
+    client = ollama.Client(serve(batcher=batcher).url, timeout=WAIT_S, event_hooks=hooks)
+    assert "".join(part.message.content for part in client.chat(**ASK, stream=True)) == "a list"
 
 
 def said_by(event: Any) -> str:
