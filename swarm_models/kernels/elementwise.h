@@ -116,6 +116,26 @@ static void from_int64(const Instruction &op) {
             }
 }
 
+// ``width`` columns of out, [rows][out], as sums over k in order
+template <long width> static void columns(const Instruction &op, long first) {
+    const long rows = op.sizes[0], in = op.sizes[1], step = op.b.strides[0];
+    for (long i = 0; i < rows; i++) {
+        const float *a = op.a.at(i, 0, 0), *b = op.b.address + first;
+        float sums[width] = {};
+        for (long k = 0; k < in; k++, b += step)
+            for (long l = 0; l < width; l++) sums[l] += a[k] * b[l];
+        memcpy(op.out.at(i, 0, 0) + first, sums, sizeof sums);
+    }
+}
+
+static void matrix_product(const Instruction &op) {
+    const long outs = op.sizes[2];
+    long first = 0;
+    for (; first + 64 <= outs; first += 64) columns<64>(op, first);
+    for (; first + 16 <= outs; first += 16) columns<16>(op, first);
+    for (; first < outs; first++) columns<1>(op, first);
+}
+
 static void compute(const Instruction &op) {
     switch (op.kind) {
     case COPY: return unary(op, [](float x) INLINE { return x; });
@@ -137,6 +157,7 @@ static void compute(const Instruction &op) {
     case DIV: return binary(op, [](float x, float y) INLINE { return x / y; });
     case MEAN: return mean(op);
     case LAYER_NORM: return layer_norm(op);
+    case MATRIX_PRODUCT: return matrix_product(op);
     case FROM_INT64: return from_int64(op);
     }
 }

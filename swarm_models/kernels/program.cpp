@@ -17,7 +17,7 @@ namespace {
 // In the order of `Opcode` in program.py
 enum Opcode : int64_t {
     COPY, NEG, RSQRT, SILU, SIGMOID, TANH, RELU, GELU, GELU_TANH, COS, SIN, SQUARE, CUBE, FROM_INT64,
-    ADD, SUB, MUL, DIV, MEAN, LAYER_NORM, PRODUCT, ATTEND
+    ADD, SUB, MUL, DIV, MEAN, LAYER_NORM, MATRIX_PRODUCT, PRODUCT, ATTEND, NUM_OPCODES
 };
 
 struct Operand {
@@ -31,8 +31,10 @@ struct Operand {
 // If its number is not 0, it is one more than the number of a weight of a group, of which b and c are the leader's part.
 // ATTEND: query a, keys b and values c of the new position -> out, [rows][heads][value width]; strides between rows and
 // heads; sizes: rows, heads, key heads, width.
-// LAYER_NORM: a times b plus c; b or c may be missing. Others: out = f(a) or f(a, b), element by element; sizes of out, but
-// MEAN is over the last of a.
+// LAYER_NORM: a times b plus c; b or c may be missing.
+// MATRIX_PRODUCT: a, [rows][in], times b, [in][out], both fp32 -> out; sizes: rows, in, out; neighbouring columns are
+// neighbours in memory.
+// Others: out = f(a) or f(a, b), element by element; sizes of out, but MEAN is over the last of a.
 struct Instruction {
     int64_t kind, sizes[4];
     Operand out, a, b, c;
@@ -112,6 +114,9 @@ long products_in_group(const Instruction *op, const Instruction *end, Group &gro
 }
 
 }  // namespace
+
+// How many kinds of instructions there are: another number means another version of program.py
+EXPORT long swarm_num_opcodes() { return NUM_OPCODES; }
 
 // places: one per block. group: of the weights that are split; null if there are none. Returns -1 if all instructions have
 // run, else the number of the one that failed.

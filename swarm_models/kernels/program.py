@@ -18,7 +18,8 @@ from swarm_models.kernels.library import declare, kernel
 
 MAX_DIMENSIONS = 4
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "swarm_run_program": (c_long, [c_void_p, c_long, c_void_p, c_int, c_int, c_int, c_void_p])
+    "swarm_run_program": (c_long, [c_void_p, c_long, c_void_p, c_int, c_int, c_int, c_void_p]),
+    "swarm_num_opcodes": (c_long, []),
 }
 
 
@@ -45,6 +46,7 @@ class Opcode(enum.IntEnum):
     DIV = enum.auto()
     MEAN = enum.auto()
     LAYER_NORM = enum.auto()
+    MATRIX_PRODUCT = enum.auto()
     PRODUCT = enum.auto()
     ATTEND = enum.auto()
 
@@ -125,4 +127,4 @@ def _function() -> ctypes._NamedFuncPointer | None:
     except AttributeError:  # the library is older than this file
         return None
     function: ctypes._NamedFuncPointer = compiled.library.swarm_run_program
-    return function
+    return function if compiled.library.swarm_num_opcodes() == len(Opcode) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +20,7 @@ from swarm_server.adapters.dropout import Dropout
 from swarm_server.blocks.split_stack import Stack
 
 ModulePlace = tuple[int, str]  # block, and the module's path inside it
+AdapterLayout = tuple[tuple[int, str, float, torch.Size, torch.Size], ...]  # all of an adapter but its values
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,13 @@ class PlacedAdapter:
             {(part.block, part.module): part for part in adapter.low_rank},
             {prompt.block: prompt.values for prompt in adapter.prompts},
             max((len(prompt.values) for prompt in adapter.prompts), default=0),
+        )
+
+    @cached_property
+    def layout(self) -> AdapterLayout:
+        """Return the place, scaling and shapes of each low-rank part."""
+        return tuple(
+            (part.block, part.module, part.scaling, part.a.shape, part.b.shape) for part in self.adapter.low_rank
         )
 
     def trainable(self, span: Span) -> PlacedAdapter:
@@ -79,6 +87,13 @@ def shares_of(adapters: Sequence[tuple[PlacedAdapter | None, int, int]]) -> list
             shares.append(AdapterRows(slice(first, first + num_rows), adapter, start))
         first += num_rows
     return shares
+
+
+def adapter_of_all(shares: Sequence[AdapterRows], num_rows: int) -> PlacedAdapter | None:
+    """Return the adapter that all rows of a batch share, if it has no prompts; None if there is no such adapter."""
+    if len(shares) != 1 or shares[0].rows != slice(0, num_rows) or shares[0].adapter.prompts:
+        return None
+    return shares[0].adapter
 
 
 class Patches:

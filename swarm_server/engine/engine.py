@@ -18,7 +18,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
 from swarm_protocol.wire.block_input import ACROSS_WINDOWS
 from swarm_protocol.wire.constants import PAGE_TOKENS
-from swarm_server.adapters.lora import AdapterRows, Patches, PlacedAdapter, shares_of
+from swarm_server.adapters.lora import AdapterRows, Patches, PlacedAdapter, adapter_of_all, shares_of
 from swarm_server.adapters.targets import require_fit
 from swarm_server.blocks.recording import all_finite_together, require_finite
 from swarm_server.blocks.split_stack import Stack
@@ -469,7 +469,9 @@ class Engine:
             shares = shares_of(
                 [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
             )
-        output = None if shares or joined is not None else self._run_graph(blocks, batch, hidden, positions, places)
+        adapter, output = adapter_of_all(shares, len(positions)), None
+        if joined is None and (adapter is not None or not shares):
+            output = self._run_graph(blocks, batch, hidden, positions, places, adapter)
         if output is None:
             output = self._run_blocks(blocks, batch, hidden, positions, joined, places, shares)
         return list(output.split([work.num_rows for work in batch]))
@@ -511,12 +513,13 @@ class Engine:
         hidden: list[torch.Tensor],
         positions: torch.Tensor,
         places: list[BlockRuns],
+        adapter: PlacedAdapter | None,
     ) -> torch.Tensor | None:
         """Return the output of a graph of the blocks, or None if no graph computes these rows."""
         if self.ways.graphs is None or positions.dim() > 2:
             return None
         seen = positions_seen(batch)
-        return None if seen is None else self.ways.graphs.run(blocks, hidden, positions, places, seen)
+        return None if seen is None else self.ways.graphs.run(blocks, hidden, positions, places, seen, adapter)
 
     def _state_layers(
         self, blocks: Span, batch: list[Prepared], slots: tuple[tuple[Slot, ...], ...], device: torch.device

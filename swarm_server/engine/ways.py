@@ -13,6 +13,7 @@ from swarm_models.kernels.attention import AttentionKernel, attention_kernel
 from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import IN_WINDOWS, BlockInput
+from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.engine.session_state import Session, SessionStep
@@ -54,6 +55,7 @@ class Steps(Protocol):
         positions: torch.Tensor,
         places: Sequence[BlockRuns],
         seen: Sequence[int],
+        adapter: PlacedAdapter | None = None,
     ) -> torch.Tensor | None: ...
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from swarm_protocol.span import Span
+from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.gpu.row_tables import FIELDS, PARTS, row_tables
@@ -80,10 +81,16 @@ class StepReplays:
         positions: torch.Tensor,
         places: Sequence[BlockRuns],
         seen: Sequence[int],
+        adapter: PlacedAdapter | None = None,
     ) -> torch.Tensor | None:
-        """Compute a step like ``StepGraphs.run``; ``blocks`` must be on one device."""
+        """Compute a step like ``StepGraphs.run``, but without an adapter; ``blocks`` must be on one device."""
         num_rows, num_new = positions.shape
-        if self.refusal is not None or num_new > _MOST_NEW or not 0 < num_rows * num_new <= _MOST_ROWS:
+        if (
+            adapter is not None
+            or self.refusal is not None
+            or num_new > _MOST_NEW
+            or not 0 < num_rows * num_new <= _MOST_ROWS
+        ):
             return None
         key = blocks, 1 << (num_rows * num_new - 1).bit_length()  # the graph's number of rows
         if min(seen) < num_new or key in self._refused or not self._is_worth_a_graph(key):

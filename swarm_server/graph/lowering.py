@@ -193,6 +193,16 @@ def _product(operation: Operation) -> list[Lowered]:
     return [Lowered(Opcode.PRODUCT, (x.sizes[0], *reversed(weight.shape)), places, weight=weight)]
 
 
+def _matrix_product(operation: Operation) -> list[Lowered]:
+    x, matrix = operation.arguments
+    views = operation.output, x, matrix
+    _floats(*views)
+    if any(view.strides[1] != 1 for view in views):
+        raise NotCapturable("a product of matrices whose columns are not neighbours")
+    places = tuple(StridedAddress(view.memory, view.offset, view.strides) for view in views)
+    return [Lowered(Opcode.MATRIX_PRODUCT, (*x.sizes, matrix.sizes[1]), places)]
+
+
 def _attend(operation: Operation) -> list[Lowered]:
     query, keys, values = operation.arguments
     out, options = operation.output, operation.options
@@ -210,6 +220,7 @@ def _attend(operation: Operation) -> list[Lowered]:
 _TABLE: dict[str, Callable[[Operation], list[Lowered]]] = {
     "product": _product,
     "attend": _attend,
+    "aten.mm.default": _matrix_product,
     "aten._to_copy.default": _to_copy,
     "aten.clone.default": _unary(Opcode.COPY),
     "aten.copy_.default": _copy_into,

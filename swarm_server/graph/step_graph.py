@@ -1,4 +1,4 @@
-"""Decode steps as programs: one program for every part of the span and number of new positions that occurs."""
+"""Decode steps as programs, one for every part of the span, number of new positions and layout of adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.kernels.program import Program
 from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_protocol.span import Span
+from swarm_server.adapters.lora import AdapterRows, Patches, PlacedAdapter
 from swarm_server.blocks.blocks import BlockStack
+from swarm_server.graph.adapter_slots import AdapterSlot, AdapterSlots
 from swarm_server.graph.assembling import Assembled, Linear
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
@@ -43,8 +45,10 @@ class StepGraphs:
     def __init__(self, stack: BlockStack, longest_window: int) -> None:
         self._stack = stack
         self._longest_window = longest_window
-        self._captured: dict[Span, Linear | None] = {}
-        self._assembled: OrderedDict[tuple[Span, int], Assembled] = OrderedDict()
+        self._patches = Patches(stack)
+        self._slots = AdapterSlots(self._forget)
+        self._captured: dict[tuple[Span, AdapterSlot | None], Linear | None] = {}
+        self._assembled: OrderedDict[tuple[Span, AdapterSlot | None, int], Assembled] = OrderedDict()
         self._memory = torch.empty(0)  # all programs compute in it, one at a time
         self.refusal = self._first_refusal()
 
@@ -55,6 +59,7 @@ class StepGraphs:
         positions: torch.Tensor,
         places: Sequence[BlockRuns],
         seen: Sequence[int],
+        adapter: PlacedAdapter | None = None,
     ) -> torch.Tensor | None:
         """Compute the new positions of each row and store their keys and values; return None if no program can.
 
@@ -66,6 +71,7 @@ class StepGraphs:
             positions: the position ids, [rows, new].
             places: the places of each block's keys and values.
             seen: how many of its last positions each row attends to at most, new positions included.
+            adapter: the adapter that is added to the blocks, without prompts.
 
         Returns:
             The output of the last block, [rows, new, hidden_size].
@@ -73,10 +79,11 @@ class StepGraphs:
         num_rows, num_new = positions.shape
         if self.refusal is not None or not 0 < num_rows * num_new <= _MOST_POSITIONS or min(seen) < num_new:
             return None
-        linear = self._linear(blocks)
+        slot = None if adapter is None else self._slots.slot_of(adapter)
+        linear = None if slot is None and adapter is not None else self._linear(blocks, slot)
         if linear is None:
             return None
-        assembled = self._program(blocks, linear, num_rows * num_new)
+        assembled = self._program(blocks, slot, linear, num_rows * num_new)
         flat = hidden if num_new == 1 else [rows.reshape(-1, 1, rows.shape[2]) for rows in hidden]
         torch.cat(list(flat), out=assembled.hidden)
         assembled.positions.copy_(positions.reshape(-1, 1))
@@ -96,33 +103,42 @@ class StepGraphs:
         if not self._stack.family.takes_positions:
             return "the family has positions of its own"
         try:
-            self._captured[self._stack.span] = self._capture(self._stack)
+            self._captured[self._stack.span, None] = self._capture(self._stack, None)
         except NotCapturable as error:
             return str(error)
         return None
 
-    def _linear(self, blocks: Span) -> Linear | None:
-        if blocks not in self._captured:
+    def _linear(self, blocks: Span, slot: AdapterSlot | None) -> Linear | None:
+        key = blocks, slot
+        if key not in self._captured:
             try:
-                self._captured[blocks] = self._capture(self._stack.view(blocks))
+                self._captured[key] = self._capture(self._stack.view(blocks), slot)
             except NotCapturable as error:
-                _logger.info("decode steps of blocks %s are not programs: %s", blocks, error)
-                self._captured[blocks] = None
-        return self._captured[blocks]
+                kind = "" if slot is None else " with an adapter"
+                _logger.info("decode steps of blocks %s%s are not programs: %s", blocks, kind, error)
+                self._captured[key] = None
+        return self._captured[key]
 
-    def _capture(self, stack: BlockStack) -> Linear:
+    def _capture(self, stack: BlockStack, slot: AdapterSlot | None) -> Linear:
+        captures = []
         with torch.inference_mode(False):
-            captures = [
-                capture(stack, num_rows, self._longest_window + beyond)
-                for num_rows, beyond in zip(_ROWS, _BEYOND, strict=True)
-            ]
+            for num_rows, beyond in zip(_ROWS, _BEYOND, strict=True):
+                shares = [] if slot is None else [AdapterRows(slice(0, num_rows), slot.adapter)]
+                with self._patches.applied(shares, num_rows, 1):
+                    captures.append(capture(stack, num_rows, self._longest_window + beyond))
         linear = Linear(*captures[:2])
         if not linear.matches(captures[2]):
             raise NotCapturable("what is computed depends on how many positions there are")
         return linear
 
-    def _program(self, blocks: Span, linear: Linear, num_rows: int) -> Assembled:
-        key = blocks, num_rows
+    def _forget(self, slot: AdapterSlot) -> None:
+        for key in [key for key in self._captured if key[1] is slot]:
+            del self._captured[key]
+        for place in [place for place in self._assembled if place[1] is slot]:
+            del self._assembled[place]
+
+    def _program(self, blocks: Span, slot: AdapterSlot | None, linear: Linear, num_rows: int) -> Assembled:
+        key = blocks, slot, num_rows
         if key not in self._assembled:
             with torch.inference_mode(False):
                 self._assembled[key] = linear.assembled(num_rows, self._room)

@@ -136,6 +136,22 @@ def test_products_are_those_of_the_weight() -> None:
     assert torch.equal(out, weight.matmul(x))
 
 
+@pytest.mark.parametrize(("width", "num_columns"), [(130, 16), (16, 193), (1, 1), (3, 80)])
+def test_products_of_matrices(width: int, num_columns: int) -> None:
+    x, matrix = numbers(5, width + 2)[:, :width], numbers(width, num_columns, seed=1)
+
+    def times_matrix(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(rows), num_columns)
+        operands = [Operand(tensor.data_ptr(), (*tensor.stride(), 0, 0)) for tensor in (out, rows, matrix)]
+        sizes = len(rows), width, num_columns, 0
+        assert Program([Instruction(Opcode.MATRIX_PRODUCT, sizes, (*operands, NOTHING))]).run(NO_PLACES)
+        return out
+
+    together = times_matrix(x)
+    torch.testing.assert_close(together.double(), x.double() @ matrix.double(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(torch.cat([times_matrix(row) for row in x.split(1)]), together)
+
+
 @pytest.mark.parametrize("kind", [Opcode.SILU, Opcode.MEAN, Opcode.LAYER_NORM, Opcode.MUL])
 def test_no_bit_of_a_row_depends_on_the_others(kind: Opcode) -> None:
     x, y = numbers(1, 1, 7, 301), numbers(301, seed=1).view(1, 1, 1, -1)

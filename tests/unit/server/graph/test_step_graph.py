@@ -13,16 +13,18 @@ from swarm_models.kernels.int8_linear import Int8Weight
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
+from swarm_protocol.wire.adapters import Adapter, LowRank
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, Reorder
+from swarm_server.graph.adapter_slots import STEPS_TO_PAY
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
 from swarm_server.graph.step_graph import StepGraphs
 from swarm_server.kv.kv_cache import CacheBudget
 from tests.families import FAMILIES
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
-from tests.zoo import BLOCKS, SLIDING, save_checkpoint
+from tests.zoo import BLOCKS, HEADS, HIDDEN, KV_HEADS, SLIDING, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not KernelWeight.is_available(), reason="no compiled kernel")
 
@@ -236,6 +238,48 @@ def test_weights_of_another_kind_have_no_programs(tmp_path) -> None:
     save_checkpoint("llama", tmp_path)
     stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED)
     assert Engine(stack).ways.refusal == "products are not the kernel's"
+
+
+def adapter_of(rank: int, *, seed: int) -> Adapter:
+    """Beside every query and value projection."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def part(block: int, module: str, size: int) -> LowRank:
+        a, b = torch.randn(rank, HIDDEN, generator=generator), torch.randn(size, rank, generator=generator)
+        return LowRank(block, module, 0.5, a / 8, b / 8)
+
+    projections = ("self_attn.q_proj", HIDDEN), ("self_attn.v_proj", HIDDEN // HEADS * KV_HEADS)
+    return Adapter(b"0123456789abcdef", tuple(part(block, *each) for block in HOSTED for each in projections))
+
+
+def test_adapters_of_one_layout_take_turns_in_the_same_programs(llama: BlockStack) -> None:
+    engine = Engine(llama)
+    counted = Counted(engine.ways.graphs)
+    with_and_without = replace(engine.ways, graphs=counted), replace(engine.ways, graphs=None)
+    adapters = [adapter_of(4, seed=1), adapter_of(4, seed=2), adapter_of(3, seed=3)]
+    placed = [engine.place(bytes([number]), adapter) for number, adapter in enumerate(adapters)]
+    rare = [engine.place(bytes([rank]), adapter_of(rank, seed=4)) for rank in range(5, 9)]
+
+    def outputs() -> list[torch.Tensor]:
+        budget = CacheBudget(PLENTY, 1)
+        *often, _ = everyone = [
+            Generation.open(engine, budget, batch_size=2, seed=seed, adapter=adapter, shares=False)
+            for seed, adapter in enumerate((*placed, None))
+        ]
+        others = [Generation.open(engine, budget, adapter=adapter, shares=False) for adapter in rare]
+        steps = [[each] for each in everyone] * (STEPS_TO_PAY + 2)
+        steps += [everyone, *([each] for each in (*others, *often))]
+        return [output for together in steps for output in run(engine, *((each, each.step(1)) for each in together))]
+
+    results = []
+    for engine.ways in with_and_without:
+        results.append(outputs())
+    own_turns = STEPS_TO_PAY + 2
+    assert counted.steps == (2 * own_turns - STEPS_TO_PAY + 1) + (own_turns - STEPS_TO_PAY + 1) + own_turns
+    assert len(counted.graphs._captured) == 1  # the other layouts have come since, so only what has no adapter is left
+    assert not torch.allclose(results[1][0], results[1][1], rtol=0.1)  # the adapters matter
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() <= ALL * theirs.abs().max()
 
 
 class Looks(nn.Module):
