@@ -56,6 +56,7 @@ class ClientConfig:
     compression: str = "auto"  # codec of hidden states on the wire: auto, raw, bf16, int8 or int4; none is raw
     compression_error: float = 0.1  # the largest relative error of the last hidden state that auto may cause
     head_quant: str = "none"  # quantisation of the head that makes logits: none or int8
+    skip_padding: bool = False  # passes without a cache leave padding out: its outputs are zeros, not the model's
     draft: str = "auto"  # token guesses: auto, none, lookup, or name or directory of a model with the same tokenizer
     view_max_age_s: float = 10.0
     allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; empty: all that are not blocked

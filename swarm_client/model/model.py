@@ -64,6 +64,7 @@ class _Distributed:
         compression: str | None = None,
         compression_error: float | None = None,
         head_quant: str | None = None,
+        skip_padding: bool | None = None,
         draft: str | None = None,
         allowed_servers: Sequence[str] | None = None,
         blocked_servers: Sequence[str] | None = None,
@@ -107,6 +108,7 @@ class _Distributed:
             compression_error: the relative error of the last hidden state that "auto" may cause for this model.
             head_quant: the format of the head that turns hidden states into logits: "none", or "int8" (on the CPU),
                 which is faster, smaller and frozen. A classifier's head stays as it is.
+            skip_padding: whether passes without a cache leave out padding, whose hidden states are then zeros.
             draft: the source of guesses for the next tokens. One pass through the servers verifies several guesses,
                 which do not change the text. It is "lookup", the name or directory of a small model with the same
                 tokenizer, "none", or "auto", which guesses where passes are slow. See ``model.speculation``.
@@ -148,6 +150,7 @@ class _Distributed:
             compression=compression,
             compression_error=compression_error,
             head_quant=head_quant,
+            skip_padding=skip_padding,
             draft=draft,
             allowed_servers=allowed_servers,
             blocked_servers=blocked_servers,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn import functional
 
 from swarm_client.adapters.snapshots import NOTHING, AdapterSnapshot
 from swarm_client.passes.divergence import require_finite
@@ -49,7 +50,9 @@ async def forward(
 ) -> tuple[list[torch.Tensor], list[Way]]:
     """Return the outputs of micro-batches, each [rows, tokens, hidden_size], and each one's way for ``backward``.
 
-    Several micro-batches are under way at once, through the chains with which all of them are done soonest.
+    Several micro-batches are under way at once, through the chains with which all of them are done soonest. With
+    ``skip_padding``, positions before a micro-batch's first text and after its last one are not sent: their outputs are
+    zeros.
 
     Args:
         adapter: the adapter that is added to the blocks.
@@ -62,22 +65,27 @@ async def forward(
         TrainingDiverged: numbers overflow, here or on any server.
     """
     batches = _micro_batches(inputs)
+    skips = swarm.config.skip_padding
+    places = [rows.unpadded if skips else slice(0, rows.hidden.shape[1]) for rows in batches]
     swarm.links.see(inputs, span)
     if inputs.joined is not None:
         swarm.need_joins()
-    chains = await swarm.chains(span, [rows.hidden.shape[0] * rows.hidden.shape[1] for rows in batches])
+    sizes = [len(rows.hidden) * (at.stop - at.start) for rows, at in zip(batches, places, strict=True)]
+    chains = await swarm.chains(span, sizes)
     ends_at = span.end if first_grad is None else first_grad
     trains = first_grad is not None or adapter.begins(span) < span.end
     require_finite([inputs.hidden], "hidden states", trains)
     require_finite(adapter.tensors, "adapter's weights")
 
-    async def one(number: int, rows: BlockInput, chain: Route) -> tuple[torch.Tensor, Way]:
+    async def one(number: int, batch: BlockInput, at: slice, chain: Route) -> tuple[torch.Tensor, Way]:
+        rows = batch.at(at)
         wire = WireTensor.of(rows.hidden, swarm.links.codec_of_pass(chain))
         context = Context.of(rows, adapter, _seed(dropout_seed, number))
         output, path = await _forward_rows(swarm, span, wire, context, chain, ends_at, RetryBudget(swarm, trains))
-        return output.decode(rows.hidden.shape, rows.hidden.dtype), Way(context, path)
+        decoded = output.decode(rows.hidden.shape, rows.hidden.dtype)
+        return _with_padding(decoded, at, batch.hidden.shape[1]), Way(context, path, at)
 
-    jobs = enumerate(zip(batches, chains, strict=True))
+    jobs = enumerate(zip(batches, places, chains, strict=True))
     giving = asyncio.ensure_future(_give_adapter(swarm, chains, adapter))
     try:
         results = await _together([partial(one, number, *job) for number, job in jobs])
@@ -223,9 +231,12 @@ async def backward(
     first_block = span.start if need_input else adapter.begins(span)
     remote = RemoteSums(ways, adapter, first_block)
 
-    async def one(way: Way, rows: torch.Tensor) -> tuple[torch.Tensor | None, Found]:
+    async def one(way: Way, batch: torch.Tensor) -> tuple[torch.Tensor | None, Found]:
+        rows = batch[:, way.positions]
         wire, found = await _backward_way(swarm, way, rows, remote, first_block)
-        return wire.decode(rows.shape, rows.dtype) if need_input else None, found
+        if not need_input:
+            return None, found
+        return _with_padding(wire.decode(rows.shape, rows.dtype), way.positions, batch.shape[1]), found
 
     async def taken(sum_: RemoteSum) -> tuple[None, Found]:
         return None, await _take_sum(swarm, sum_)
@@ -326,6 +337,11 @@ async def _take_sum(swarm: Swarm, sum_: RemoteSum) -> Found:
     results = await _together(again)
     retry_budget.renew(hop.span.end)
     return [found for _, of_one in results for found in of_one or []]
+
+
+def _with_padding(rows: torch.Tensor, at: slice, num_tokens: int) -> torch.Tensor:
+    """Return [rows, num_tokens, hidden_size] with the given positions at their place and zeros elsewhere."""
+    return functional.pad(rows, (0, 0, at.start, num_tokens - at.stop))
 
 
 def _seed(dropout_seed: int, number: int) -> int:

@@ -24,10 +24,15 @@ class Visited:
 
 @dataclass(frozen=True)
 class Way:
-    """The way of one micro-batch through the blocks, with the context that accompanied it."""
+    """The way of one micro-batch through the blocks, with the context that accompanied it.
+
+    Attributes:
+        positions: the positions of the batch that were sent; the others are padding in all rows.
+    """
 
     context: Context
     path: list[Visited]
+    positions: slice
 
     @property
     def num_rows(self) -> int:

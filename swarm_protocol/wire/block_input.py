@@ -59,6 +59,22 @@ class BlockInput:
             joined=None if self.joined is None else self.joined[rows],
         )
 
+    def at(self, positions: slice) -> BlockInput:
+        """Return the input of some of the positions, if there is no past."""
+        tensors = (self.hidden, self.attention_mask, self.position_ids)
+        hidden, mask, ids = (None if tensor is None else tensor[:, positions] for tensor in tensors)
+        assert hidden is not None
+        joined = None if self.joined is None else self.joined[:, positions]
+        return BlockInput(hidden, mask, ids, self.packed, additions=self.additions_at(positions), joined=joined)
+
+    @property
+    def unpadded(self) -> slice:
+        """Return the positions from the first to the last one that is no padding in some row; all if there is none."""
+        used: Sequence[int] = range(self.hidden.shape[1])
+        if self.attention_mask is not None and bool(self.attention_mask.any()):
+            used = self.attention_mask.bool().any(0).nonzero().flatten().tolist()
+        return slice(used[0], used[-1] + 1)
+
     def without_repeats(self) -> tuple[BlockInput, list[int]]:
         """Return the input of those rows that differ from all rows before them, and which of these each row equals.
 

@@ -49,7 +49,7 @@ def servers(tmp_path_factory) -> Iterator[InProcessServers]:
 
 @pytest.fixture
 def pair(servers) -> Iterator[Tuned]:
-    with tuned(servers, lora(), wraps=True) as pair:
+    with tuned(servers, lora(), wraps=True, skip_padding=True) as pair:
         yield pair
 
 

@@ -48,3 +48,15 @@ def test_positions_of_all_rows_stay() -> None:
     assert repeats == [0, 1, 0]
     assert torch.equal(found.hidden, hidden[:2])
     assert found.position_ids is positions
+
+
+def test_what_is_not_padding_in_every_row() -> None:
+    hidden, ids = torch.arange(24.0).view(2, 6, 2), torch.arange(6)[None]
+    mask = torch.tensor([[0, 0, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0]])
+    inputs = BlockInput(hidden, mask, ids)
+    assert inputs.unpadded == slice(1, 4)
+    part = inputs.at(inputs.unpadded)
+    assert torch.equal(part.hidden, hidden[:, 1:4]) and torch.equal(part.attention_mask, mask[:, 1:4])
+    assert part.position_ids.tolist() == [[1, 2, 3]]
+    for unmasked in (None, torch.zeros_like(mask)):
+        assert BlockInput(hidden, unmasked, ids).unpadded == slice(0, 6)
