@@ -1,6 +1,7 @@
 """Settings every test runs under: no hub, no chatter, one thread."""
 
 import gc
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from transformers.utils import logging
 
 import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 from swarm_protocol.process.signals import HANGUP
+from tests.unit.support import run
 
 TESTS = Path(__file__).parent
 END_TO_END = ("swarm", "attack", "training")  # folders whose tests start servers or peers
@@ -65,6 +67,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     numpy.random.seed(0)  # `random` is left alone: DHT nodes have their ids from it
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine with ``run``, in an event loop of its own, or with the function of ``run_by``."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    marker = pyfuncitem.get_closest_marker("run_by")
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    (marker.args[0] if marker else run)(pyfuncitem.obj(**arguments))
+    return True
 
 
 def pytest_collection_finish() -> None:

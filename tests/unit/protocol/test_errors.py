@@ -37,6 +37,8 @@ from swarm_protocol.wire.status import CUT_OFF, FirstStatus, end_with, from_stat
 from tests.unit.support import run, server_record
 from tests.worlds.virtual_time import run_virtually
 
+pytestmark = pytest.mark.run_by(run_virtually)
+
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])
 def test_errors_of_a_server_survive_the_wire(error: type[PeerError]) -> None:
@@ -172,7 +174,7 @@ def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone
 
 @pytest.mark.parametrize("translate", [translated, lambda: calls_translated(server_record())])
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_who_is_cancelled_while_a_call_fails_ends(translate: Callable[[], Any], is_cancelled: bool) -> None:
+async def test_who_is_cancelled_while_a_call_fails_ends(translate: Callable[[], Any], is_cancelled: bool) -> None:
     async def call() -> None:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(1.0)
@@ -182,15 +184,12 @@ def test_who_is_cancelled_while_a_call_fails_ends(translate: Callable[[], Any], 
         async with translate():
             await call()
 
-    async def scenario() -> None:
-        asking = asyncio.ensure_future(ask())
-        await asyncio.sleep(0.5)
-        if is_cancelled:
-            asking.cancel()
-        await asyncio.wait([asking])
-        assert asking.cancelled() if is_cancelled else isinstance(asking.exception(), PeerUnavailable)
-
-    run_virtually(scenario())
+    asking = asyncio.ensure_future(ask())
+    await asyncio.sleep(0.5)
+    if is_cancelled:
+        asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled() if is_cancelled else isinstance(asking.exception(), PeerUnavailable)
 
 
 class Forgetful:
@@ -219,10 +218,7 @@ class Forgetful:
 
 @pytest.mark.parametrize("done_after", [0, 3])
 @pytest.mark.parametrize(("known_after", "told"), [(0, True), (1, True), (20, True), (10**9, False)])
-def test_what_grpc_knows_only_later_is_waited_for(known_after: int, told: bool, done_after: int) -> None:
-    async def scenario() -> None:
-        call: Any = Forgetful(known_after, done_after)
-        known = await FirstStatus(call).instead_of(*CUT_OFF)
-        assert known == ((grpc.StatusCode.ABORTED, "why") if told else CUT_OFF)
-
-    run_virtually(scenario())
+async def test_what_grpc_knows_only_later_is_waited_for(known_after: int, told: bool, done_after: int) -> None:
+    call: Any = Forgetful(known_after, done_after)
+    known = await FirstStatus(call).instead_of(*CUT_OFF)
+    assert known == ((grpc.StatusCode.ABORTED, "why") if told else CUT_OFF)

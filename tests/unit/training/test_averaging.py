@@ -145,42 +145,32 @@ def test_what_somebody_has_is_fetched_and_the_rest_is_added_up_again() -> None:
     assert not whole.fetch and not whole.redo and not whole.lost
 
 
-def test_the_rounds_of_a_result_that_a_peer_has_are_kept_however_many_fail_after() -> None:
-    async def scenario() -> None:
-        rounds = Rounds()
-        for number in range(8):
-            new: Any = SimpleNamespace(group=SimpleNamespace(id=f"group {number}"))
-            await rounds.add(new, accepted="group 1" if number else "")
-            await rounds.add(new, accepted="group 1" if number else "")  # another phase
-        assert [len(rounds.of(f"group {number}")) for number in range(8)] == [0, 2, 0, 0, 0, 0, 2, 2]
-
-    asyncio.run(scenario())
+async def test_the_rounds_of_a_result_that_a_peer_has_are_kept_however_many_fail_after() -> None:
+    rounds = Rounds()
+    for number in range(8):
+        new: Any = SimpleNamespace(group=SimpleNamespace(id=f"group {number}"))
+        await rounds.add(new, accepted="group 1" if number else "")
+        await rounds.add(new, accepted="group 1" if number else "")  # another phase
+    assert [len(rounds.of(f"group {number}")) for number in range(8)] == [0, 2, 0, 0, 0, 0, 2, 2]
 
 
-def test_once_a_step_is_taken_the_results_of_its_rounds_are_all_that_is_kept() -> None:
+async def test_once_a_step_is_taken_the_results_of_its_rounds_are_all_that_is_kept() -> None:
     """Until the next round: whoever lacks some of them can ask."""
     length = 10_000
-
-    async def scenario() -> None:
-        (group, _), rounds = group_of([1.0], [1]), Rounds()
-        for step in range(3):
-            (reducer,) = await reduce_all(World(), group, [torch.randn(length)], chunk_elements=1000)
-            reducer.round.group = replace(group, id=f"group {step}")
-            await rounds.add(reducer.round)
-            assert 2 * 4 * length <= held_bytes(rounds) < 2.2 * 4 * length  # the vector too
-            rounds.end_step()
-            assert 4 * length <= held_bytes(rounds) < 1.2 * 4 * length
-            kept = await rounds.find(f"group {step}", 0, 1.0)
-            assert [chunk.data for chunk in kept.serve_fetch(range(10))] == list(reducer.round.results.values())
-
-    asyncio.run(scenario())
+    (group, _), rounds = group_of([1.0], [1]), Rounds()
+    for step in range(3):
+        (reducer,) = await reduce_all(World(), group, [torch.randn(length)], chunk_elements=1000)
+        reducer.round.group = replace(group, id=f"group {step}")
+        await rounds.add(reducer.round)
+        assert 2 * 4 * length <= held_bytes(rounds) < 2.2 * 4 * length  # the vector too
+        rounds.end_step()
+        assert 4 * length <= held_bytes(rounds) < 1.2 * 4 * length
+        kept = await rounds.find(f"group {step}", 0, 1.0)
+        assert [chunk.data for chunk in kept.serve_fetch(range(10))] == list(reducer.round.results.values())
 
 
-def test_an_address_that_cannot_be_is_no_peer_that_is_gone() -> None:
-    async def scenario() -> None:
-        network = GrpcNetwork(ClientCredentials(identity(0)))
-        for address in ("127.0.0.1:99999", "127.0.0.1:-1", "nowhere", ""):
-            assert not await network.is_gone(Progress("run", "peer", address=address))
-        await network.close()
-
-    asyncio.run(scenario())
+async def test_an_address_that_cannot_be_is_no_peer_that_is_gone() -> None:
+    network = GrpcNetwork(ClientCredentials(identity(0)))
+    for address in ("127.0.0.1:99999", "127.0.0.1:-1", "nowhere", ""):
+        assert not await network.is_gone(Progress("run", "peer", address=address))
+    await network.close()

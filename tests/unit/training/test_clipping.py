@@ -116,27 +116,24 @@ def test_what_most_agree_on_to_the_bit_is_the_result() -> None:
     assert torch.equal(clipped_mean(parts, torch.ones(5)), torch.zeros(8))
 
 
-def test_a_chunk_is_clipped_once_and_the_loop_goes_on_meanwhile() -> None:
+async def test_a_chunk_is_clipped_once_and_the_loop_goes_on_meanwhile() -> None:
     parts, _ = gradients(n=100)
     calls = []
 
-    async def scenario() -> None:
-        async def in_thread(function: Any) -> Any:
-            calls.append(function)
-            await asyncio.sleep(0)
-            return function()
+    async def in_thread(function: Any) -> Any:
+        calls.append(function)
+        await asyncio.sleep(0)
+        return function()
 
-        attempt = DirectAttempt({7: 0}, 0, {0: 1.0, 1: 2.0}, lambda number, mean: mean.numpy().tobytes(), in_thread)
-        waiting = [asyncio.ensure_future(attempt.mean_of(7)) for _ in range(3)]
-        for member in (1, 0):
-            attempt.put(7, member, parts[member].clone())
-            attempt.leave_out(member)
-        attempt.end()
-        expected = clipped_mean(parts[:2], torch.tensor([1.0, 2.0])).numpy().tobytes()
-        assert await asyncio.gather(*waiting) == [expected] * 3
-        assert len(calls) == 1
-
-    asyncio.run(scenario())
+    attempt = DirectAttempt({7: 0}, 0, {0: 1.0, 1: 2.0}, lambda number, mean: mean.numpy().tobytes(), in_thread)
+    waiting = [asyncio.ensure_future(attempt.mean_of(7)) for _ in range(3)]
+    for member in (1, 0):
+        attempt.put(7, member, parts[member].clone())
+        attempt.leave_out(member)
+    attempt.end()
+    expected = clipped_mean(parts[:2], torch.tensor([1.0, 2.0])).numpy().tobytes()
+    assert await asyncio.gather(*waiting) == [expected] * 3
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(("aggregation", "steps"), [("centered_clip", 15), ("mean", 3)])

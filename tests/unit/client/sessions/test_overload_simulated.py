@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
 import torch
 
 from swarm_client.core.config import ClientConfig
@@ -18,6 +19,9 @@ from swarm_server.engine.session_state import SessionStep
 from tests.unit.client.sessions.test_stalls_simulated import claim
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, ToyScheduler, ToySession, model_output
 from tests.worlds.virtual_time import run_virtually
+
+pytestmark = pytest.mark.run_by(run_virtually)
+
 
 NUM_SERVERS, NUM_STREAMS, PROMPT, NUM_STEPS = 4, 64, 16, 2
 TOKENS_PER_S, SLOWER = 100.0, 20.0  # announced; by which servers are slower than that
@@ -75,27 +79,21 @@ class Overloaded:
         await session._lanes[0].chain.close()
 
 
-def test_streams_of_servers_that_are_twenty_times_slower_stay_where_they_are() -> None:
-    async def story() -> None:
-        swarm = Overloaded()
-        seconds = await swarm.run()
-        assert not swarm.recoveries
-        assert NUM_STREAMS * (PROMPT + NUM_STEPS) / seconds >= 0.8 * CAPACITY
-
-    run_virtually(story())
+async def test_streams_of_servers_that_are_twenty_times_slower_stay_where_they_are() -> None:
+    swarm = Overloaded()
+    seconds = await swarm.run()
+    assert not swarm.recoveries
+    assert NUM_STREAMS * (PROMPT + NUM_STEPS) / seconds >= 0.8 * CAPACITY
 
 
-def test_one_that_stalls_beside_them_is_left_within_seconds() -> None:
-    async def story() -> None:
-        swarm = Overloaded()
-        running = asyncio.ensure_future(swarm.run())
-        await asyncio.sleep(20.0)
-        stalled = swarm.net.servers["server0"]
-        stalled.scheduler.computes.clear()
-        num_sessions = stalled.host.num_sessions
-        await asyncio.sleep(8.0)
-        assert num_sessions > 0 == stalled.host.num_sessions
-        await running
-        assert [recovery.failed for recovery in swarm.recoveries] == [("server0",)] * num_sessions
-
-    run_virtually(story())
+async def test_one_that_stalls_beside_them_is_left_within_seconds() -> None:
+    swarm = Overloaded()
+    running = asyncio.ensure_future(swarm.run())
+    await asyncio.sleep(20.0)
+    stalled = swarm.net.servers["server0"]
+    stalled.scheduler.computes.clear()
+    num_sessions = stalled.host.num_sessions
+    await asyncio.sleep(8.0)
+    assert num_sessions > 0 == stalled.host.num_sessions
+    await running
+    assert [recovery.failed for recovery in swarm.recoveries] == [("server0",)] * num_sessions

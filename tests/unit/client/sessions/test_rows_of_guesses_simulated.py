@@ -22,6 +22,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_survival_simulated import run
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, model_output
 
+pytestmark = pytest.mark.run_by(run)
 ROWS = 8
 WHOLE_STEPS = 1 << 31  # prompts are not divided
 
@@ -75,53 +76,46 @@ async def client(net: Net, name: str = "client") -> Swarm:
     return swarm
 
 
-def test_rows_without_room_are_refused_at_once_and_the_session_keeps_its_own():
-    async def story() -> None:
-        net = Net(random.Random(1))
-        budget = net.start("server", Span(0, NUM_BLOCKS), WHOLE_STEPS, 300).budget
-        other, events = Text(await client(net, "other")), []
-        await other.write(140)
-        text = Text(await client(net), on_event=events.append)
-        await text.write(30)
-        assert 10 < budget.tokens_left < 100
-        hops, start_s = text.hops, now_s()
-        with pytest.raises(PeerBusy):
-            await text.guess(20)
-        assert now_s() - start_s < 1.0  # of the simulation
-        assert text.hops == hops and not events
-        text.only_one()
-        await text.write(3)
-        assert text.hops == hops and text.session.stats.replayed_tokens == 0
-        await other.write(1)
-        await text.end()
-        await other.end()
-
-    run(story())
+async def test_rows_without_room_are_refused_at_once_and_the_session_keeps_its_own():
+    net = Net(random.Random(1))
+    budget = net.start("server", Span(0, NUM_BLOCKS), WHOLE_STEPS, 300).budget
+    other, events = Text(await client(net, "other")), []
+    await other.write(140)
+    text = Text(await client(net), on_event=events.append)
+    await text.write(30)
+    assert 10 < budget.tokens_left < 100
+    hops, start_s = text.hops, now_s()
+    with pytest.raises(PeerBusy):
+        await text.guess(20)
+    assert now_s() - start_s < 1.0  # of the simulation
+    assert text.hops == hops and not events
+    text.only_one()
+    await text.write(3)
+    assert text.hops == hops and text.session.stats.replayed_tokens == 0
+    await other.write(1)
+    await text.end()
+    await other.end()
 
 
-def test_rows_of_guesses_take_room_for_what_is_new_in_them():
+async def test_rows_of_guesses_take_room_for_what_is_new_in_them():
     """And nobody else's: the other session is the younger one."""
-
-    async def story() -> None:
-        net = Net(random.Random(1))
-        budget = net.start("server", Span(0, NUM_BLOCKS), WHOLE_STEPS, 300).budget
-        text = Text(await client(net))
-        await text.write(30)
-        await asyncio.sleep(1.0)
-        other = Text(await client(net, "other"))
-        await other.write(60)
-        left = budget.tokens_left
-        assert left < 30 * ROWS
-        await text.guess(3)
-        text.pick(5)
-        await text.write(1)
-        assert budget.tokens_left == left
-        await other.write(1)
-        assert other.session.stats.replayed_tokens == 0
-        await text.end()
-        await other.end()
-
-    run(story())
+    net = Net(random.Random(1))
+    budget = net.start("server", Span(0, NUM_BLOCKS), WHOLE_STEPS, 300).budget
+    text = Text(await client(net))
+    await text.write(30)
+    await asyncio.sleep(1.0)
+    other = Text(await client(net, "other"))
+    await other.write(60)
+    left = budget.tokens_left
+    assert left < 30 * ROWS
+    await text.guess(3)
+    text.pick(5)
+    await text.write(1)
+    assert budget.tokens_left == left
+    await other.write(1)
+    assert other.session.stats.replayed_tokens == 0
+    await text.end()
+    await other.end()
 
 
 async def killed_in_a_pass(text: Text, net: Net) -> None:
@@ -132,39 +126,33 @@ async def killed_in_a_pass(text: Text, net: Net) -> None:
     await guessing
 
 
-def test_a_server_that_fails_in_the_midst_of_guesses_is_replaced_and_no_other():
-    async def story() -> None:
-        net = Net(random.Random(1))
-        for name, span in (("a", Span(0, 3)), ("b", Span(3, 6)), ("c", Span(3, 6))):
-            net.start(name, span, WHOLE_STEPS)
-        text = Text(await client(net), 200)
-        await text.write(100)
-        await text.guess(3)
-        text.pick(2)
-        (rest,) = {"b", "c"} - {text.hops[-1].hop.server.peer_id}
-        first = text.hops[0]
-        await killed_in_a_pass(text, net)
-        text.pick(5)
-        await text.write(3)
-        assert text.hops[0] is first and text.hops[-1].hop.server.peer_id == rest
-        assert text.session.stats.recoveries == 1
-        await text.end()
-
-    run(story())
+async def test_a_server_that_fails_in_the_midst_of_guesses_is_replaced_and_no_other():
+    net = Net(random.Random(1))
+    for name, span in (("a", Span(0, 3)), ("b", Span(3, 6)), ("c", Span(3, 6))):
+        net.start(name, span, WHOLE_STEPS)
+    text = Text(await client(net), 200)
+    await text.write(100)
+    await text.guess(3)
+    text.pick(2)
+    (rest,) = {"b", "c"} - {text.hops[-1].hop.server.peer_id}
+    first = text.hops[0]
+    await killed_in_a_pass(text, net)
+    text.pick(5)
+    await text.write(3)
+    assert text.hops[0] is first and text.hops[-1].hop.server.peer_id == rest
+    assert text.session.stats.recoveries == 1
+    await text.end()
 
 
-def test_a_replica_takes_over_with_all_rows():
-    async def story() -> None:
-        net = Net(random.Random(1))
-        for name, span in (("a", Span(0, 3)), ("a2", Span(0, 3)), ("b", Span(3, 6)), ("b2", Span(3, 6))):
-            net.start(name, span, WHOLE_STEPS)
-        text = Text(await client(net), 200, standby=True)
-        await text.write(100)
-        while text.session._lanes[0].chain.num_replicas < len(text.hops):
-            await asyncio.sleep(0.1)
-        await killed_in_a_pass(text, net)
-        assert len(text.rows) == ROWS
-        assert text.session.stats.standbys_used == 1 and text.session.stats.replayed_tokens == 0
-        await text.end()
-
-    run(story())
+async def test_a_replica_takes_over_with_all_rows():
+    net = Net(random.Random(1))
+    for name, span in (("a", Span(0, 3)), ("a2", Span(0, 3)), ("b", Span(3, 6)), ("b2", Span(3, 6))):
+        net.start(name, span, WHOLE_STEPS)
+    text = Text(await client(net), 200, standby=True)
+    await text.write(100)
+    while text.session._lanes[0].chain.num_replicas < len(text.hops):
+        await asyncio.sleep(0.1)
+    await killed_in_a_pass(text, net)
+    assert len(text.rows) == ROWS
+    assert text.session.stats.standbys_used == 1 and text.session.stats.replayed_tokens == 0
+    await text.end()

@@ -160,18 +160,14 @@ def test_on_this_machine_nothing_is_measured() -> None:
 
 
 @pytest.mark.parametrize(("rate", "codec"), [(1e4, pb.INT4_BLOCKS), (1e9, pb.RAW), (0.0, pb.RAW)])
-def test_who_cannot_be_measured_is_as_slow_as_others_and_not_asked_at_once_again(rate: float, codec: pb.Codec) -> None:
+async def test_who_cannot_be_measured_is_as_slow_as_others_and_is_asked_later(rate: float, codec: pb.Codec) -> None:
     """All links of a client are over its own line. If none can be measured, it is taken for fast."""
-
-    async def story() -> None:
-        found, connections = links({"a": 0.0, "b": rate})
-        found.see(BlockInput(PROMPT), ALL)
-        for _ in range(3):
-            await found.prepare([chain()])
-        assert found.codec(None, chain()[0].server) == codec
-        assert connections["a"].num_measured == connections["b"].num_measured == 1
-
-    run(story())
+    found, connections = links({"a": 0.0, "b": rate})
+    found.see(BlockInput(PROMPT), ALL)
+    for _ in range(3):
+        await found.prepare([chain()])
+    assert found.codec(None, chain()[0].server) == codec
+    assert connections["a"].num_measured == connections["b"].num_measured == 1
 
 
 class Slow(FakeConnection):
@@ -189,56 +185,46 @@ class Slow(FakeConnection):
         return await super().bytes_per_s()
 
 
-def test_who_comes_while_a_rate_is_measured_waits_for_it_too() -> None:
-    async def story() -> None:
-        found, connections = links({"a": 1e4, "b": 1e4})
-        connections.update(a=Slow(1e4), b=Slow(1e4))
-        found.see(BlockInput(PROMPT), ALL)
-        first = asyncio.ensure_future(found.prepare([chain()]))
-        await asyncio.sleep(0.5)
-        await found.prepare([chain()])
-        assert found.codec(None, chain()[0].server) == found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
-        await first
-        assert connections["a"].num_measured == connections["b"].num_measured == 1
-
-    run_virtually(story())
+@pytest.mark.run_by(run_virtually)
+async def test_who_comes_while_a_rate_is_measured_waits_for_it_too() -> None:
+    found, connections = links({"a": 1e4, "b": 1e4})
+    connections.update(a=Slow(1e4), b=Slow(1e4))
+    found.see(BlockInput(PROMPT), ALL)
+    first = asyncio.ensure_future(found.prepare([chain()]))
+    await asyncio.sleep(0.5)
+    await found.prepare([chain()])
+    assert found.codec(None, chain()[0].server) == found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
+    await first
+    assert connections["a"].num_measured == connections["b"].num_measured == 1
 
 
-def test_a_replacement_is_as_slow_as_others_until_it_is_measured() -> None:
-    async def story() -> None:
-        found, connections = links({"a": 1e4, "b": 1e4, "c": 1e9})
-        found.see(BlockInput(PROMPT), ALL)
-        await found.prepare([chain()])
-        replacement = record("c", "0:4")
-        found.measure([replacement])
-        assert found.codec(None, replacement) == found.codec(replacement, None) == pb.INT4_BLOCKS
-        await asyncio.sleep(1.0)
-        assert connections["c"].num_measured == 1
-        await found.prepare([chain()])
-        assert found.codec(None, replacement) == pb.RAW
-
-    run_virtually(story())
+@pytest.mark.run_by(run_virtually)
+async def test_a_replacement_is_as_slow_as_others_until_it_is_measured() -> None:
+    found, connections = links({"a": 1e4, "b": 1e4, "c": 1e9})
+    found.see(BlockInput(PROMPT), ALL)
+    await found.prepare([chain()])
+    replacement = record("c", "0:4")
+    found.measure([replacement])
+    assert found.codec(None, replacement) == found.codec(replacement, None) == pb.INT4_BLOCKS
+    await asyncio.sleep(1.0)
+    assert connections["c"].num_measured == 1
+    await found.prepare([chain()])
+    assert found.codec(None, replacement) == pb.RAW
 
 
-def test_an_error_that_cannot_be_measured_is_not_measured_again_at_once() -> None:
-    async def story() -> None:
-        found, connections = links({"a": 1e4, "b": 1e4})
-        found.see(BlockInput(PROMPT), ALL)
-        connections["b"].is_broken = True
-        await asyncio.gather(*(found.prepare([chain()]) for _ in range(3)))
-        await found.prepare([chain()])
-        assert found.errors == {} and sorted(connections["a"].codecs) == [pb.RAW, pb.INT8_BLOCKS, pb.INT4_BLOCKS]
-
-    run(story())
+async def test_an_error_that_cannot_be_measured_is_not_measured_again_at_once() -> None:
+    found, connections = links({"a": 1e4, "b": 1e4})
+    found.see(BlockInput(PROMPT), ALL)
+    connections["b"].is_broken = True
+    await asyncio.gather(*(found.prepare([chain()]) for _ in range(3)))
+    await found.prepare([chain()])
+    assert found.errors == {} and sorted(connections["a"].codecs) == [pb.RAW, pb.INT8_BLOCKS, pb.INT4_BLOCKS]
 
 
-def test_before_a_prompt_has_come_all_is_raw() -> None:
-    async def story() -> None:
-        found, connections = links({"a": 1e4, "b": 1e4})
-        await asyncio.wait_for(found.prepare([chain()]), 5)
-        assert found.codecs_of(chain()) == [pb.RAW] * 3 and connections["a"].num_measured == 0
-
-    run(story())
+async def test_before_a_prompt_has_come_all_is_raw() -> None:
+    found, connections = links({"a": 1e4, "b": 1e4})
+    await asyncio.wait_for(found.prepare([chain()]), 5)
+    assert found.codecs_of(chain()) == [pb.RAW] * 3 and connections["a"].num_measured == 0
 
 
 def error_of_int8(sample: torch.Tensor) -> float:
@@ -249,64 +235,54 @@ def error_of_int8(sample: torch.Tensor) -> float:
     return float((hidden / 9 - sample).norm() / sample.norm())
 
 
+@pytest.mark.run_by(run_virtually)
 @pytest.mark.parametrize(("lengths", "expected"), [((1, 12, 9), 12), ((8,), 8), ((9, 40, 12), 16)])
-def test_the_longest_prompt_so_far_is_the_sample(lengths: tuple[int, ...], expected: int) -> None:
-    async def story() -> None:
-        found, _ = links({"a": 1e4, "b": 1e4})
-        found.see(BlockInput(PROMPT), ALL)  # of which nothing is kept: the width is another
-        for length in lengths:
-            found.see(BlockInput(PROMPT[:, :length, :-1]), ALL)
-        await found.prepare([chain()])
-        assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[:1, :expected, :-1]), rel=1e-3)
-
-    run_virtually(story())
+async def test_the_longest_prompt_so_far_is_the_sample(lengths: tuple[int, ...], expected: int) -> None:
+    found, _ = links({"a": 1e4, "b": 1e4})
+    found.see(BlockInput(PROMPT), ALL)  # of which nothing is kept: the width is another
+    for length in lengths:
+        found.see(BlockInput(PROMPT[:, :length, :-1]), ALL)
+    await found.prepare([chain()])
+    assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[:1, :expected, :-1]), rel=1e-3)
 
 
-def test_a_prompt_of_a_few_positions_is_no_sample() -> None:
+@pytest.mark.run_by(run_virtually)
+async def test_a_prompt_of_a_few_positions_is_no_sample() -> None:
     """The first ones are unlike all others."""
-
-    async def story() -> None:
-        found, connections = links({"a": 1e4, "b": 1e4})
-        found.see(BlockInput(PROMPT[:, :7]), ALL)
-        await found.prepare([chain()])
-        assert found.errors == {} and connections["a"].codecs == []
-        assert found.codec(None, chain()[0].server) == pb.BFLOAT16_ELEMENTS
-        found.see(BlockInput(PROMPT), ALL)
-        await found.prepare([chain()])
-        assert found.codec(None, chain()[0].server) == pb.INT4_BLOCKS
-
-    run_virtually(story())
+    found, connections = links({"a": 1e4, "b": 1e4})
+    found.see(BlockInput(PROMPT[:, :7]), ALL)
+    await found.prepare([chain()])
+    assert found.errors == {} and connections["a"].codecs == []
+    assert found.codec(None, chain()[0].server) == pb.BFLOAT16_ELEMENTS
+    found.see(BlockInput(PROMPT), ALL)
+    await found.prepare([chain()])
+    assert found.codec(None, chain()[0].server) == pb.INT4_BLOCKS
 
 
+@pytest.mark.run_by(run_virtually)
 @pytest.mark.parametrize("past", [0, 3])
-def test_padding_is_no_sample(past: int) -> None:
+async def test_padding_is_no_sample(past: int) -> None:
     """Nor is a row that is padding for the most part."""
     mask = torch.ones(2, past + 40, dtype=torch.long)
     mask[0, : past + 33], mask[1, : past + 20], mask[:, :past] = 0, 0, 1
     hidden = PROMPT.clone()
     hidden[0, :33] = hidden[1, :20] = 0.0
-
-    async def story() -> None:
-        found, _ = links({"a": 1e4, "b": 1e4})
-        found.see(BlockInput(hidden, mask), ALL)
-        await found.prepare([chain()])
-        assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[1:, 20:36]), rel=1e-3)
-
-    run_virtually(story())
+    found, _ = links({"a": 1e4, "b": 1e4})
+    found.see(BlockInput(hidden, mask), ALL)
+    await found.prepare([chain()])
+    assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[1:, 20:36]), rel=1e-3)
 
 
-def test_a_part_of_the_blocks_says_nothing_of_the_model() -> None:
-    async def story() -> None:
-        found, connections = links({"a": 1e4, "b": 1e4})
-        found.see(BlockInput(PROMPT), Span(4, 8))
-        await found.prepare([chain()])
-        found.see(BlockInput(PROMPT), ALL)
-        await found.prepare([chain()[:1]])
-        assert found.errors == {} and connections["a"].codecs == []
-        await found.prepare([chain()])
-        assert found.errors.keys() == {"int8", "int4"}
-
-    run_virtually(story())
+@pytest.mark.run_by(run_virtually)
+async def test_a_part_of_the_blocks_says_nothing_of_the_model() -> None:
+    found, connections = links({"a": 1e4, "b": 1e4})
+    found.see(BlockInput(PROMPT), Span(4, 8))
+    await found.prepare([chain()])
+    found.see(BlockInput(PROMPT), ALL)
+    await found.prepare([chain()[:1]])
+    assert found.errors == {} and connections["a"].codecs == []
+    await found.prepare([chain()])
+    assert found.errors.keys() == {"int8", "int4"}
 
 
 class SlowLine(FakeConnection):
@@ -377,39 +353,33 @@ def test_links_that_take_a_while_are_counted() -> None:
     assert raw.num_slow(route, 3) == 2
 
 
-def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        time_s = 1000.0
-        monkeypatch.setattr(module, "now_s", lambda: time_s)
-        found, connections = links({"a": 1e4, "b": 1e9})
-        found.see(BlockInput(PROMPT), ALL)
-        await found.prepare([chain()])
-        assert connections["b"].num_measured == 1 and found.codec(chain()[1].server, None) == pb.RAW
-        connections["b"].rate = 1e4
-        time_s += 200.0
-        await found.prepare([chain()])
-        assert connections["b"].num_measured == 1
-        time_s += 200.0
-        await found.prepare([chain()])
-        assert found.codec(chain()[1].server, None) == pb.RAW
-        await until(lambda: connections["b"].num_measured == 2)
-        await found.prepare([chain()])
-        assert found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
-
-    run(story())
+async def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    time_s = 1000.0
+    monkeypatch.setattr(module, "now_s", lambda: time_s)
+    found, connections = links({"a": 1e4, "b": 1e9})
+    found.see(BlockInput(PROMPT), ALL)
+    await found.prepare([chain()])
+    assert connections["b"].num_measured == 1 and found.codec(chain()[1].server, None) == pb.RAW
+    connections["b"].rate = 1e4
+    time_s += 200.0
+    await found.prepare([chain()])
+    assert connections["b"].num_measured == 1
+    time_s += 200.0
+    await found.prepare([chain()])
+    assert found.codec(chain()[1].server, None) == pb.RAW
+    await until(lambda: connections["b"].num_measured == 2)
+    await found.prepare([chain()])
+    assert found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
 
 
-def test_one_rate_is_measured_at_a_time() -> None:
+@pytest.mark.run_by(run_virtually)
+async def test_one_rate_is_measured_at_a_time() -> None:
     """They may share the client's own line."""
-
-    async def story() -> None:
-        found, connections = links({"a": 1e4, "b": 1e4})
-        connections.update(a=Slow(1e4), b=Slow(1e4))
-        found.see(BlockInput(PROMPT), ALL)
-        await found.prepare([chain()])
-        assert connections["a"].num_measured == connections["b"].num_measured == 1
-
-    run_virtually(story())
+    found, connections = links({"a": 1e4, "b": 1e4})
+    connections.update(a=Slow(1e4), b=Slow(1e4))
+    found.see(BlockInput(PROMPT), ALL)
+    await found.prepare([chain()])
+    assert connections["a"].num_measured == connections["b"].num_measured == 1
 
 
 def test_what_is_known_of_a_line() -> None:

@@ -19,7 +19,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, add_BlocksServicer_to_server
 from tests.unit.client.swarm.test_swarm import FakeNet
-from tests.unit.support import run, server_record
+from tests.unit.support import server_record
 
 
 class SlowServer(BlocksServicer):
@@ -67,77 +67,61 @@ async def is_closed(connection: ServerConnection) -> None:
     assert caught.value.peer_id == connection.record.peer_id
 
 
-def test_what_is_under_way_goes_on_and_then_the_old_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_under_way_goes_on_and_then_the_old_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_IDLE_S", 0.2)
-
-    async def scenario() -> None:
-        async with swarm_of_one(2) as (swarm, server, records):
-            old = await swarm.server(records[0])
-            asking = asyncio.ensure_future(old.describe())
-            await server.asked.wait()
-            new = await swarm.server(records[1])
-            assert new is not old and await swarm.server(replace(records[1], tokens_per_s=7.0)) is new
-            assert not asking.done()
-            server.may_answer.set()
-            assert (await asking).peer_id == old.record.peer_id
-            await is_closed(old)
-            assert (await new.describe()).peer_id == old.record.peer_id
-
-    run(scenario())
+    async with swarm_of_one(2) as (swarm, server, records):
+        old = await swarm.server(records[0])
+        asking = asyncio.ensure_future(old.describe())
+        await server.asked.wait()
+        new = await swarm.server(records[1])
+        assert new is not old and await swarm.server(replace(records[1], tokens_per_s=7.0)) is new
+        assert not asking.done()
+        server.may_answer.set()
+        assert (await asking).peer_id == old.record.peer_id
+        await is_closed(old)
+        assert (await new.describe()).peer_id == old.record.peer_id
 
 
-def test_one_that_was_idle_for_long_is_not_closed_under_those_who_have_just_got_it() -> None:
-    async def scenario() -> None:
-        async with swarm_of_one(2) as (swarm, server, records):
-            server.may_answer.set()
-            old = await swarm.server(records[0])
-            old._stub.idle_since_s -= 1e6
-            await swarm.server(records[1])
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert (await old.describe()).peer_id == old.record.peer_id
-
-    run(scenario())
+async def test_one_that_was_idle_for_long_is_not_closed_under_those_who_have_just_got_it() -> None:
+    async with swarm_of_one(2) as (swarm, server, records):
+        server.may_answer.set()
+        old = await swarm.server(records[0])
+        old._stub.idle_since_s -= 1e6
+        await swarm.server(records[1])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (await old.describe()).peer_id == old.record.peer_id
 
 
-def test_who_is_another_server_than_expected_is_named() -> None:
+async def test_who_is_another_server_than_expected_is_named() -> None:
     class Dialer:
         async def connect(self, *_: Any) -> Any:
             raise BadReply("another server answers")
 
         relay_of = None
 
-    async def scenario() -> None:
-        dialer: Any = Dialer()
-        with pytest.raises(BadReply, match="server …peer is not where it should be: another server answers") as caught:
-            await ServerConnection.connect(server_record(), ClientConfig(), dialer)
-        assert caught.value.peer_id == "peer"
-
-    run(scenario())
+    dialer: Any = Dialer()
+    with pytest.raises(BadReply, match="server …peer is not where it should be: another server answers") as caught:
+        await ServerConnection.connect(server_record(), ClientConfig(), dialer)
+    assert caught.value.peer_id == "peer"
 
 
-def test_nor_is_one_left_open_that_was_replaced_just_before_the_swarm_was_closed() -> None:
-    async def scenario() -> None:
-        async with swarm_of_one(2) as (swarm, server, records):
-            server.may_answer.set()
-            old = await swarm.server(records[0])
-            swarm.spawn(swarm.server(records[1]))
-            while not swarm._replaced:
-                await asyncio.sleep(0)
-            await swarm.close()
-            await is_closed(old)
-
-    run(scenario())
+async def test_nor_is_one_left_open_that_was_replaced_just_before_the_swarm_was_closed() -> None:
+    async with swarm_of_one(2) as (swarm, server, records):
+        server.may_answer.set()
+        old = await swarm.server(records[0])
+        swarm.spawn(swarm.server(records[1]))
+        while not swarm._replaced:
+            await asyncio.sleep(0)
+        await swarm.close()
+        await is_closed(old)
 
 
-def test_an_old_connection_ends_with_the_swarm() -> None:
-    async def scenario() -> None:
-        async with swarm_of_one(2) as (swarm, server, records):
-            server.may_answer.set()
-            old = await swarm.server(records[0])
-            await swarm.server(records[1])
-            assert await old.describe()
-            await swarm.close()
-            await is_closed(old)
-
-    run(scenario())
+async def test_an_old_connection_ends_with_the_swarm() -> None:
+    async with swarm_of_one(2) as (swarm, server, records):
+        server.may_answer.set()
+        old = await swarm.server(records[0])
+        await swarm.server(records[1])
+        assert await old.describe()
+        await swarm.close()
+        await is_closed(old)

@@ -65,6 +65,9 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     run_virtually(leaving_nothing())
 
 
+pytestmark = pytest.mark.run_by(run)
+
+
 @pytest.mark.parametrize(
     ("options", "expected_s"),
     [
@@ -78,94 +81,69 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         ({"num_positions": 10, "alarms": 100}, 80.0),
     ],
 )
-def test_a_pass_that_never_comes_back(options: dict[str, Any], expected_s: float) -> None:
-    async def test() -> None:
-        assert await Client().given_up_after(**options) == pytest.approx(expected_s)
-        assert await Client(50.0).given_up_after(**options) == pytest.approx(min(50.0, expected_s))
-
-    run(test())
+async def test_a_pass_that_never_comes_back(options: dict[str, Any], expected_s: float) -> None:
+    assert await Client().given_up_after(**options) == pytest.approx(expected_s)
+    assert await Client(50.0).given_up_after(**options) == pytest.approx(min(50.0, expected_s))
 
 
-def test_the_only_server_is_waited_for_and_others_that_come_are_taken() -> None:
-    async def test() -> None:
-        client = Client()
-        assert await client.send(asyncio.sleep(77.0), can_replace=lambda: False) == pytest.approx(77.0)
-        loop = asyncio.get_running_loop()
-        come_s = loop.time() + 500.0
-        waited_s = await Client().given_up_after(can_replace=lambda: loop.time() >= come_s)
-        assert 500.0 <= waited_s <= 501.0
-
-    run(test())
+async def test_the_only_server_is_waited_for_and_others_that_come_are_taken() -> None:
+    client = Client()
+    assert await client.send(asyncio.sleep(77.0), can_replace=lambda: False) == pytest.approx(77.0)
+    loop = asyncio.get_running_loop()
+    come_s = loop.time() + 500.0
+    waited_s = await Client().given_up_after(can_replace=lambda: loop.time() >= come_s)
+    assert 500.0 <= waited_s <= 501.0
 
 
 @pytest.mark.parametrize("slower", [1.0, 9.0])
-def test_many_passes_that_wait_in_one_queue(slower: float) -> None:
+async def test_many_passes_that_wait_in_one_queue(slower: float) -> None:
     """Each alone would be late before it is its turn. The server is slower than it says, by less than allowed."""
+    client, turn = Client(), asyncio.Lock()
 
-    async def test() -> None:
-        client, turn = Client(), asyncio.Lock()
+    async def in_turn(num_positions: int, times: float) -> None:
+        async with turn:
+            await asyncio.sleep(slower * times * num_positions / TOKENS_PER_S)
 
-        async def in_turn(num_positions: int, times: float) -> None:
-            async with turn:
-                await asyncio.sleep(slower * times * num_positions / TOKENS_PER_S)
-
-        for times in (1.0, BACKWARD):
-            passes = [client.send(in_turn(1000, times), 1000, times) for _ in range(16)]
-            waits_s = await asyncio.gather(*passes)
-            assert max(waits_s) == pytest.approx(16 * slower * times * 10)
-
-    run(test())
+    for times in (1.0, BACKWARD):
+        passes = [client.send(in_turn(1000, times), 1000, times) for _ in range(16)]
+        waits_s = await asyncio.gather(*passes)
+        assert max(waits_s) == pytest.approx(16 * slower * times * 10)
 
 
-def test_a_server_that_stalls_in_the_middle_of_many_passes() -> None:
+async def test_a_server_that_stalls_in_the_middle_of_many_passes() -> None:
     """What the first ones took is known; the others are given up together."""
-
-    async def test() -> None:
-        client, loop = Client(), asyncio.get_running_loop()
-        answers = [client.send(asyncio.sleep(10.0 * number), 1000) for number in (1, 2)]
-        lost = [client.given_up_after(1000) for _ in range(3)]
-        *_, first, second, third = await asyncio.gather(*answers, *lost)
-        assert first == second == third == pytest.approx(20.0 + 3 * 100.0)
-        assert loop.time() == pytest.approx(first)
-
-    run(test())
+    client, loop = Client(), asyncio.get_running_loop()
+    answers = [client.send(asyncio.sleep(10.0 * number), 1000) for number in (1, 2)]
+    lost = [client.given_up_after(1000) for _ in range(3)]
+    *_, first, second, third = await asyncio.gather(*answers, *lost)
+    assert first == second == third == pytest.approx(20.0 + 3 * 100.0)
+    assert loop.time() == pytest.approx(first)
 
 
-def test_who_was_slow_may_be_as_slow_again() -> None:
+async def test_who_was_slow_may_be_as_slow_again() -> None:
     """Ten times slower than announced would be late; it has been seen to be, and to come back."""
-
-    async def test() -> None:
-        client = Client()
-        await client.send(asyncio.sleep(80.0), 1000)
-        assert await client.send(asyncio.sleep(700.0), 1000) == pytest.approx(700.0)
-        assert await client.given_up_after(1000, name="bob") == pytest.approx(100.0)  # which says nothing of others
-
-    run(test())
+    client = Client()
+    await client.send(asyncio.sleep(80.0), 1000)
+    assert await client.send(asyncio.sleep(700.0), 1000) == pytest.approx(700.0)
+    assert await client.given_up_after(1000, name="bob") == pytest.approx(100.0)  # which says nothing of others
 
 
-def test_passes_that_share_a_slow_line() -> None:
+async def test_passes_that_share_a_slow_line() -> None:
     """16 MB at 1 Mbit/s: all come at once, after two minutes, from servers that need little time."""
-
-    async def test() -> None:
-        client = Client()
-        passes = [
-            client.send(asyncio.sleep(16 * 1e6 / 125e3), 64, name=f"server {number % 4}", size_bytes=1_000_000)
-            for number in range(16)
-        ]
-        assert max(await asyncio.gather(*passes)) == pytest.approx(128.0)
-
-    run(test())
+    client = Client()
+    passes = [
+        client.send(asyncio.sleep(16 * 1e6 / 125e3), 64, name=f"server {number % 4}", size_bytes=1_000_000)
+        for number in range(16)
+    ]
+    assert max(await asyncio.gather(*passes)) == pytest.approx(128.0)
 
 
-def test_what_a_pass_raises_is_raised() -> None:
-    async def test() -> None:
-        client = Client()
+async def test_what_a_pass_raises_is_raised() -> None:
+    client = Client()
 
-        async def refuse() -> None:
-            raise BadReply("no")
+    async def refuse() -> None:
+        raise BadReply("no")
 
-        with pytest.raises(BadReply, match="no"):
-            await client.send(refuse())
-        assert await client.given_up_after() == pytest.approx(5.0)  # nothing is learned, nothing is left
-
-    run(test())
+    with pytest.raises(BadReply, match="no"):
+        await client.send(refuse())
+    assert await client.given_up_after() == pytest.approx(5.0)  # nothing is learned, nothing is left

@@ -10,7 +10,6 @@ import pytest
 from swarm_client.transport.bundle import StepBundle
 from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
-from tests.unit.support import run
 
 
 class FakeStream:
@@ -65,57 +64,48 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0)
 
 
-def test_steps_of_one_turn_are_one_message_and_answers_find_their_sessions() -> None:
-    async def story() -> None:
-        stream, first, second = FakeStream(), Member(b"first"), Member(b"second")
-        bundle = await opened(stream)
-        bundle.join(first)
-        bundle.join(second)
-        bundle.post(first, pb.Step(number=7))
-        bundle.post(second, pb.Step(number=9))
-        await until(lambda: len(stream.written) == 2)
-        assert stream.written[0].key == bundle.key and not stream.written[0].steps
-        assert [(entry.session_key, entry.step.number) for entry in stream.written[1].steps] == [
-            (b"first", 7),
-            (b"second", 9),
-        ]
-        stream.replies.put_nowait(answers((b"second", 9), (b"nobody", 1), (b"first", 7)))
-        await until(lambda: first.replies)
-        assert (first.replies, second.replies) == ([7], [9])
-        bundle.leave(first)
-        stream.replies.put_nowait(answers((b"first", 8), (b"second", 10)))
-        await until(lambda: len(second.replies) == 2)
-        assert first.replies == [7]
-
-    run(story())
+async def test_steps_of_one_turn_are_one_message_and_answers_find_their_sessions() -> None:
+    stream, first, second = FakeStream(), Member(b"first"), Member(b"second")
+    bundle = await opened(stream)
+    bundle.join(first)
+    bundle.join(second)
+    bundle.post(first, pb.Step(number=7))
+    bundle.post(second, pb.Step(number=9))
+    await until(lambda: len(stream.written) == 2)
+    assert stream.written[0].key == bundle.key and not stream.written[0].steps
+    assert [(entry.session_key, entry.step.number) for entry in stream.written[1].steps] == [
+        (b"first", 7),
+        (b"second", 9),
+    ]
+    stream.replies.put_nowait(answers((b"second", 9), (b"nobody", 1), (b"first", 7)))
+    await until(lambda: first.replies)
+    assert (first.replies, second.replies) == ([7], [9])
+    bundle.leave(first)
+    stream.replies.put_nowait(answers((b"first", 8), (b"second", 10)))
+    await until(lambda: len(second.replies) == 2)
+    assert first.replies == [7]
 
 
-def test_all_members_hear_of_the_end_once_and_why() -> None:
-    async def story() -> None:
-        stream, ended = FakeStream(), asyncio.Event()
-        member, gone = Member(b"member"), Member(b"gone")
-        bundle = await opened(stream, ended.set)
-        bundle.join(member)
-        bundle.join(gone)
-        bundle.leave(gone)
-        stream.replies.put_nowait(PeerUnavailable("the server is on fire"))
-        await ended.wait()
-        assert bundle.ended  # before anybody is told, who would join it again
-        await until(lambda: member.lost)
-        assert stream.cancelled
-        assert (member.lost, gone.lost) == (["the server is on fire"], [])
-
-    run(story())
+async def test_all_members_hear_of_the_end_once_and_why() -> None:
+    stream, ended = FakeStream(), asyncio.Event()
+    member, gone = Member(b"member"), Member(b"gone")
+    bundle = await opened(stream, ended.set)
+    bundle.join(member)
+    bundle.join(gone)
+    bundle.leave(gone)
+    stream.replies.put_nowait(PeerUnavailable("the server is on fire"))
+    await ended.wait()
+    assert bundle.ended  # before anybody is told, who would join it again
+    await until(lambda: member.lost)
+    assert stream.cancelled
+    assert (member.lost, gone.lost) == (["the server is on fire"], [])
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable("no such method"), None], ids=["refused", "silent"])
-def test_one_that_the_server_does_not_open_is_cancelled(error: SwarmError | None) -> None:
-    async def story() -> None:
-        stream: Any = FakeStream()
-        if error is not None:
-            stream.replies.put_nowait(error)
-        with pytest.raises(PeerUnavailable if error is not None else TimeoutError):
-            await StepBundle.open(stream, 10.0 if error is not None else 0.1, lambda: None)
-        assert stream.cancelled
-
-    run(story())
+async def test_one_that_the_server_does_not_open_is_cancelled(error: SwarmError | None) -> None:
+    stream: Any = FakeStream()
+    if error is not None:
+        stream.replies.put_nowait(error)
+    with pytest.raises(PeerUnavailable if error is not None else TimeoutError):
+        await StepBundle.open(stream, 10.0 if error is not None else 0.1, lambda: None)
+    assert stream.cancelled

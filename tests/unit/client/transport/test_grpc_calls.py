@@ -138,22 +138,19 @@ def test_who_waits_for_a_call_that_was_cancelled_is_not_taken_for_cancelled() ->
     assert_of_the_server(error)
 
 
-def test_who_is_cancelled_is() -> None:
+async def test_who_is_cancelled_is() -> None:
     async def call() -> None:
         async with translated(SERVER, SPAN):
             await asyncio.Event().wait()
 
-    async def scenario() -> None:
-        calling = asyncio.ensure_future(call())
-        await asyncio.sleep(0)
-        calling.cancel()
-        await asyncio.wait([calling])
-        assert calling.cancelled()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await call()
-
-    run(scenario())
+    calling = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert calling.cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await call()
 
 
 def test_no_answer_in_time() -> None:

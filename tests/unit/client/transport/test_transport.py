@@ -251,47 +251,38 @@ class TestUnaskedAnswers:
     @pytest.mark.parametrize(
         "reply", [*output(HIDDEN), BLOCK_OUTPUT, FAILURE], ids=["output", "block-output", "failure"]
     )
-    def test_wait_at_the_server_until_others_are_taken(self, reply: pb.SessionReply) -> None:
-        async def story() -> None:
-            call, inbox = EndlessCall(reply), Inbox()
+    async def test_wait_at_the_server_until_others_are_taken(self, reply: pb.SessionReply) -> None:
+        call, inbox = EndlessCall(reply), Inbox()
+        hop = hop_session(call, inbox)
+        await hop.open(pb.Open(), timeout_s=5)
+        for _ in range(10_000):
+            await asyncio.sleep(0)
+        assert 1 < inbox.qsize() < 100 and call.num_read < 102
+        for _ in range(1000):  # it goes on once somebody reads
+            event = await inbox.get()
+            assert not isinstance(event, Trouble) or len(str(event.error)) < 10_000
+        await until(lambda: inbox.qsize() > 1)
+        hop.abandon()
+        await asyncio.wait([hop._reading])
+
+    async def test_on_a_shared_stream_end_the_hop_if_they_are_many_or_large(self) -> None:
+        for reply in (*output(HIDDEN), pb.SessionReply(failure=pb.Failure(message="x" * 1_000_000))):
+            call, inbox = SilentCall([]), Inbox()
             hop = hop_session(call, inbox)
-            await hop.open(pb.Open(), timeout_s=5)
-            for _ in range(10_000):
-                await asyncio.sleep(0)
-            assert 1 < inbox.qsize() < 100 and call.num_read < 102
-            for _ in range(1000):  # it goes on once somebody reads
-                event = await inbox.get()
-                assert not isinstance(event, Trouble) or len(str(event.error)) < 10_000
-            await until(lambda: inbox.qsize() > 1)
-            hop.abandon()
-            await asyncio.wait([hop._reading])
+            while not call.cancelled and inbox.qsize() < 5000:
+                hop.bundled_reply(reply)
+            assert call.cancelled and (inbox.qsize() == 1 or reply.HasField("output"))
+            events = [inbox.get_nowait() for _ in range(inbox.qsize())]
+            assert isinstance(events[-1], Trouble) and isinstance(events[-1].error, BadReply)
 
-        run(story())
-
-    def test_on_a_shared_stream_end_the_hop_if_they_are_many_or_large(self) -> None:
-        async def story() -> None:
-            for reply in (*output(HIDDEN), pb.SessionReply(failure=pb.Failure(message="x" * 1_000_000))):
-                call, inbox = SilentCall([]), Inbox()
-                hop = hop_session(call, inbox)
-                while not call.cancelled and inbox.qsize() < 5000:
-                    hop.bundled_reply(reply)
-                assert call.cancelled and (inbox.qsize() == 1 or reply.HasField("output"))
-                events = [inbox.get_nowait() for _ in range(inbox.qsize())]
-                assert isinstance(events[-1], Trouble) and isinstance(events[-1].error, BadReply)
-
-        run(story())
-
-    def test_leaving_is_heard_once(self) -> None:
-        async def story() -> None:
-            call, inbox, heard = EndlessCall(pb.SessionReply(leaving=pb.Leaving())), Inbox(), []
-            inbox.on_leaving = lambda: heard.append(1)
-            hop = hop_session(call, inbox)
-            await hop.open(pb.Open(), timeout_s=5)
-            await until(lambda: call.num_read > 50)
-            hop.abandon()
-            assert (len(heard), inbox.qsize()) == (1, 1)
-
-        run(story())
+    async def test_leaving_is_heard_once(self) -> None:
+        call, inbox, heard = EndlessCall(pb.SessionReply(leaving=pb.Leaving())), Inbox(), []
+        inbox.on_leaving = lambda: heard.append(1)
+        hop = hop_session(call, inbox)
+        await hop.open(pb.Open(), timeout_s=5)
+        await until(lambda: call.num_read > 50)
+        hop.abandon()
+        assert (len(heard), inbox.qsize()) == (1, 1)
 
 
 @pytest.mark.parametrize(

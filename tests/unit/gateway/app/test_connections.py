@@ -14,7 +14,6 @@ import uvicorn
 from swarm_gateway.app.connections import IncomingRequests, protocol_of
 from swarm_gateway.app.serving import listen
 from swarm_gateway.grammars.schema_check import limit_resources
-from tests.unit.support import run
 
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -80,59 +79,44 @@ async def answer(stream: Stream) -> bytes:
 
 
 @pytest.mark.parametrize("part", [b"", HALF, HALF_BODY])
-def test_many_that_send_no_whole_request_keep_nobody_out(part: bytes) -> None:
-    async def scenario() -> None:
-        async with serving(most=3) as caller:
-            slow = [await caller.send(part) for _ in range(20)]
-            assert await answer(await caller.send(WHOLE)) == b"ok"
-            for reader, _ in slow[:17]:
-                assert await reader.read() == b""
-
-    run(scenario())
+async def test_many_that_send_no_whole_request_keep_nobody_out(part: bytes) -> None:
+    async with serving(most=3) as caller:
+        slow = [await caller.send(part) for _ in range(20)]
+        assert await answer(await caller.send(WHOLE)) == b"ok"
+        for reader, _ in slow[:17]:
+            assert await reader.read() == b""
 
 
-def test_many_that_stay_after_an_answer_keep_nobody_out() -> None:
-    async def scenario() -> None:
-        async with serving(most=3) as caller:
-            answered = []
-            for _ in range(10):
-                answered.append(await caller.send(WHOLE))
-                assert await answer(answered[-1]) == b"ok"
-            for reader, _ in answered[:6]:
-                assert await reader.read() == b""
-
-    run(scenario())
+async def test_many_that_stay_after_an_answer_keep_nobody_out() -> None:
+    async with serving(most=3) as caller:
+        answered = []
+        for _ in range(10):
+            answered.append(await caller.send(WHOLE))
+            assert await answer(answered[-1]) == b"ok"
+        for reader, _ in answered[:6]:
+            assert await reader.read() == b""
 
 
-def test_requests_that_come_together_are_all_answered() -> None:
-    async def scenario() -> None:
-        async with serving(most=1) as caller:
-            stream = await caller.send(3 * WHOLE)
-            assert [await answer(stream) for _ in range(3)] == [b"ok"] * 3
-
-    run(scenario())
+async def test_requests_that_come_together_are_all_answered() -> None:
+    async with serving(most=1) as caller:
+        stream = await caller.send(3 * WHOLE)
+        assert [await answer(stream) for _ in range(3)] == [b"ok"] * 3
 
 
 @pytest.mark.parametrize("part", [b"", HALF, HALF_BODY])
-def test_a_request_that_takes_too_long_to_come_is_given_up(part: bytes) -> None:
-    async def scenario() -> None:
-        async with serving(most=3, timeout_s=0.05) as caller:
-            reader, _ = await caller.send(part)
-            assert await reader.read() == b""
-
-    run(scenario())
+async def test_a_request_that_takes_too_long_to_come_is_given_up(part: bytes) -> None:
+    async with serving(most=3, timeout_s=0.05) as caller:
+        reader, _ = await caller.send(part)
+        assert await reader.read() == b""
 
 
-def test_a_connection_may_have_many_requests_of_which_each_is_bounded() -> None:
-    async def scenario() -> None:
-        async with serving(most=1) as caller:
-            stream = await caller.send(HALF)
-            assert await answer(await caller.send(b"no\r\n\r\n", stream)) == b"ok"
-            assert await answer(await caller.send(WHOLE, stream)) == b"ok"
-            await caller.send(HALF, stream)
-            assert await answer(await caller.send(b"no\r\n\r\n", stream)) == b"ok"
-            await caller.send(HALF, stream)
-            assert await answer(await caller.send(WHOLE)) == b"ok"
-            assert await stream[0].read() == b""
-
-    run(scenario())
+async def test_a_connection_may_have_many_requests_of_which_each_is_bounded() -> None:
+    async with serving(most=1) as caller:
+        stream = await caller.send(HALF)
+        assert await answer(await caller.send(b"no\r\n\r\n", stream)) == b"ok"
+        assert await answer(await caller.send(WHOLE, stream)) == b"ok"
+        await caller.send(HALF, stream)
+        assert await answer(await caller.send(b"no\r\n\r\n", stream)) == b"ok"
+        await caller.send(HALF, stream)
+        assert await answer(await caller.send(WHOLE)) == b"ok"
+        assert await stream[0].read() == b""

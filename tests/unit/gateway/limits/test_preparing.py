@@ -26,47 +26,38 @@ class Work:
         return 7
 
 
-def test_long_requests_take_turns_and_short_ones_do_not_wait() -> None:
-    async def scenario() -> None:
-        preparations, first, second = Preparations(), Work(), Work()
-        one, two = (asyncio.ensure_future(preparations.run("key", LONG, work)) for work in (first, second))
-        await until(first.begun.is_set)
-        for _ in range(20):
-            assert await preparations.run("key", SHORT, lambda: "short") == "short"
-        assert not second.begun.is_set()
-        first.goes_on.set()
-        second.goes_on.set()
-        assert await asyncio.gather(one, two) == [7, 7]
-
-    run(scenario())
+async def test_long_requests_take_turns_and_short_ones_do_not_wait() -> None:
+    preparations, first, second = Preparations(), Work(), Work()
+    one, two = (asyncio.ensure_future(preparations.run("key", LONG, work)) for work in (first, second))
+    await until(first.begun.is_set)
+    for _ in range(20):
+        assert await preparations.run("key", SHORT, lambda: "short") == "short"
+    assert not second.begun.is_set()
+    first.goes_on.set()
+    second.goes_on.set()
+    assert await asyncio.gather(one, two) == [7, 7]
 
 
-def test_whose_client_leaves_keeps_its_turn_while_its_thread_works_and_costs_nothing_before() -> None:
-    async def scenario() -> None:
-        preparations, works = Preparations(), [Work() for _ in range(3)]
-        first, second, third = (asyncio.ensure_future(preparations.run("key", LONG, work)) for work in works)
-        await until(works[0].begun.is_set)
-        first.cancel()
-        second.cancel()
-        await asyncio.wait([first, second])
-        for _ in range(20):
-            assert await preparations.run("key", SHORT, lambda: "short") == "short"
-        assert not works[2].begun.is_set()
-        works[2].goes_on.set()
-        works[0].goes_on.set()
-        assert await third == 7 and not works[1].begun.is_set()
-
-    run(scenario())
+async def test_whose_client_leaves_keeps_its_turn_while_its_thread_works_and_costs_nothing_before() -> None:
+    preparations, works = Preparations(), [Work() for _ in range(3)]
+    first, second, third = (asyncio.ensure_future(preparations.run("key", LONG, work)) for work in works)
+    await until(works[0].begun.is_set)
+    first.cancel()
+    second.cancel()
+    await asyncio.wait([first, second])
+    for _ in range(20):
+        assert await preparations.run("key", SHORT, lambda: "short") == "short"
+    assert not works[2].begun.is_set()
+    works[2].goes_on.set()
+    works[0].goes_on.set()
+    assert await third == 7 and not works[1].begun.is_set()
 
 
-def test_errors_are_raised_and_end_a_turn() -> None:
-    async def scenario() -> None:
-        preparations = Preparations()
-        for size in (LONG, SHORT, LONG):
-            with pytest.raises(ValueError, match="invalid literal"):
-                await preparations.run("key", size, lambda: int("no number"))
-
-    run(scenario())
+async def test_errors_are_raised_and_end_a_turn() -> None:
+    preparations = Preparations()
+    for size in (LONG, SHORT, LONG):
+        with pytest.raises(ValueError, match="invalid literal"):
+            await preparations.run("key", size, lambda: int("no number"))
 
 
 def test_long_requests_of_one_key_do_not_hold_up_those_of_another() -> None:
@@ -86,17 +77,14 @@ def test_long_requests_of_one_key_do_not_hold_up_those_of_another() -> None:
     assert order == ["many", "few", "many", "many"]
 
 
-def test_more_long_requests_than_may_wait_are_refused() -> None:
-    async def scenario() -> None:
-        preparations, first = Preparations(GatewayLimits(max_active=1, max_queued=0)), Work()
-        one = asyncio.ensure_future(preparations.run("key", LONG, first))
-        await until(first.begun.is_set)
-        two = asyncio.ensure_future(preparations.run("key", LONG, lambda: 8))
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="too many long prompts") as refused:
-            await preparations.run("key", LONG, lambda: 9)
-        assert refused.value.status == 429
-        first.goes_on.set()
-        assert await asyncio.gather(one, two) == [7, 8]
-
-    run(scenario())
+async def test_more_long_requests_than_may_wait_are_refused() -> None:
+    preparations, first = Preparations(GatewayLimits(max_active=1, max_queued=0)), Work()
+    one = asyncio.ensure_future(preparations.run("key", LONG, first))
+    await until(first.begun.is_set)
+    two = asyncio.ensure_future(preparations.run("key", LONG, lambda: 8))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="too many long prompts") as refused:
+        await preparations.run("key", LONG, lambda: 9)
+    assert refused.value.status == 429
+    first.goes_on.set()
+    assert await asyncio.gather(one, two) == [7, 8]

@@ -89,6 +89,9 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     run_virtually(coroutine, limit_s=1000)
 
 
+pytestmark = pytest.mark.run_by(run)
+
+
 def monitor(net: Net, model: str | None = None, *others: Net) -> Monitor:
     """``others``: whom it finds when it joins again."""
     nets = iter([net, *others])
@@ -130,200 +133,157 @@ async def until(watcher: Monitor, condition: Any) -> SwarmSnapshot:
 TWO_WAYS = [server_record("a", "0:4"), server_record("b", "4:8", tokens_per_s=20), server_record("c", "4:8")]
 
 
-def test_one_look():
-    async def test() -> None:
-        net = Net(*TWO_WAYS)
-        net.delays_s["c"] = 0.3
-        snapshot = await monitor(net).look()
-        assert chain(snapshot) == ["a 0:4", "b 4:8"]
-        assert [server.rtt_s for server in only(snapshot).servers] == [0.01, 0.01, 0.3]
-        assert only(snapshot).tokens_per_s == pytest.approx(1 / (1 / 10 + 1 / 20 + 0.01 + 0.01))
-        assert only(snapshot).missing == () and snapshot.stale_s is None
-
-    run(test())
+async def test_one_look():
+    net = Net(*TWO_WAYS)
+    net.delays_s["c"] = 0.3
+    snapshot = await monitor(net).look()
+    assert chain(snapshot) == ["a 0:4", "b 4:8"]
+    assert [server.rtt_s for server in only(snapshot).servers] == [0.01, 0.01, 0.3]
+    assert only(snapshot).tokens_per_s == pytest.approx(1 / (1 / 10 + 1 / 20 + 0.01 + 0.01))
+    assert only(snapshot).missing == () and snapshot.stale_s is None
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_who_is_dead_or_hangs_does_not_answer_and_is_not_on_the_chain(hangs):
-    async def test() -> None:
-        net = Net(*TWO_WAYS)
-        if hangs:
-            net.delays_s["b"] = FOREVER
-        else:
-            del net.alive["b"]
-        snapshot = await monitor(net).look()
-        assert not find(snapshot, "b").answers and find(snapshot, "b").rtt_s is None
-        assert chain(snapshot) == ["a 0:4", "c 4:8"]
-        assert only(snapshot).replicas == [1] * 8
-
-    run(test())
-
-
-def test_blocks_of_the_dead_are_missing():
-    async def test() -> None:
-        net = Net(*TWO_WAYS[:2])
+async def test_who_is_dead_or_hangs_does_not_answer_and_is_not_on_the_chain(hangs):
+    net = Net(*TWO_WAYS)
+    if hangs:
+        net.delays_s["b"] = FOREVER
+    else:
         del net.alive["b"]
-        snapshot = await monitor(net).look()
-        assert [str(span) for span in only(snapshot).missing] == ["4:8"] and chain(snapshot) == []
-
-    run(test())
-
-
-def test_load_and_room_are_those_of_now():
-    async def test() -> None:
-        net = Net(server_record("a", "0:8", cache_tokens_left=1000))
-        watcher = monitor(net)
-        await watcher.look()
-        net.alive["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=10, queue_delay_s=0.5)
-        snapshot = await until(watcher, lambda snapshot: find(snapshot, "a").record.cache_tokens_left == 10)
-        assert find(snapshot, "a").record.queue_delay_s == 0.5
-        net.records["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=20, expires_at=FOREVER)  # newer
-        net.delays_s["a"] = FOREVER
-        await until(
-            watcher, lambda snapshot: find(snapshot, "a").answers and find(snapshot, "a").record.cache_tokens_left == 20
-        )
-
-    run(test())
+    snapshot = await monitor(net).look()
+    assert not find(snapshot, "b").answers and find(snapshot, "b").rtt_s is None
+    assert chain(snapshot) == ["a 0:4", "c 4:8"]
+    assert only(snapshot).replicas == [1] * 8
 
 
-def test_servers_come_die_and_come_back():
-    async def test() -> None:
-        net = Net(*TWO_WAYS)
-        watcher = monitor(net)
-        await watcher.look()
-        net.publish(server_record("d", "0:8", tokens_per_s=100))
-        await until(watcher, lambda snapshot: chain(snapshot) == ["d 0:8"])
-        del net.alive["d"]
-        snapshot = await until(watcher, lambda snapshot: not find(snapshot, "d").answers)
-        assert "d 0:8" not in chain(snapshot)
-        assert chain(await until(watcher, chain)) == ["a 0:4", "b 4:8"]
-        net.alive["d"] = net.records["d"]
-        await until(watcher, lambda snapshot: find(snapshot, "d").answers)
-        del net.records["c"]
-        await until(watcher, lambda snapshot: len(only(snapshot).servers) == 3)
-
-    run(test())
+async def test_blocks_of_the_dead_are_missing():
+    net = Net(*TWO_WAYS[:2])
+    del net.alive["b"]
+    snapshot = await monitor(net).look()
+    assert [str(span) for span in only(snapshot).missing] == ["4:8"] and chain(snapshot) == []
 
 
-def test_who_was_started_again_is_taken_for_there():
-    async def test() -> None:
-        net = Net(*TWO_WAYS)
-        del net.alive["b"]
-        watcher = monitor(net)
-        assert not find(await watcher.look(), "b").answers
-        net.publish(dataclasses.replace(net.records["b"], tls_fingerprint=b"new", state=ServerState.JOINING))
-        net.delays_s["b"] = FOREVER  # it does not listen yet
-        snapshot = await until(watcher, lambda snapshot: find(snapshot, "b").answers)
-        assert find(snapshot, "b").record.state is ServerState.JOINING
-
-    run(test())
-
-
-def test_of_several_revisions_the_one_with_most_servers_is_used():
-    async def test() -> None:
-        old = [server_record(name, "0:8", revision="old") for name in "ab"]
-        new = [server_record(name, "0:8", revision="new", tokens_per_s=100) for name in "cde"]
-        net = Net(*old, *new)
-        watcher = monitor(net)
-        snapshot = await watcher.look()
-        assert only(snapshot).revision == "new" and only(snapshot).replicas == [3] * 8
-        del net.alive["c"], net.alive["d"]
-        await until(
-            watcher, lambda snapshot: only(snapshot).revision == "old" and chain(snapshot) in (["a 0:8"], ["b 0:8"])
-        )
-
-    run(test())
+async def test_load_and_room_are_those_of_now():
+    net = Net(server_record("a", "0:8", cache_tokens_left=1000))
+    watcher = monitor(net)
+    await watcher.look()
+    net.alive["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=10, queue_delay_s=0.5)
+    snapshot = await until(watcher, lambda snapshot: find(snapshot, "a").record.cache_tokens_left == 10)
+    assert find(snapshot, "a").record.queue_delay_s == 0.5
+    net.records["a"] = dataclasses.replace(net.records["a"], cache_tokens_left=20, expires_at=FOREVER)  # newer
+    net.delays_s["a"] = FOREVER
+    await until(
+        watcher, lambda snapshot: find(snapshot, "a").answers and find(snapshot, "a").record.cache_tokens_left == 20
+    )
 
 
-def test_a_dht_that_cannot_be_read_leaves_the_last_picture():
-    async def test() -> None:
-        net = Net(*TWO_WAYS)
-        watcher = monitor(net)
-        await watcher.look()
-        records, net.records = net.records, {}
-        snapshot = await until(watcher, lambda snapshot: snapshot.stale_s is not None)
-        assert len(only(snapshot).servers) == 3
-        net.alive.clear()
-        await until(watcher, lambda snapshot: not any(server.answers for server in only(snapshot).servers))
-        net.records = net.alive = records
-        await until(watcher, lambda snapshot: snapshot.stale_s is None and chain(snapshot))
-
-    run(test())
-
-
-def test_others_are_found_when_all_are_gone():
-    async def test() -> None:
-        net, later = Net(*TWO_WAYS), Net(server_record("z", "0:8"))
-        watcher = monitor(net, None, later)
-        await watcher.look()
-        net.alive.clear()  # but the DHT's node remembers them
-        await until(watcher, lambda snapshot: chain(snapshot) == ["z 0:8"])
-        assert [server.record.peer_id for server in only(await watcher.look_again(2.0)).servers] == ["z"]
-
-    run(test())
+async def test_servers_come_die_and_come_back():
+    net = Net(*TWO_WAYS)
+    watcher = monitor(net)
+    await watcher.look()
+    net.publish(server_record("d", "0:8", tokens_per_s=100))
+    await until(watcher, lambda snapshot: chain(snapshot) == ["d 0:8"])
+    del net.alive["d"]
+    snapshot = await until(watcher, lambda snapshot: not find(snapshot, "d").answers)
+    assert "d 0:8" not in chain(snapshot)
+    assert chain(await until(watcher, chain)) == ["a 0:4", "b 4:8"]
+    net.alive["d"] = net.records["d"]
+    await until(watcher, lambda snapshot: find(snapshot, "d").answers)
+    del net.records["c"]
+    await until(watcher, lambda snapshot: len(only(snapshot).servers) == 3)
 
 
-def test_servers_that_let_in_members_only():
+async def test_who_was_started_again_is_taken_for_there():
+    net = Net(*TWO_WAYS)
+    del net.alive["b"]
+    watcher = monitor(net)
+    assert not find(await watcher.look(), "b").answers
+    net.publish(dataclasses.replace(net.records["b"], tls_fingerprint=b"new", state=ServerState.JOINING))
+    net.delays_s["b"] = FOREVER  # it does not listen yet
+    snapshot = await until(watcher, lambda snapshot: find(snapshot, "b").answers)
+    assert find(snapshot, "b").record.state is ServerState.JOINING
+
+
+async def test_of_several_revisions_the_one_with_most_servers_is_used():
+    old = [server_record(name, "0:8", revision="old") for name in "ab"]
+    new = [server_record(name, "0:8", revision="new", tokens_per_s=100) for name in "cde"]
+    net = Net(*old, *new)
+    watcher = monitor(net)
+    snapshot = await watcher.look()
+    assert only(snapshot).revision == "new" and only(snapshot).replicas == [3] * 8
+    del net.alive["c"], net.alive["d"]
+    await until(
+        watcher, lambda snapshot: only(snapshot).revision == "old" and chain(snapshot) in (["a 0:8"], ["b 0:8"])
+    )
+
+
+async def test_a_dht_that_cannot_be_read_leaves_the_last_picture():
+    net = Net(*TWO_WAYS)
+    watcher = monitor(net)
+    await watcher.look()
+    records, net.records = net.records, {}
+    snapshot = await until(watcher, lambda snapshot: snapshot.stale_s is not None)
+    assert len(only(snapshot).servers) == 3
+    net.alive.clear()
+    await until(watcher, lambda snapshot: not any(server.answers for server in only(snapshot).servers))
+    net.records = net.alive = records
+    await until(watcher, lambda snapshot: snapshot.stale_s is None and chain(snapshot))
+
+
+async def test_others_are_found_when_all_are_gone():
+    net, later = Net(*TWO_WAYS), Net(server_record("z", "0:8"))
+    watcher = monitor(net, None, later)
+    await watcher.look()
+    net.alive.clear()  # but the DHT's node remembers them
+    await until(watcher, lambda snapshot: chain(snapshot) == ["z 0:8"])
+    assert [server.record.peer_id for server in only(await watcher.look_again(2.0)).servers] == ["z"]
+
+
+async def test_servers_that_let_in_members_only():
     """They are no servers that are gone: they say who they are for."""
     net = Net(server_record("ada", "0:4"), server_record("bob", "2:8"), server_record("eve", "4:6"))
     net.closed = {"ada", "bob"}
-
-    async def look() -> None:
-        seen = monitor(net)
-        status = only(await seen.look())
-        assert [(s.record.peer_id, s.answers, s.denial) for s in status.servers] == [
-            ("ada", True, "members only"),
-            ("bob", True, "members only"),
-            ("eve", True, ""),
-        ]
-        assert status.denied == (Span(0, 4), Span(6, 8)) and not status.missing and not status.chain
-        net.closed.clear()  # whoever can be used now is seen to be so
-        status = only(await seen.look_again(1.0))
-        assert not status.denied and status.replicas == [1, 1, 2, 2, 2, 2, 1, 1]
-        await seen.close()
-
-    run(look())
+    seen = monitor(net)
+    status = only(await seen.look())
+    assert [(s.record.peer_id, s.answers, s.denial) for s in status.servers] == [
+        ("ada", True, "members only"),
+        ("bob", True, "members only"),
+        ("eve", True, ""),
+    ]
+    assert status.denied == (Span(0, 4), Span(6, 8)) and not status.missing and not status.chain
+    net.closed.clear()  # whoever can be used now is seen to be so
+    status = only(await seen.look_again(1.0))
+    assert not status.denied and status.replicas == [1, 1, 2, 2, 2, 2, 1, 1]
+    await seen.close()
 
 
-def test_a_view_without_servers_is_believed_when_nobody_answers():
-    async def test() -> None:
-        net = Net(*TWO_WAYS, server_record("z", "0:8", model="other"))
-        watcher = monitor(net, "model")
-        await watcher.look()
-        for name in "abc":
-            del net.alive[name]
-            net.records[name] = dataclasses.replace(net.records[name], model="other")
-        net.records["none"] = server_record("none", model="model")
-        net.view = lambda model, num_blocks: asyncio.sleep(0, SwarmView())
-        await until(watcher, lambda snapshot: not snapshot.models)
-
-    run(test())
+async def test_a_view_without_servers_is_believed_when_nobody_answers():
+    net = Net(*TWO_WAYS, server_record("z", "0:8", model="other"))
+    watcher = monitor(net, "model")
+    await watcher.look()
+    for name in "abc":
+        del net.alive[name]
+        net.records[name] = dataclasses.replace(net.records[name], model="other")
+    net.records["none"] = server_record("none", model="model")
+    net.view = lambda model, num_blocks: asyncio.sleep(0, SwarmView())
+    await until(watcher, lambda snapshot: not snapshot.models)
 
 
-def test_a_crowd_is_asked_bit_by_bit():
-    async def test() -> None:
-        net = Net(*(server_record(f"s{number:04}", "0:8") for number in range(1000)))
-        watcher = monitor(net)
-        snapshot = await watcher.look()
-        known = [server for server in only(snapshot).servers if server.rtt_s is not None]
-        assert 150 <= len(known) <= 250 and len(chain(snapshot)) == 1
-        for _ in range(20):
-            await watcher.look_again(2.0)
-        assert net.most_under_way <= 64 and net.connections <= 300  # choosing a chain, the client measures some more
-
-    run(test())
+async def test_a_crowd_is_asked_bit_by_bit():
+    net = Net(*(server_record(f"s{number:04}", "0:8") for number in range(1000)))
+    watcher = monitor(net)
+    snapshot = await watcher.look()
+    known = [server for server in only(snapshot).servers if server.rtt_s is not None]
+    assert 150 <= len(known) <= 250 and len(chain(snapshot)) == 1
+    for _ in range(20):
+        await watcher.look_again(2.0)
+    assert net.most_under_way <= 64 and net.connections <= 300  # choosing a chain, the client measures some more
 
 
-def test_a_model_that_nobody_hosts():
-    async def test() -> None:
-        with pytest.raises(NoSwarm, match=r"hosts model 'nope'; its models: model$"):
-            await monitor(Net(*TWO_WAYS), "nope").look()
-
-    run(test())
+async def test_a_model_that_nobody_hosts():
+    with pytest.raises(NoSwarm, match=r"hosts model 'nope'; its models: model$"):
+        await monitor(Net(*TWO_WAYS), "nope").look()
 
 
-def test_a_swarm_without_servers():
-    async def test() -> None:
-        assert (await monitor(Net()).look()).models == ()
-
-    run(test())
+async def test_a_swarm_without_servers():
+    assert (await monitor(Net()).look()).models == ()

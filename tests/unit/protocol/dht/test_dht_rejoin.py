@@ -38,47 +38,40 @@ async def lose(node: Dht) -> None:
     await until(alone)
 
 
-def test_a_client_finds_those_who_came_after_all_it_knew_were_gone() -> None:
-    async def check() -> None:
-        first = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        client = await Dht.join(SWARM, await first.addresses(), Identity.generate())
-        assert not client.is_alone
-        gone = await first.addresses()
-        await first.shutdown()
-        await lose(client)
-        assert not await client.connect_to(gone)
-        later = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        await later.publish(server_record(later.peer_id))
-        assert await client.connect_to([*gone, *await later.addresses()])
-        assert not client.is_alone
-        await sees(client, later)
-        for node in (client, later):
-            await node.shutdown()
-
-    run(check())
+async def test_a_client_finds_those_who_came_after_all_it_knew_were_gone() -> None:
+    first = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    client = await Dht.join(SWARM, await first.addresses(), Identity.generate())
+    assert not client.is_alone
+    gone = await first.addresses()
+    await first.shutdown()
+    await lose(client)
+    assert not await client.connect_to(gone)
+    later = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    await later.publish(server_record(later.peer_id))
+    assert await client.connect_to([*gone, *await later.addresses()])
+    assert not client.is_alone
+    await sees(client, later)
+    for node in (client, later):
+        await node.shutdown()
 
 
 @SLOW  # libp2p does not dial for 5 s
-def test_a_client_finds_one_that_is_back_at_its_old_address() -> None:
+async def test_a_client_finds_one_that_is_back_at_its_old_address() -> None:
     """After it has asked there in vain."""
-
-    async def check() -> None:
-        identity, port = Identity.generate(), quiet_port()
-        first = await Dht.join(SWARM, [], identity, host=HOST, port=port)
-        (address,) = await first.addresses()
-        client = await Dht.join(SWARM, [address], Identity.generate())
-        await first.shutdown()
-        await lose(client)
-        for _ in range(3):
-            assert not await client.connect_to([address])
-        again = await Dht.join(SWARM, [], identity, host=HOST, port=port)
-        await again.publish(server_record(again.peer_id))
-        assert await client.connect_to([address])
-        await sees(client, again)
-        for node in (client, again):
-            await node.shutdown()
-
-    run(check())
+    identity, port = Identity.generate(), quiet_port()
+    first = await Dht.join(SWARM, [], identity, host=HOST, port=port)
+    (address,) = await first.addresses()
+    client = await Dht.join(SWARM, [address], Identity.generate())
+    await first.shutdown()
+    await lose(client)
+    for _ in range(3):
+        assert not await client.connect_to([address])
+    again = await Dht.join(SWARM, [], identity, host=HOST, port=port)
+    await again.publish(server_record(again.peer_id))
+    assert await client.connect_to([address])
+    await sees(client, again)
+    for node in (client, again):
+        await node.shutdown()
 
 
 class Dialling:
@@ -105,48 +98,38 @@ def test_libp2p_is_asked_again_while_it_does_not_dial() -> None:
     assert other.answers == ["never asked for"]
 
 
-def test_two_halves_become_one_swarm() -> None:
+async def test_two_halves_become_one_swarm() -> None:
     """Whoever reads, through whichever half it came, sees the servers of both."""
-
-    async def check() -> None:
-        nodes = [await Dht.join(SWARM, [], Identity.generate(), host=HOST) for _ in range(2)]
-        client = await Dht.join(SWARM, await nodes[0].addresses(), Identity.generate())
-        for node in nodes:
-            await node.publish(server_record(node.peer_id))
-        assert len((await client.view("model", 8)).servers) == 1
-        assert await nodes[0].connect_to(await nodes[1].addresses())
-        assert not nodes[1].is_alone
-        for node in nodes:  # as they do every minute
-            await node.publish(server_record(node.peer_id))
-        for reader in (client, *nodes):
-            await sees(reader, *nodes)
-        for node in (client, *nodes):
-            await node.shutdown()
-
-    run(check())
-
-
-def test_its_own_address_leads_nowhere() -> None:
-    async def check() -> None:
-        node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        assert node.is_alone
-        assert not await node.connect_to(await node.addresses())
-        assert node.is_alone
+    nodes = [await Dht.join(SWARM, [], Identity.generate(), host=HOST) for _ in range(2)]
+    client = await Dht.join(SWARM, await nodes[0].addresses(), Identity.generate())
+    for node in nodes:
+        await node.publish(server_record(node.peer_id))
+    assert len((await client.view("model", 8)).servers) == 1
+    assert await nodes[0].connect_to(await nodes[1].addresses())
+    assert not nodes[1].is_alone
+    for node in nodes:  # as they do every minute
+        await node.publish(server_record(node.peer_id))
+    for reader in (client, *nodes):
+        await sees(reader, *nodes)
+    for node in (client, *nodes):
         await node.shutdown()
 
-    run(check())
+
+async def test_its_own_address_leads_nowhere() -> None:
+    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    assert node.is_alone
+    assert not await node.connect_to(await node.addresses())
+    assert node.is_alone
+    await node.shutdown()
 
 
-def test_what_is_no_address_is_a_users_mistake() -> None:
-    async def check() -> None:
-        node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        try:
-            with pytest.raises(ValueError, match="is no multiaddr of a peer"):
-                await node.connect_to(["127.0.0.1:1"])
-        finally:
-            await asyncio.wait_for(node.shutdown(), 10)
-
-    run(check())
+async def test_what_is_no_address_is_a_users_mistake() -> None:
+    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    try:
+        with pytest.raises(ValueError, match="is no multiaddr of a peer"):
+            await node.connect_to(["127.0.0.1:1"])
+    finally:
+        await asyncio.wait_for(node.shutdown(), 10)
 
 
 def test_a_server_that_others_cannot_reach_any_more_publishes_though_they_know_it() -> None:

@@ -12,7 +12,7 @@ from swarm_protocol.dht import dht
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.net.identity import Identity
 from tests.unit.protocol.dht.test_dht_rejoin import HOST, SWARM, sees
-from tests.unit.support import run, server_record
+from tests.unit.support import server_record
 
 
 async def kill_daemon(node: Dht) -> None:
@@ -22,75 +22,62 @@ async def kill_daemon(node: Dht) -> None:
     assert not node.is_alive
 
 
-def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        addresses = await node.addresses()
-        other = await Dht.join(SWARM, addresses, Identity.generate(), host=HOST)
-        await other.publish(server_record(other.peer_id))
-        await other.shutdown()  # what it has published is with the node alone
-        for _ in range(2):
-            await kill_daemon(node)
-            assert await node.addresses() == addresses
-            with monkeypatch.context() as patch:  # hivemind waits for a daemon that is gone
-                patch.setattr(dht, "_PUBLISH_TIMEOUT_S", 0.2)
-                assert not await node.publish(server_record(node.peer_id))
-            await node.restart()
-            assert node.is_alive and await node.addresses() == addresses
-        await node.restart()  # changes nothing
-        assert await node.publish(server_record(node.peer_id))
-        client = await Dht.join(SWARM, addresses, Identity.generate())
-        await sees(client, node, other)
-        for left in (client, node):
-            await left.shutdown()
-
-    run(check())
+async def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    addresses = await node.addresses()
+    other = await Dht.join(SWARM, addresses, Identity.generate(), host=HOST)
+    await other.publish(server_record(other.peer_id))
+    await other.shutdown()  # what it has published is with the node alone
+    for _ in range(2):
+        await kill_daemon(node)
+        assert await node.addresses() == addresses
+        with monkeypatch.context() as patch:  # hivemind waits for a daemon that is gone
+            patch.setattr(dht, "_PUBLISH_TIMEOUT_S", 0.2)
+            assert not await node.publish(server_record(node.peer_id))
+        await node.restart()
+        assert node.is_alive and await node.addresses() == addresses
+    await node.restart()  # changes nothing
+    assert await node.publish(server_record(node.peer_id))
+    client = await Dht.join(SWARM, addresses, Identity.generate())
+    await sees(client, node, other)
+    for left in (client, node):
+        await left.shutdown()
 
 
-def test_it_meets_those_again_that_it_knew() -> None:
+async def test_it_meets_those_again_that_it_knew() -> None:
     """Who do not look for it."""
-
-    async def check() -> None:
-        founder = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        member = await Dht.join(SWARM, await founder.addresses(), Identity.generate(), host=HOST)
-        await member.remember_peers()
-        await kill_daemon(member)
-        await member.restart()
-        assert not member.is_alone
-        await member.publish(server_record(member.peer_id))
-        await sees(founder, member)
-        for node in (member, founder):
-            await node.shutdown()
-
-    run(check())
+    founder = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    member = await Dht.join(SWARM, await founder.addresses(), Identity.generate(), host=HOST)
+    await member.remember_peers()
+    await kill_daemon(member)
+    await member.restart()
+    assert not member.is_alone
+    await member.publish(server_record(member.peer_id))
+    await sees(founder, member)
+    for node in (member, founder):
+        await node.shutdown()
 
 
-def test_another_port_is_taken_if_somebody_else_listens_there_now() -> None:
-    async def check() -> None:
-        node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        (address,) = await node.addresses()
-        await kill_daemon(node)
-        with socket.socket() as other:
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            other.bind((HOST, int(address.split("/")[4])))
-            other.listen()
-            await node.restart()
-            (new,) = await node.addresses()
-        assert new != address and new.endswith(f"/p2p/{node.peer_id}")
-        client = await Dht.join(SWARM, [new], Identity.generate())
-        for left in (client, node):
-            await left.shutdown()
-
-    run(check())
+async def test_another_port_is_taken_if_somebody_else_listens_there_now() -> None:
+    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    (address,) = await node.addresses()
+    await kill_daemon(node)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind((HOST, int(address.split("/")[4])))
+        other.listen()
+        await node.restart()
+        (new,) = await node.addresses()
+    assert new != address and new.endswith(f"/p2p/{node.peer_id}")
+    client = await Dht.join(SWARM, [new], Identity.generate())
+    for left in (client, node):
+        await left.shutdown()
 
 
-def test_a_node_whose_daemon_is_gone_is_shut_down_at_once() -> None:
-    async def check() -> None:
-        node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-        control = Path(node._node.p2p._daemon_listen_maddr["unix"])
-        assert control.exists()
-        await kill_daemon(node)
-        await asyncio.wait_for(node.shutdown(), 4.0)  # hivemind itself would wait for ever
-        assert not control.exists()
-
-    run(check())
+async def test_a_node_whose_daemon_is_gone_is_shut_down_at_once() -> None:
+    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    control = Path(node._node.p2p._daemon_listen_maddr["unix"])
+    assert control.exists()
+    await kill_daemon(node)
+    await asyncio.wait_for(node.shutdown(), 4.0)  # hivemind itself would wait for ever
+    assert not control.exists()

@@ -16,7 +16,7 @@ from zeroconf.asyncio import AsyncServiceInfo
 from swarm_protocol.dht import lan_discovery
 from swarm_protocol.dht.lan_discovery import LanDiscovery, member_addresses, require_zeroconf
 from swarm_protocol.net.identity import Identity
-from tests.unit.support import run, until
+from tests.unit.support import until
 
 SERVICE = f"_swarm-{os.getpid()}._tcp.local."  # so that others who run these tests on this machine are not found
 PEER = Identity.generate().peer_id
@@ -114,48 +114,39 @@ async def advertise(discovery: LanDiscovery, address: str) -> bool:
     return await discovery.advertise(address.rpartition("/p2p/")[2], [address])
 
 
-def test_members_of_the_same_swarm_find_each_other(on_loopback: None) -> None:
-    async def scenario() -> None:
-        async with discovering("mine", "other", "mine") as (server, other, client):
-            assert await advertise(server, one := address_of(1))
-            assert await advertise(other, address_of(2))
+async def test_members_of_the_same_swarm_find_each_other(on_loopback: None) -> None:
+    async with discovering("mine", "other", "mine") as (server, other, client):
+        assert await advertise(server, one := address_of(1))
+        assert await advertise(other, address_of(2))
+        await client.wait_for_members(timeout_s=60.0)
+        assert client.members() == [one]
+
+
+async def test_who_moves_is_found_at_the_new_address_alone(on_loopback: None) -> None:
+    async with discovering("mine", "mine") as (server, client):
+        one = address_of(1)
+        assert await advertise(server, one)
+        await client.wait_for_members(timeout_s=60.0)
+        moved = one.replace("127.0.0.1", "127.0.0.2")
+        assert await advertise(server, moved)
+        assert await client.wait_until(lambda: client.members() == [moved], timeout_s=60.0)
+        assert not await advertise(server, one.replace("127.0.0.1", "192.0.2.1"))  # where nobody would find it
+        assert await client.wait_until(lambda: not client.members(), timeout_s=60.0)
+        assert await advertise(server, one)
+        assert await client.wait_until(lambda: client.members() == [one], timeout_s=60.0)
+
+
+async def test_who_has_left_is_no_member(on_loopback: None) -> None:
+    async with discovering("mine") as (client,):
+        async with discovering("mine") as (server,):
+            await advertise(server, address_of(1))
             await client.wait_for_members(timeout_s=60.0)
-            assert client.members() == [one]
-
-    run(scenario())
-
-
-def test_who_moves_is_found_at_the_new_address_alone(on_loopback: None) -> None:
-    async def scenario() -> None:
-        async with discovering("mine", "mine") as (server, client):
-            one = address_of(1)
-            assert await advertise(server, one)
-            await client.wait_for_members(timeout_s=60.0)
-            moved = one.replace("127.0.0.1", "127.0.0.2")
-            assert await advertise(server, moved)
-            assert await client.wait_until(lambda: client.members() == [moved], timeout_s=60.0)
-            assert not await advertise(server, one.replace("127.0.0.1", "192.0.2.1"))  # where nobody would find it
-            assert await client.wait_until(lambda: not client.members(), timeout_s=60.0)
-            assert await advertise(server, one)
-            assert await client.wait_until(lambda: client.members() == [one], timeout_s=60.0)
-
-    run(scenario())
+            assert client.members()
+        await client.wait_until(lambda: not client.members(), timeout_s=60.0)
+        assert client.members() == []
 
 
-def test_who_has_left_is_no_member(on_loopback: None) -> None:
-    async def scenario() -> None:
-        async with discovering("mine") as (client,):
-            async with discovering("mine") as (server,):
-                await advertise(server, address_of(1))
-                await client.wait_for_members(timeout_s=60.0)
-                assert client.members()
-            await client.wait_until(lambda: not client.members(), timeout_s=60.0)
-            assert client.members() == []
-
-    run(scenario())
-
-
-def test_who_does_not_answer_at_once_is_asked_again(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_answer_at_once_is_asked_again(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
     request, times = AsyncServiceInfo.async_request, []
 
     async def busy(info: AsyncServiceInfo, *arguments: object) -> bool:
@@ -163,17 +154,13 @@ def test_who_does_not_answer_at_once_is_asked_again(on_loopback: None, monkeypat
         return len(times) > 1 and await request(info, *arguments)
 
     monkeypatch.setattr(AsyncServiceInfo, "async_request", busy)
-
-    async def scenario() -> None:
-        async with discovering("mine", "mine") as (server, client):
-            await advertise(server, one := address_of(1))
-            await client.wait_for_members(timeout_s=60.0)
-            assert client.members() == [one] and len(times) > 1
-
-    run(scenario())
+    async with discovering("mine", "mine") as (server, client):
+        await advertise(server, one := address_of(1))
+        await client.wait_for_members(timeout_s=60.0)
+        assert client.members() == [one] and len(times) > 1
 
 
-def test_who_leaves_while_it_is_asked_is_no_member(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_leaves_while_it_is_asked_is_no_member(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
     request, asked, goes_on = AsyncServiceInfo.async_request, asyncio.Event(), asyncio.Event()
 
     async def slow(info: AsyncServiceInfo, *arguments: object) -> bool:
@@ -183,20 +170,16 @@ def test_who_leaves_while_it_is_asked_is_no_member(on_loopback: None, monkeypatc
         return found
 
     monkeypatch.setattr(AsyncServiceInfo, "async_request", slow)
-
-    async def scenario() -> None:
-        async with discovering("mine") as (client,):
-            async with discovering("mine") as (server,):
-                await advertise(server, address_of(1))
-                await asked.wait()
-            await until(lambda: not client._resolving)
-            goes_on.set()
-            assert client.members() == []
-
-    run(scenario())
+    async with discovering("mine") as (client,):
+        async with discovering("mine") as (server,):
+            await advertise(server, address_of(1))
+            await asked.wait()
+        await until(lambda: not client._resolving)
+        goes_on.set()
+        assert client.members() == []
 
 
-def test_a_change_while_a_member_is_asked_is_not_missed(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_while_a_member_is_asked_is_seen(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its old address would be kept for as long as it does not announce itself again."""
     addresses, goes_on = [["127.0.0.1"], ["127.0.0.2"]], asyncio.Event()
 
@@ -209,20 +192,16 @@ def test_a_change_while_a_member_is_asked_is_not_missed(on_loopback: None, monke
         return True
 
     monkeypatch.setattr(AsyncServiceInfo, "async_request", answer)
-
-    async def scenario() -> None:
-        async with discovering("mine") as (client,):
-            for change in (ServiceStateChange.Added, ServiceStateChange.Updated):
-                client._on_change(client._zeroconf.zeroconf, SERVICE, f"{PEER}.{SERVICE}", change)
-                await asyncio.sleep(0)
-            goes_on.set()
-            await until(lambda: not client._resolving)
-            assert client.members() == [f"/ip4/127.0.0.2/tcp/{ANY_PORT}/p2p/{PEER}"]
-
-    run(scenario())
+    async with discovering("mine") as (client,):
+        for change in (ServiceStateChange.Added, ServiceStateChange.Updated):
+            client._on_change(client._zeroconf.zeroconf, SERVICE, f"{PEER}.{SERVICE}", change)
+            await asyncio.sleep(0)
+        goes_on.set()
+        await until(lambda: not client._resolving)
+        assert client.members() == [f"/ip4/127.0.0.2/tcp/{ANY_PORT}/p2p/{PEER}"]
 
 
-def test_a_change_at_the_moment_of_closing_asks_nobody_again(
+async def test_a_change_at_the_moment_of_closing_asks_nobody_again(
     on_loopback: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that has just been asked, and has changed meanwhile, was asked through what is closed."""
@@ -235,45 +214,34 @@ def test_a_change_at_the_moment_of_closing_asks_nobody_again(
         return True
 
     monkeypatch.setattr(AsyncServiceInfo, "async_request", answer)
-
-    async def scenario() -> None:
-        client = await LanDiscovery.start("mine", "127.0.0.1")
-        for change in (ServiceStateChange.Added, ServiceStateChange.Updated):
-            client._on_change(client._zeroconf.zeroconf, SERVICE, f"{PEER}.{SERVICE}", change)
-            await asyncio.sleep(0)
-        goes_on.set()
-        await asyncio.sleep(0)  # the answer is there, and what follows from it is still to come
-        await client.close()
-        assert len(times) == 1 and not client._resolving
-
-    run(scenario())
+    client = await LanDiscovery.start("mine", "127.0.0.1")
+    for change in (ServiceStateChange.Added, ServiceStateChange.Updated):
+        client._on_change(client._zeroconf.zeroconf, SERVICE, f"{PEER}.{SERVICE}", change)
+        await asyncio.sleep(0)
+    goes_on.set()
+    await asyncio.sleep(0)  # the answer is there, and what follows from it is still to come
+    await client.close()
+    assert len(times) == 1 and not client._resolving
 
 
-def test_strangers_cannot_send_it_elsewhere(on_loopback: None) -> None:
+async def test_strangers_cannot_send_it_elsewhere(on_loopback: None) -> None:
     """An answer with an address of the internet, from whoever it is."""
-
-    async def scenario() -> None:
-        async with discovering("mine", "mine") as (client, stranger):
-            info = ServiceInfo(
-                SERVICE,
-                f"stranger.{SERVICE}",
-                port=22,
-                parsed_addresses=["8.8.8.8"],
-                properties={"swarm": "mine", "peer": PEER},
-                server="stranger.local.",
-            )
-            await stranger._zeroconf.async_register_service(info)
-            await advertise(stranger, one := address_of(1))
-            await client.wait_for_members(timeout_s=60.0)
-            assert client.members() == [one]
-
-    run(scenario())
+    async with discovering("mine", "mine") as (client, stranger):
+        info = ServiceInfo(
+            SERVICE,
+            f"stranger.{SERVICE}",
+            port=22,
+            parsed_addresses=["8.8.8.8"],
+            properties={"swarm": "mine", "peer": PEER},
+            server="stranger.local.",
+        )
+        await stranger._zeroconf.async_register_service(info)
+        await advertise(stranger, one := address_of(1))
+        await client.wait_for_members(timeout_s=60.0)
+        assert client.members() == [one]
 
 
-def test_addresses_elsewhere_are_not_advertised() -> None:
-    async def scenario() -> None:
-        async with discovering("mine") as (server,):
-            assert not await advertise(server, address_of(1))
-            assert not await server.advertise(PEER, [f"/dns4/example.org/tcp/1/p2p/{PEER}"])
-
-    run(scenario())
+async def test_addresses_elsewhere_are_not_advertised() -> None:
+    async with discovering("mine") as (server,):
+        assert not await advertise(server, address_of(1))
+        assert not await server.advertise(PEER, [f"/dns4/example.org/tcp/1/p2p/{PEER}"])

@@ -70,14 +70,11 @@ class TestPinning:
 
         assert run(answer()) == "server"
 
-    def test_another_certificate_is_a_bad_reply(self, credentials: ClientCredentials) -> None:
-        async def connect() -> None:
-            async with tls_server(Certificate.generate()) as port:
-                for fingerprint in (Certificate.generate().fingerprint, b"", bytes(32)):
-                    with pytest.raises(BadReply, match="another TLS certificate"):
-                        await pinned_channel(credentials, f"127.0.0.1:{port}", fingerprint, CLIENT_OPTIONS)
-
-        run(connect())
+    async def test_another_certificate_is_a_bad_reply(self, credentials: ClientCredentials) -> None:
+        async with tls_server(Certificate.generate()) as port:
+            for fingerprint in (Certificate.generate().fingerprint, b"", bytes(32)):
+                with pytest.raises(BadReply, match="another TLS certificate"):
+                    await pinned_channel(credentials, f"127.0.0.1:{port}", fingerprint, CLIENT_OPTIONS)
 
     def test_an_impostor_who_takes_over_the_port_gets_nothing(self, credentials: ClientCredentials) -> None:
         async def call_after_takeover() -> None:

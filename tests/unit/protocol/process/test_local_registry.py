@@ -26,7 +26,6 @@ from swarm_protocol.process.local_registry import (
     remove_ended_swarms,
 )
 from tests.swarm.waiting import wait_for
-from tests.unit.support import run
 
 
 def address(peer_id: str) -> str:
@@ -227,55 +226,43 @@ def test_bad_names(name: str, tmp_path: Path) -> None:
 
 
 class TestLock:
-    def test_lets_one_in_at_a_time(self, tmp_path: Path) -> None:
-        async def check() -> None:
-            inside = asyncio.Event()
+    async def test_lets_one_in_at_a_time(self, tmp_path: Path) -> None:
+        inside = asyncio.Event()
 
-            async def second() -> None:
-                async with LocalRegistry("mine", tmp_path).locked() as is_held:
-                    assert is_held
-                    inside.set()
-
+        async def second() -> None:
             async with LocalRegistry("mine", tmp_path).locked() as is_held:
                 assert is_held
-                entering = asyncio.ensure_future(second())
-                with pytest.raises(asyncio.TimeoutError):  # if the lock did not hold, it would be in at once
-                    await asyncio.wait_for(inside.wait(), 0.2)
-            await entering
+                inside.set()
 
-        run(check())
+        async with LocalRegistry("mine", tmp_path).locked() as is_held:
+            assert is_held
+            entering = asyncio.ensure_future(second())
+            with pytest.raises(asyncio.TimeoutError):  # if the lock did not hold, it would be in at once
+                await asyncio.wait_for(inside.wait(), 0.2)
+        await entering
 
-    def test_who_holds_it_for_too_long_is_passed_by(self, tmp_path: Path) -> None:
-        async def check() -> None:
-            async with (
-                LocalRegistry("mine", tmp_path).locked(),
-                LocalRegistry("mine", tmp_path).locked(timeout_s=0.1) as is_held,
-            ):
-                assert not is_held
-            async with LocalRegistry("mine", tmp_path).locked(timeout_s=0.1) as is_held:
-                assert is_held
+    async def test_who_holds_it_for_too_long_is_passed_by(self, tmp_path: Path) -> None:
+        async with (
+            LocalRegistry("mine", tmp_path).locked(),
+            LocalRegistry("mine", tmp_path).locked(timeout_s=0.1) as is_held,
+        ):
+            assert not is_held
+        async with LocalRegistry("mine", tmp_path).locked(timeout_s=0.1) as is_held:
+            assert is_held
 
-        run(check())
+    async def test_of_one_swarm_does_not_hold_up_another(self, tmp_path: Path) -> None:
+        async with (
+            LocalRegistry("one", tmp_path).locked(),
+            LocalRegistry("two", tmp_path).locked(timeout_s=0) as is_held,
+        ):
+            assert is_held
 
-    def test_of_one_swarm_does_not_hold_up_another(self, tmp_path: Path) -> None:
-        async def check() -> None:
-            async with (
-                LocalRegistry("one", tmp_path).locked(),
-                LocalRegistry("two", tmp_path).locked(timeout_s=0) as is_held,
-            ):
-                assert is_held
-
-        run(check())
-
-    def test_a_failure_under_it_releases_it(self, tmp_path: Path) -> None:
-        async def check() -> None:
-            with pytest.raises(ZeroDivisionError):
-                async with LocalRegistry("mine", tmp_path).locked():
-                    1 / 0  # noqa: B018
-            async with LocalRegistry("mine", tmp_path).locked(timeout_s=0) as is_held:
-                assert is_held
-
-        run(check())
+    async def test_a_failure_under_it_releases_it(self, tmp_path: Path) -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with LocalRegistry("mine", tmp_path).locked():
+                1 / 0  # noqa: B018
+        async with LocalRegistry("mine", tmp_path).locked(timeout_s=0) as is_held:
+            assert is_held
 
 
 def test_swarms_with_servers_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,36 +274,29 @@ def test_swarms_with_servers_are_listed(tmp_path: Path, monkeypatch: pytest.Monk
     assert registered_swarms() == ["one", "two"]
 
 
-def test_what_ended_swarms_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_ended_swarms_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     directory = tmp_path / "swarm" / "swarms"
-
-    async def check() -> None:
-        for swarm in ("living", "ended", "starting"):
-            async with LocalRegistry(swarm).locked():
-                LocalRegistry(swarm).write(swarm, [address(swarm)])
-        LocalRegistry("ended").remove("ended")
-        LocalRegistry("starting").remove("starting")
-        for name in (".peer.json.abc.partial", "peer.123"):  # of a process that was killed while it wrote
-            (directory / "ended" / name).touch()
-        async with LocalRegistry("starting").locked():
-            remove_ended_swarms()
-        assert {path.name for path in directory.iterdir()} == {"living", "starting"}
-        async with LocalRegistry("ended").locked() as is_held:
-            assert is_held
-
-    run(check())
+    for swarm in ("living", "ended", "starting"):
+        async with LocalRegistry(swarm).locked():
+            LocalRegistry(swarm).write(swarm, [address(swarm)])
+    LocalRegistry("ended").remove("ended")
+    LocalRegistry("starting").remove("starting")
+    for name in (".peer.json.abc.partial", "peer.123"):  # of a process that was killed while it wrote
+        (directory / "ended" / name).touch()
+    async with LocalRegistry("starting").locked():
+        remove_ended_swarms()
+    assert {path.name for path in directory.iterdir()} == {"living", "starting"}
+    async with LocalRegistry("ended").locked() as is_held:
+        assert is_held
 
 
-def test_who_waits_for_the_lock_of_a_removed_directory_makes_another(tmp_path: Path) -> None:
-    async def check() -> None:
-        async with LocalRegistry("mine", tmp_path).locked():
-            waiting = asyncio.ensure_future(LocalRegistry("mine", tmp_path).locked(30).__aenter__())
-            await asyncio.sleep(0)
-            (tmp_path / "mine" / "lock").unlink()
-            (tmp_path / "mine").rmdir()
-        assert await waiting
-        async with LocalRegistry("mine", tmp_path).locked(timeout_s=0) as is_held:
-            assert not is_held
-
-    run(check())
+async def test_who_waits_for_the_lock_of_a_removed_directory_makes_another(tmp_path: Path) -> None:
+    async with LocalRegistry("mine", tmp_path).locked():
+        waiting = asyncio.ensure_future(LocalRegistry("mine", tmp_path).locked(30).__aenter__())
+        await asyncio.sleep(0)
+        (tmp_path / "mine" / "lock").unlink()
+        (tmp_path / "mine").rmdir()
+    assert await waiting
+    async with LocalRegistry("mine", tmp_path).locked(timeout_s=0) as is_held:
+        assert not is_held

@@ -14,6 +14,7 @@ from swarm_protocol.rpc.channels import PinnedChannels, translated
 from tests.worlds.identities import identity
 from tests.worlds.virtual_time import run_virtually
 
+pytestmark = pytest.mark.run_by(run_virtually)
 FINGERPRINT = bytes(32)
 
 
@@ -56,71 +57,56 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     return made
 
 
-def test_peers_that_are_asked_for_at_once_share_a_channel(opened: Opened) -> None:
-    async def scenario() -> None:
-        pinned = PinnedChannels(ClientCredentials(identity(0)))
-        first, second = await asyncio.gather(*(pinned.to("host:1", FINGERPRINT, "peer") for _ in range(2)))
-        assert first is second is await pinned.to("host:1", FINGERPRINT, "peer") and len(opened) == 1
-        assert await pinned.to("host:2", FINGERPRINT, "peer") is not first
-        await pinned.close()
-        assert all(channel.is_closed for channel in opened)
-
-    run_virtually(scenario())
+async def test_peers_that_are_asked_for_at_once_share_a_channel(opened: Opened) -> None:
+    pinned = PinnedChannels(ClientCredentials(identity(0)))
+    first, second = await asyncio.gather(*(pinned.to("host:1", FINGERPRINT, "peer") for _ in range(2)))
+    assert first is second is await pinned.to("host:1", FINGERPRINT, "peer") and len(opened) == 1
+    assert await pinned.to("host:2", FINGERPRINT, "peer") is not first
+    await pinned.close()
+    assert all(channel.is_closed for channel in opened)
 
 
-def test_none_is_given_out_once_they_are_closed(opened: Opened) -> None:
-    async def scenario() -> None:
-        pinned = PinnedChannels(ClientCredentials(identity(0)))
-        await pinned.to("host:1", FINGERPRINT, "peer")
-        closing = asyncio.ensure_future(pinned.close())
-        await asyncio.sleep(0.5)
-        for _ in range(2):  # while they are closed, and after
-            for port in (1, 2):
-                with pytest.raises(PeerUnavailable, match="are closed") as caught:
-                    await pinned.to(f"host:{port}", FINGERPRINT, "peer")
-                assert caught.value.peer_id == "peer"
-            await closing
-        assert len(opened) == 1
-
-    run_virtually(scenario())
+async def test_none_is_given_out_once_they_are_closed(opened: Opened) -> None:
+    pinned = PinnedChannels(ClientCredentials(identity(0)))
+    await pinned.to("host:1", FINGERPRINT, "peer")
+    closing = asyncio.ensure_future(pinned.close())
+    await asyncio.sleep(0.5)
+    for _ in range(2):  # while they are closed, and after
+        for port in (1, 2):
+            with pytest.raises(PeerUnavailable, match="are closed") as caught:
+                await pinned.to(f"host:{port}", FINGERPRINT, "peer")
+            assert caught.value.peer_id == "peer"
+        await closing
+    assert len(opened) == 1
 
 
-def test_nor_is_one_that_was_opened_just_before(opened: Opened) -> None:
-    async def scenario() -> None:
-        pinned = PinnedChannels(ClientCredentials(identity(0)))
-        asking = asyncio.ensure_future(pinned.to("host:1", FINGERPRINT, "peer"))
-        await opened.wait_for_one()
-        await pinned.close()
-        with pytest.raises(PeerUnavailable, match="are closed"):
-            await asking
-        assert opened[0].is_closed
-
-    run_virtually(scenario())
+async def test_nor_is_one_that_was_opened_just_before(opened: Opened) -> None:
+    pinned = PinnedChannels(ClientCredentials(identity(0)))
+    asking = asyncio.ensure_future(pinned.to("host:1", FINGERPRINT, "peer"))
+    await opened.wait_for_one()
+    await pinned.close()
+    with pytest.raises(PeerUnavailable, match="are closed"):
+        await asking
+    assert opened[0].is_closed
 
 
-def test_who_waits_for_one_when_all_are_closed_hears_of_it(opened: Opened) -> None:
-    async def scenario() -> None:
-        pinned = PinnedChannels(ClientCredentials(identity(0)))
-        asking = [asyncio.ensure_future(pinned.to("host:1", FINGERPRINT, "peer")) for _ in range(2)]
-        await asyncio.sleep(0.5)
-        asking[1].cancel()
-        await pinned.close()
-        with pytest.raises(PeerUnavailable, match="closed") as caught:
-            await asking[0]
-        assert caught.value.peer_id == "peer"
-        await asyncio.wait(asking)
-        assert asking[1].cancelled() and not opened
-
-    run_virtually(scenario())
+async def test_who_waits_for_one_when_all_are_closed_hears_of_it(opened: Opened) -> None:
+    pinned = PinnedChannels(ClientCredentials(identity(0)))
+    asking = [asyncio.ensure_future(pinned.to("host:1", FINGERPRINT, "peer")) for _ in range(2)]
+    await asyncio.sleep(0.5)
+    asking[1].cancel()
+    await pinned.close()
+    with pytest.raises(PeerUnavailable, match="closed") as caught:
+        await asking[0]
+    assert caught.value.peer_id == "peer"
+    await asyncio.wait(asking)
+    assert asking[1].cancelled() and not opened
 
 
-def test_a_time_limit_is_kept_while_a_call_fails() -> None:
-    async def scenario() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5), translated("peer"):
-                try:
-                    await asyncio.sleep(1.0)
-                except asyncio.CancelledError:
-                    raise asyncio.InvalidStateError from None
-
-    run_virtually(scenario())
+async def test_a_time_limit_is_kept_while_a_call_fails() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5), translated("peer"):
+            try:
+                await asyncio.sleep(1.0)
+            except asyncio.CancelledError:
+                raise asyncio.InvalidStateError from None

@@ -12,49 +12,37 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials, pinned_channe
 from swarm_protocol.rpc import serving
 from swarm_protocol.rpc.serving import start_server
 from swarm_protocol.wire.constants import SERVER_OPTIONS
-from tests.unit.support import run
 from tests.worlds.identities import identity
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
-def test_it_is_reached_where_it_says(host: str) -> None:
+async def test_it_is_reached_where_it_says(host: str) -> None:
     try:
         socket.create_server((host.strip("[]"), 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
-
-    async def story() -> None:
-        certificate = Certificate.generate()
-        server, port = await start_server(lambda _: None, certificate, host, 0)
-        address = host_port(host, port)
-        channel = await pinned_channel(ClientCredentials(identity(0)), address, certificate.fingerprint, [])
-        await channel.channel_ready()
-        await channel.close()
-        await server.stop(None)
-
-    run(story())
+    certificate = Certificate.generate()
+    server, port = await start_server(lambda _: None, certificate, host, 0)
+    address = host_port(host, port)
+    channel = await pinned_channel(ClientCredentials(identity(0)), address, certificate.fingerprint, [])
+    await channel.channel_ready()
+    await channel.close()
+    await server.stop(None)
 
 
-def test_an_address_of_another_machine_is_refused_with_a_sentence() -> None:
-    async def story() -> None:
-        with pytest.raises(ValueError, match=r"cannot listen on \[2001:db8::1\]:7: expected a free port"):
-            await start_server(lambda _: None, Certificate.generate(), "2001:db8::1", 7)
-
-    run(story())
+async def test_an_address_of_another_machine_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"cannot listen on \[2001:db8::1\]:7: expected a free port"):
+        await start_server(lambda _: None, Certificate.generate(), "2001:db8::1", 7)
 
 
-def test_connections_that_never_begin_tls_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_that_never_begin_tls_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     timeout = "grpc.server_handshake_timeout_ms"
     assert dict(SERVER_OPTIONS)[timeout] <= 15_000
     options = [(name, 20 if name == timeout else value) for name, value in SERVER_OPTIONS]
     monkeypatch.setattr(serving, "SERVER_OPTIONS", options)
-
-    async def story() -> None:
-        server, port = await start_server(lambda _: None, Certificate.generate(), "127.0.0.1", 0)
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
-        assert await asyncio.gather(*(reader.read() for reader, _ in silent)) == [b""] * 20
-        for _, writer in silent:
-            writer.close()
-        await server.stop(None)
-
-    run(story())
+    server, port = await start_server(lambda _: None, Certificate.generate(), "127.0.0.1", 0)
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+    assert await asyncio.gather(*(reader.read() for reader, _ in silent)) == [b""] * 20
+    for _, writer in silent:
+        writer.close()
+    await server.stop(None)

@@ -67,31 +67,25 @@ def test_a_splice_whose_side_is_lost_before_a_write_ends(loop: str) -> None:
 async def _take(_num_bytes: int) -> None: ...
 
 
-def test_a_pipe_that_is_cancelled_closes_its_stream() -> None:
-    async def story() -> None:
-        (stream, _far), (end, _client) = await connected(), await connected()
-        task = asyncio.ensure_future(pipe(end.reader, end.writer, stream))
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled() and stream.writer.is_closing() and end.writer.is_closing()
-
-    asyncio.run(story())
+async def test_a_pipe_that_is_cancelled_closes_its_stream() -> None:
+    (stream, _far), (end, _client) = await connected(), await connected()
+    task = asyncio.ensure_future(pipe(end.reader, end.writer, stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and stream.writer.is_closing() and end.writer.is_closing()
 
 
-def test_streams_are_closed_whatever_a_splice_fails_with() -> None:
-    async def story() -> None:
-        (one, caller), (other, _server) = await connected(), await connected()
+async def test_streams_are_closed_whatever_a_splice_fails_with() -> None:
+    (one, caller), (other, _server) = await connected(), await connected()
 
-        async def take(_num_bytes: int) -> None:
-            raise ZeroDivisionError
+    async def take(_num_bytes: int) -> None:
+        raise ZeroDivisionError
 
-        await write(caller.writer, b"x")
-        with pytest.raises(ZeroDivisionError):
-            await splice(one, other, take)
-        assert one.writer.is_closing() and other.writer.is_closing()
-
-    asyncio.run(story())
+    await write(caller.writer, b"x")
+    with pytest.raises(ZeroDivisionError):
+        await splice(one, other, take)
+    assert one.writer.is_closing() and other.writer.is_closing()
 
 
 def test_what_is_no_loss_is_told() -> None:

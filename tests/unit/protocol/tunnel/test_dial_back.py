@@ -84,13 +84,10 @@ class Peer(MemoryStreams):
 
 
 @pytest.mark.usefixtures("looked_up")
-def test_a_peer_looks_up_its_own_name_before_it_asks() -> None:
-    async def scenario() -> None:
-        peer = Peer("192.0.2.1:7", "198.51.100.1:1")
-        answer = await peer.said("me.example:7", "192.0.2.1:8")
-        assert peer.asked == ["192.0.2.1:7", "192.0.2.1:8", "[2001:db8::1]:7"]
-        assert answer == pb.DialedBack(reached=["me.example:7"], host="192.0.2.1")
-        unknown = Peer()
-        assert await unknown.said("nobody.example:7") is None and not unknown.opened
-
-    run(scenario())
+async def test_a_peer_looks_up_its_own_name_before_it_asks() -> None:
+    peer = Peer("192.0.2.1:7", "198.51.100.1:1")
+    answer = await peer.said("me.example:7", "192.0.2.1:8")
+    assert peer.asked == ["192.0.2.1:7", "192.0.2.1:8", "[2001:db8::1]:7"]
+    assert answer == pb.DialedBack(reached=["me.example:7"], host="192.0.2.1")
+    unknown = Peer()
+    assert await unknown.said("nobody.example:7") is None and not unknown.opened

@@ -9,69 +9,53 @@ import pytest
 
 from swarm_protocol.tunnel import punching
 from swarm_protocol.tunnel.punching import Hole, hole_beside, partner
-from tests.unit.support import run
 
 LOCAL = "127.0.0.1"
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_that_connect_to_each_other_have_one_connection(first):
+async def test_two_that_connect_to_each_other_have_one_connection(first):
     """Whichever of them begins, and is refused or accepted."""
-
-    async def check() -> None:
-        with Hole(socket.AF_INET) as one, Hole(socket.AF_INET) as other:
-            ways = [lambda: one.through("other", LOCAL, other.port), lambda: other.through("one", LOCAL, one.port)]
-            begun = asyncio.ensure_future(ways[first]())
-            await asyncio.sleep(0)
-            streams = [await ways[1 - first](), await begun]
-        assert None not in streams
-        for here, there in (streams, streams[::-1]):
-            here.writer.write(b"hello")
-            await here.writer.drain()
-            assert await there.reader.readexactly(5) == b"hello"
-            assert here.writer.get_extra_info("sockname") == there.writer.get_extra_info("peername")
-        for stream in streams:
-            stream.abort()
-
-    run(check())
+    with Hole(socket.AF_INET) as one, Hole(socket.AF_INET) as other:
+        ways = [lambda: one.through("other", LOCAL, other.port), lambda: other.through("one", LOCAL, one.port)]
+        begun = asyncio.ensure_future(ways[first]())
+        await asyncio.sleep(0)
+        streams = [await ways[1 - first](), await begun]
+    assert None not in streams
+    for here, there in (streams, streams[::-1]):
+        here.writer.write(b"hello")
+        await here.writer.drain()
+        assert await there.reader.readexactly(5) == b"hello"
+        assert here.writer.get_extra_info("sockname") == there.writer.get_extra_info("peername")
+    for stream in streams:
+        stream.abort()
 
 
-def test_a_stranger_is_not_taken_for_the_peer():
-    async def check() -> None:
-        with Hole(socket.AF_INET) as one, Hole(socket.AF_INET) as other:
-            stranger, writer = await asyncio.open_connection(LOCAL, one.port)
-            waiting = asyncio.ensure_future(one.through("other", LOCAL, other.port))
-            assert await stranger.read() == b""  # closed
-            writer.close()
-            there, here = await other.through("one", LOCAL, one.port), await waiting
-        assert here is not None and there is not None
-        assert here.writer.get_extra_info("peername")[1] == other.port
-        here.abort(), there.abort()
-
-    run(check())
+async def test_a_stranger_is_not_taken_for_the_peer():
+    with Hole(socket.AF_INET) as one, Hole(socket.AF_INET) as other:
+        stranger, writer = await asyncio.open_connection(LOCAL, one.port)
+        waiting = asyncio.ensure_future(one.through("other", LOCAL, other.port))
+        assert await stranger.read() == b""  # closed
+        writer.close()
+        there, here = await other.through("one", LOCAL, one.port), await waiting
+    assert here is not None and there is not None
+    assert here.writer.get_extra_info("peername")[1] == other.port
+    here.abort(), there.abort()
 
 
-def test_without_a_peer_there_is_no_connection_and_the_port_is_free_again(monkeypatch):
+async def test_without_a_peer_there_is_no_connection_and_the_port_is_free_again(monkeypatch):
     monkeypatch.setattr(punching, "PUNCH_S", 0.05)
-
-    async def check() -> None:
-        with Hole(socket.AF_INET) as hole, socket.socket() as nobody:
-            nobody.bind((LOCAL, 0))  # does not listen
-            assert await hole.through("peer", LOCAL, nobody.getsockname()[1]) is None
-        with socket.socket() as again:
-            again.bind((LOCAL, hole.port))
-
-    run(check())
+    with Hole(socket.AF_INET) as hole, socket.socket() as nobody:
+        nobody.bind((LOCAL, 0))  # does not listen
+        assert await hole.through("peer", LOCAL, nobody.getsockname()[1]) is None
+    with socket.socket() as again:
+        again.bind((LOCAL, hole.port))
 
 
-def test_what_this_machine_has_against_it_is_no_error(monkeypatch):
+async def test_what_this_machine_has_against_it_is_no_error(monkeypatch):
     monkeypatch.setattr(punching, "PUNCH_S", 0.05)
-
-    async def check() -> None:
-        with Hole(socket.AF_INET) as hole:
-            assert await hole.through("peer", "2001:db8::1", 40000) is None  # another family than the hole's
-
-    run(check())
+    with Hole(socket.AF_INET) as hole:
+        assert await hole.through("peer", "2001:db8::1", 40000) is None  # another family than the hole's
 
 
 @pytest.mark.parametrize("host", ["", "router.example.org", "127.0.0.1", "::1"])

@@ -14,7 +14,7 @@ from swarm_protocol.tunnel import accepting
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S, TUNNEL, Acceptor
 from swarm_protocol.tunnel.relaying import RELAY, RESERVE, Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import RelayReservation
-from tests.unit.support import run, until
+from tests.unit.support import until
 from tests.worlds.virtual_time import run_virtually
 
 LOCAL = "127.0.0.1"
@@ -75,116 +75,100 @@ class MemoryStreams:
         self.disconnected.append(peer_id)
 
 
-def test_a_server_that_reserves_again_has_lost_its_tunnels_and_the_callers_notice_at_once() -> None:
-    async def scenario() -> None:
-        streams = MemoryStreams()
-        relay = Relay(streams, RelayLimits())
-        await relay.start()
-        first, first_writer = stream_of("server", "192.0.2.1")
-        first.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
-        reserving = asyncio.ensure_future(streams.handlers[RESERVE](first))
-        assert await read_message(first_writer.written, pb.Reserved, HELLO_TIMEOUT_S) == pb.Reserved(host="192.0.2.1")
+async def test_a_server_that_reserves_again_has_lost_its_tunnels_and_the_callers_notice_at_once() -> None:
+    streams = MemoryStreams()
+    relay = Relay(streams, RelayLimits())
+    await relay.start()
+    first, first_writer = stream_of("server", "192.0.2.1")
+    first.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+    reserving = asyncio.ensure_future(streams.handlers[RESERVE](first))
+    assert await read_message(first_writer.written, pb.Reserved, HELLO_TIMEOUT_S) == pb.Reserved(host="192.0.2.1")
 
-        caller, caller_writer = stream_of("caller", "192.0.2.2")
-        caller.reader.feed_data(framed(pb.Open(target="server", port=40000).SerializeToString()))
-        calling = asyncio.ensure_future(streams.handlers[RELAY](caller))
-        await until(lambda: streams.opened)
-        ((_, server_writer),) = streams.opened
-        opening = await read_message(server_writer.written, pb.Open, HELLO_TIMEOUT_S)
-        assert opening == pb.Open(target="server", caller="caller", caller_host="192.0.2.2", port=40000)
-        assert not server_writer.is_aborted
+    caller, caller_writer = stream_of("caller", "192.0.2.2")
+    caller.reader.feed_data(framed(pb.Open(target="server", port=40000).SerializeToString()))
+    calling = asyncio.ensure_future(streams.handlers[RELAY](caller))
+    await until(lambda: streams.opened)
+    ((_, server_writer),) = streams.opened
+    opening = await read_message(server_writer.written, pb.Open, HELLO_TIMEOUT_S)
+    assert opening == pb.Open(target="server", caller="caller", caller_host="192.0.2.2", port=40000)
+    assert not server_writer.is_aborted
 
-        again, _ = stream_of("server", "192.0.2.1")
-        again.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
-        await streams.handlers[RESERVE](again)
-        assert streams.disconnected == ["server"] and first_writer.is_aborted and server_writer.is_aborted
-        await asyncio.wait_for(asyncio.gather(reserving, calling), HELLO_TIMEOUT_S)
-        assert caller_writer.is_aborted
-
-    run(scenario())
+    again, _ = stream_of("server", "192.0.2.1")
+    again.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+    await streams.handlers[RESERVE](again)
+    assert streams.disconnected == ["server"] and first_writer.is_aborted and server_writer.is_aborted
+    await asyncio.wait_for(asyncio.gather(reserving, calling), HELLO_TIMEOUT_S)
+    assert caller_writer.is_aborted
 
 
-def test_identities_at_one_address_do_not_take_all_reservations_of_a_relay() -> None:
-    async def scenario() -> None:
-        streams = MemoryStreams()
-        relay = Relay(streams, RelayLimits(servers=64))
-        await relay.start()
-        held: list[tuple[Stream, asyncio.Task[None]]] = []
+async def test_identities_at_one_address_do_not_take_all_reservations_of_a_relay() -> None:
+    streams = MemoryStreams()
+    relay = Relay(streams, RelayLimits(servers=64))
+    await relay.start()
+    held: list[tuple[Stream, asyncio.Task[None]]] = []
 
-        async def refusal(peer_id: str, host: str) -> str:
-            stream, writer = stream_of(peer_id, host)
-            stream.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
-            held.append((stream, asyncio.ensure_future(streams.handlers[RESERVE](stream))))
-            return (await read_message(writer.written, pb.Reserved, HELLO_TIMEOUT_S)).refusal
+    async def refusal(peer_id: str, host: str) -> str:
+        stream, writer = stream_of(peer_id, host)
+        stream.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+        held.append((stream, asyncio.ensure_future(streams.handlers[RESERVE](stream))))
+        return (await read_message(writer.written, pb.Reserved, HELLO_TIMEOUT_S)).refusal
 
-        refusals = [await refusal(f"sybil {number}", f"2001:db8::{number:x}") for number in range(64)]
-        assert refusals.count("") == 56  # 7/8
-        assert (
-            refusals[-1] == "this peer, or all at its address, have their share of 64 servers behind this relay already"
-        )
-        assert await refusal("honest", "192.0.2.2") == ""
-        for stream, _ in held:
-            stream.abort()
-        await asyncio.gather(*(serving for _, serving in held))
-        assert await refusal("sybil again", "2001:db8::1") == ""
-        held[-1][0].abort()
-        await held[-1][1]
-
-    run(scenario())
+    refusals = [await refusal(f"sybil {number}", f"2001:db8::{number:x}") for number in range(64)]
+    assert refusals.count("") == 56  # 7/8
+    assert refusals[-1] == "this peer, or all at its address, have their share of 64 servers behind this relay already"
+    assert await refusal("honest", "192.0.2.2") == ""
+    for stream, _ in held:
+        stream.abort()
+    await asyncio.gather(*(serving for _, serving in held))
+    assert await refusal("sybil again", "2001:db8::1") == ""
+    held[-1][0].abort()
+    await held[-1][1]
 
 
-def test_a_caller_to_whom_no_port_can_be_opened_is_served_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_to_whom_no_port_can_be_opened_goes_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the address of the caller could be met, or not."""
     monkeypatch.setattr(accepting, "hole_beside", lambda _relay_host: None)
-
-    async def scenario() -> None:
-        connected: list[asyncio.StreamWriter] = []
-        server = await asyncio.start_server(lambda _reader, writer: connected.append(writer), LOCAL, 0)
-        origins: accepting.Origins = {}
-        port = server.sockets[0].getsockname()[1]
-        acceptor = Acceptor(MemoryStreams(), LOCAL, port, lambda _peer_id: "8.8.4.4", origins)
-        for number, caller_port in enumerate((40000, 0), 1):
-            stream, writer = stream_of("relay", "9.9.9.9")
-            request = pb.Open(caller="caller", caller_host="8.8.8.8", port=caller_port)
-            stream.reader.feed_data(framed(request.SerializeToString()))
-            taking = asyncio.ensure_future(acceptor._take(stream))
-            assert await read_message(writer.written, pb.Opened, HELLO_TIMEOUT_S) == pb.Opened()
-            assert list(origins.values()) == ["8.8.8.8"]
-            await until(lambda number=number: len(connected) == number)
-            stream.abort()
-            await taking
-            assert origins == {}
-        for connection in connected:
-            connection.close()
-        server.close()
-
-    run(scenario())
+    connected: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _reader, writer: connected.append(writer), LOCAL, 0)
+    origins: accepting.Origins = {}
+    port = server.sockets[0].getsockname()[1]
+    acceptor = Acceptor(MemoryStreams(), LOCAL, port, lambda _peer_id: "8.8.4.4", origins)
+    for number, caller_port in enumerate((40000, 0), 1):
+        stream, writer = stream_of("relay", "9.9.9.9")
+        request = pb.Open(caller="caller", caller_host="8.8.8.8", port=caller_port)
+        stream.reader.feed_data(framed(request.SerializeToString()))
+        taking = asyncio.ensure_future(acceptor._take(stream))
+        assert await read_message(writer.written, pb.Opened, HELLO_TIMEOUT_S) == pb.Opened()
+        assert list(origins.values()) == ["8.8.8.8"]
+        await until(lambda number=number: len(connected) == number)
+        stream.abort()
+        await taking
+        assert origins == {}
+    for connection in connected:
+        connection.close()
+    server.close()
 
 
-def test_a_reservation_is_lost_at_once_when_the_relay_closes_its_stream() -> None:
-    async def scenario() -> None:
-        stream, writer = stream_of("relay")
-        reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)
-        await asyncio.sleep(299.0)
-        assert not reservation.lost.done()
-        stream.reader.feed_eof()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert reservation.lost.done() and writer.is_aborted
-
-    run_virtually(scenario())
+@pytest.mark.run_by(run_virtually)
+async def test_a_reservation_is_lost_at_once_when_the_relay_closes_its_stream() -> None:
+    stream, writer = stream_of("relay")
+    reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)
+    await asyncio.sleep(299.0)
+    assert not reservation.lost.done()
+    stream.reader.feed_eof()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert reservation.lost.done() and writer.is_aborted
 
 
-def test_a_reservation_is_lost_when_the_relay_does_not_answer_a_sign_of_life() -> None:
-    async def scenario() -> None:
-        stream, writer = stream_of("relay")
-        reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)
-        for _ in range(3):
-            sign = await asyncio.wait_for(writer.written.readexactly(1), 301.0)
-            stream.reader.feed_data(sign)
-        await asyncio.sleep(300.0)
-        assert not reservation.lost.done()
-        await asyncio.wait_for(reservation.lost, 6.0)
-        assert writer.is_aborted
-
-    run_virtually(scenario())
+@pytest.mark.run_by(run_virtually)
+async def test_a_reservation_is_lost_when_the_relay_does_not_answer_a_sign_of_life() -> None:
+    stream, writer = stream_of("relay")
+    reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)
+    for _ in range(3):
+        sign = await asyncio.wait_for(writer.written.readexactly(1), 301.0)
+        stream.reader.feed_data(sign)
+    await asyncio.sleep(300.0)
+    assert not reservation.lost.done()
+    await asyncio.wait_for(reservation.lost, 6.0)
+    assert writer.is_aborted

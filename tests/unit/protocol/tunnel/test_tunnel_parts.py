@@ -125,25 +125,22 @@ def test_a_budget_without_end_does_not_wait():
     run(BandwidthBudget().take(1 << 40))
 
 
-def test_messages_that_are_none_are_refused():
-    async def check() -> None:
-        for data, error in (
-            (framed(b"\xff\xff"), BadReply),  # no message
-            (framed(pb.Opened(refusal="no").SerializeToString())[:-1], BadReply),  # cut off
-            ((MAX_RUN_BYTES + 1).to_bytes(4) + bytes(MAX_RUN_BYTES + 1), BadReply),
-        ):
-            reader = asyncio.StreamReader()
-            reader.feed_data(data)
-            reader.feed_eof()
-            with pytest.raises(error):
-                await read_message(reader, pb.Opened, 1.0)
+async def test_messages_that_are_none_are_refused():
+    for data, error in (
+        (framed(b"\xff\xff"), BadReply),  # no message
+        (framed(pb.Opened(refusal="no").SerializeToString())[:-1], BadReply),  # cut off
+        ((MAX_RUN_BYTES + 1).to_bytes(4) + bytes(MAX_RUN_BYTES + 1), BadReply),
+    ):
         reader = asyncio.StreamReader()
-        with pytest.raises(BadReply):
-            await read_message(reader, pb.Opened, 0.01)  # nothing comes
-        reader.feed_data(framed(b"abc") + framed(b""))
-        assert [await read_run(reader), await read_run(reader)] == [b"abc", b""]
-
-    run(check())
+        reader.feed_data(data)
+        reader.feed_eof()
+        with pytest.raises(error):
+            await read_message(reader, pb.Opened, 1.0)
+    reader = asyncio.StreamReader()
+    with pytest.raises(BadReply):
+        await read_message(reader, pb.Opened, 0.01)  # nothing comes
+    reader.feed_data(framed(b"abc") + framed(b""))
+    assert [await read_run(reader), await read_run(reader)] == [b"abc", b""]
 
 
 def test_only_members_open_streams_to_a_relay_of_a_private_swarm():
@@ -214,25 +211,21 @@ class NoStreams:
         raise PeerUnavailable("nobody answers at the relay")
 
 
-def test_nothing_is_left_of_tunnels_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_left_of_tunnels_that_lead_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of a swarm that changes try many."""
     dialer = Dialer(ClientCredentials(identity(0)), NoStreams())  # type: ignore[arg-type]
     address = str(Circuit(RELAY, TARGET_ID))
-
-    async def scenario() -> None:
-        for _ in range(2):
-            with pytest.raises(PeerUnavailable, match=r"no way through relay .*: nobody answers at the relay"):
-                await dialer.connect(address, bytes(32), [], 1.0)
-            assert not dialer._ports
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio, "start_server", no_more_files)
-            with pytest.raises(PeerUnavailable, match=r"no tunnel can be opened: .*Too many open files"):
-                await dialer.connect(address, bytes(32), [], 1.0)
-        assert not dialer._ports  # the next one tries again
-        with pytest.raises(PeerUnavailable, match="no way through relay"):
+    for _ in range(2):
+        with pytest.raises(PeerUnavailable, match=r"no way through relay .*: nobody answers at the relay"):
             await dialer.connect(address, bytes(32), [], 1.0)
-
-    run(scenario())
+        assert not dialer._ports
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "start_server", no_more_files)
+        with pytest.raises(PeerUnavailable, match=r"no tunnel can be opened: .*Too many open files"):
+            await dialer.connect(address, bytes(32), [], 1.0)
+    assert not dialer._ports  # the next one tries again
+    with pytest.raises(PeerUnavailable, match="no way through relay"):
+        await dialer.connect(address, bytes(32), [], 1.0)
 
 
 class SlowStreams(NoStreams):

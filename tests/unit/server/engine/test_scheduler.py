@@ -172,20 +172,17 @@ def test_a_user_with_many_prompts_does_not_hold_up_another(scheduler: Scheduler,
     assert engine.batches[:3] == [["first"], ["anna 0"], ["bert"]]
 
 
-def test_too_much_training_is_refused_at_once(scheduler: Scheduler, engine: Engine) -> None:
-    async def overfill() -> None:
-        tasks = [await held(scheduler, engine)]
-        share = Shares(TRAINING).most()
-        tasks += [await submit(scheduler.train(lambda: "trained")) for _ in range(share)]
-        with pytest.raises(PeerBusy, match=f"is full: {share} of {TRAINING} requests are waiting, {share} of this"):
-            await scheduler.train(lambda: "refused")  # the gate is still shut
-        tasks += [await submit(scheduler.train(lambda: "trained", Caller("another")))]
-        tasks += [await submit(scheduler.step("a", step()))]  # sessions are not meant
-        engine.gate.set()
-        assert await asyncio.gather(*tasks) == ["first"] + ["trained"] * (share + 1) + ["a"]
-        assert await scheduler.train(lambda: "room again") == "room again"
-
-    run(overfill())
+async def test_too_much_training_is_refused_at_once(scheduler: Scheduler, engine: Engine) -> None:
+    tasks = [await held(scheduler, engine)]
+    share = Shares(TRAINING).most()
+    tasks += [await submit(scheduler.train(lambda: "trained")) for _ in range(share)]
+    with pytest.raises(PeerBusy, match=f"is full: {share} of {TRAINING} requests are waiting, {share} of this"):
+        await scheduler.train(lambda: "refused")  # the gate is still shut
+    tasks += [await submit(scheduler.train(lambda: "trained", Caller("another")))]
+    tasks += [await submit(scheduler.step("a", step()))]  # sessions are not meant
+    engine.gate.set()
+    assert await asyncio.gather(*tasks) == ["first"] + ["trained"] * (share + 1) + ["a"]
+    assert await scheduler.train(lambda: "room again") == "room again"
 
 
 class TestFailures:
@@ -217,14 +214,11 @@ class TestFailures:
         assert isinstance(b, ZeroDivisionError)
         assert engine.batches == [["first"], ["a", "b", "c"], ["a"], ["b"], ["c"], ["later"]]
 
-    def test_of_calls_go_to_their_caller(self, scheduler: Scheduler) -> None:
-        async def fail() -> None:
-            for submit in (scheduler.call, scheduler.train):
-                with pytest.raises(ZeroDivisionError):
-                    await submit(lambda: 1 / 0)
-            assert await scheduler.step("later", step()) == "later"
-
-        run(fail())
+    async def test_of_calls_go_to_their_caller(self, scheduler: Scheduler) -> None:
+        for submit in (scheduler.call, scheduler.train):
+            with pytest.raises(ZeroDivisionError):
+                await submit(lambda: 1 / 0)
+        assert await scheduler.step("later", step()) == "later"
 
 
 def test_work_whose_caller_has_gone_is_not_computed(scheduler: Scheduler, engine: Engine) -> None:
@@ -282,56 +276,44 @@ def test_the_thread_ends_when_stopped(engine: Engine) -> None:
     assert not thread.is_alive()
 
 
-def test_delay_is_that_of_waiting(scheduler: Scheduler, engine: Engine) -> None:
+async def test_delay_is_that_of_waiting(scheduler: Scheduler, engine: Engine) -> None:
     assert scheduler.queue_delay_s == 0
-
-    async def wait() -> None:
-        first = await held(scheduler, engine)
-        before = scheduler.queue_delay_s
-        second = await submit(scheduler.step("second", step()))
-        engine.gate.set()
-        await asyncio.gather(first, second)
-        assert before >= 0 and scheduler.queue_delay_s > 0
-
-    run(wait())
+    first = await held(scheduler, engine)
+    before = scheduler.queue_delay_s
+    second = await submit(scheduler.step("second", step()))
+    engine.gate.set()
+    await asyncio.gather(first, second)
+    assert before >= 0 and scheduler.queue_delay_s > 0
 
 
-def test_what_waits_and_what_is_done_is_counted(scheduler: Scheduler, engine: Engine) -> None:
+async def test_what_waits_and_what_is_done_is_counted(scheduler: Scheduler, engine: Engine) -> None:
     """So that clients tell a server that is busy from one that stands still."""
-
-    async def count() -> None:
-        first = await held(scheduler, engine)
-        gone = await submit(scheduler.step("gone", step(1000)))
-        others = [await submit(scheduler.step(name, step(100))) for name in "ab"]
-        assert scheduler.num_waiting == 4 and scheduler.queue_s == 0  # nobody knows how long it takes
-        gone.cancel()
-        await asyncio.wait([gone])
-        assert scheduler.num_waiting == 3
-        engine.gate.set()
-        await asyncio.gather(first, *others)
-        assert scheduler.num_waiting == 0 and scheduler.queue_s == 0
-        assert scheduler._counters.batches == len(engine.batches) == 3
-        tasks = [await held(scheduler, engine), await submit(scheduler.step("c", step(300)))]
-        pace_s = scheduler._counters.compute_s["prefill"] / 200
-        assert pace_s / 10 < scheduler.queue_s / 300 < 10 * pace_s + 0.1
-        engine.gate.set()
-        await asyncio.gather(*tasks)
-
-    run(count())
+    first = await held(scheduler, engine)
+    gone = await submit(scheduler.step("gone", step(1000)))
+    others = [await submit(scheduler.step(name, step(100))) for name in "ab"]
+    assert scheduler.num_waiting == 4 and scheduler.queue_s == 0  # nobody knows how long it takes
+    gone.cancel()
+    await asyncio.wait([gone])
+    assert scheduler.num_waiting == 3
+    engine.gate.set()
+    await asyncio.gather(first, *others)
+    assert scheduler.num_waiting == 0 and scheduler.queue_s == 0
+    assert scheduler._counters.batches == len(engine.batches) == 3
+    tasks = [await held(scheduler, engine), await submit(scheduler.step("c", step(300)))]
+    pace_s = scheduler._counters.compute_s["prefill"] / 200
+    assert pace_s / 10 < scheduler.queue_s / 300 < 10 * pace_s + 0.1
+    engine.gate.set()
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("num_waiting", [1, 2])
-def test_one_piece_of_training_is_part_of_the_queue(scheduler: Scheduler, engine: Engine, num_waiting: int) -> None:
+async def test_one_piece_of_training_is_in_the_queue(scheduler: Scheduler, engine: Engine, num_waiting: int) -> None:
     """A step waits for no more than one, however many there are: others hold up other training."""
-
-    async def train() -> None:
-        await scheduler.train(lambda: None, num_positions=100)
-        pace_s = scheduler._counters.compute_s["training"] / 100
-        first = await held(scheduler, engine)
-        pieces = [await submit(scheduler.train(lambda: None, num_positions=300)) for _ in range(num_waiting)]
-        assert scheduler.queue_s == pytest.approx(300 * pace_s) and pace_s > 0
-        engine.gate.set()
-        await asyncio.gather(first, *pieces)
-        assert scheduler.queue_s == 0
-
-    run(train())
+    await scheduler.train(lambda: None, num_positions=100)
+    pace_s = scheduler._counters.compute_s["training"] / 100
+    first = await held(scheduler, engine)
+    pieces = [await submit(scheduler.train(lambda: None, num_positions=300)) for _ in range(num_waiting)]
+    assert scheduler.queue_s == pytest.approx(300 * pace_s) and pace_s > 0
+    engine.gate.set()
+    await asyncio.gather(first, *pieces)
+    assert scheduler.queue_s == 0

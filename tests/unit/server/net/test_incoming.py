@@ -40,31 +40,25 @@ def incoming(stream: Stream, reads_ahead: bool = True) -> Incoming:
 @pytest.mark.parametrize(
     ("message", "reads_ahead", "num_asked"), [(LARGE, True, 2), (SMALL, True, 1), (LARGE, False, 1)]
 )
-def test_after_a_large_message_one_more_is_asked_for(
+async def test_after_a_large_message_one_more_is_asked_for(
     message: pb.SessionRequest, reads_ahead: bool, num_asked: int
 ) -> None:
-    async def story() -> None:
-        stream = Stream(message, SMALL, SMALL)
-        messages = incoming(stream, reads_ahead)
-        assert await messages.next() is message
-        await until(lambda: stream.num_asked == num_asked)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert stream.num_asked == num_asked
-        assert [await messages.next(), await messages.begin(5.0), await messages.next()] == [SMALL, SMALL, None]
-
-    run(story())
-
-
-def test_an_error_comes_when_it_is_its_turn() -> None:
-    async def story() -> None:
-        messages = incoming(Stream(LARGE, fails=True))
-        assert await messages.next() is LARGE
+    stream = Stream(message, SMALL, SMALL)
+    messages = incoming(stream, reads_ahead)
+    assert await messages.next() is message
+    await until(lambda: stream.num_asked == num_asked)
+    for _ in range(20):
         await asyncio.sleep(0)
-        with pytest.raises(OSError, match="broken"):
-            await messages.next()
+    assert stream.num_asked == num_asked
+    assert [await messages.next(), await messages.begin(5.0), await messages.next()] == [SMALL, SMALL, None]
 
-    run(story())
+
+async def test_an_error_comes_when_it_is_its_turn() -> None:
+    messages = incoming(Stream(LARGE, fails=True))
+    assert await messages.next() is LARGE
+    await asyncio.sleep(0)
+    with pytest.raises(OSError, match="broken"):
+        await messages.next()
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -85,13 +79,10 @@ async def one_then_none() -> AsyncIterator[pb.SessionRequest]:
     await asyncio.Event().wait()
 
 
-def test_a_stream_that_is_read_ahead_may_be_closed_as_soon_as_nobody_reads_it() -> None:
-    async def story() -> None:
-        stream = one_then_none()
-        messages = Incoming(stream, Arrivals(1 << 20, 20.0, 1000.0), reads_ahead=True)
-        await messages.next()
-        await asyncio.sleep(0)
-        await messages.aclose()
-        await stream.aclose()
-
-    run(story())
+async def test_a_stream_that_is_read_ahead_may_be_closed_as_soon_as_nobody_reads_it() -> None:
+    stream = one_then_none()
+    messages = Incoming(stream, Arrivals(1 << 20, 20.0, 1000.0), reads_ahead=True)
+    await messages.next()
+    await asyncio.sleep(0)
+    await messages.aclose()
+    await stream.aclose()

@@ -59,66 +59,53 @@ def run(coroutine: Coroutine) -> Any:
     return run_virtually(coroutine)
 
 
+pytestmark = pytest.mark.run_by(run)
+
+
 def server(name: str, address: str = "") -> ServerRecord:
     return replace(server_record(name, "0:2"), addresses=(address or f"{name}:1",))
 
 
-def test_a_server_is_reached_at_the_address_of_its_record() -> None:
-    async def story() -> None:
-        swarm = Swarm(server("a"), server("b"))
-        for name in ("a", "b", "a"):
-            await swarm.neighbours.stub(name)
-        assert (swarm.connected, len(swarm.read_s)) == (["a:1", "b:1"], 1)
-
-    run(story())
+async def test_a_server_is_reached_at_the_address_of_its_record() -> None:
+    swarm = Swarm(server("a"), server("b"))
+    for name in ("a", "b", "a"):
+        await swarm.neighbours.stub(name)
+    assert (swarm.connected, len(swarm.read_s)) == (["a:1", "b:1"], 1)
 
 
-def test_nobody_is_called_whom_the_swarm_does_not_know() -> None:
-    async def story() -> None:
-        swarm = Swarm(server("a"))
-        with pytest.raises(PeerUnavailable, match="the swarm has no record of it"):
-            await swarm.neighbours.stub("127.0.0.1:22")
-        assert swarm.connected == []
-
-    run(story())
+async def test_nobody_is_called_whom_the_swarm_does_not_know() -> None:
+    swarm = Swarm(server("a"))
+    with pytest.raises(PeerUnavailable, match="the swarm has no record of it"):
+        await swarm.neighbours.stub("127.0.0.1:22")
+    assert swarm.connected == []
 
 
-def test_one_that_has_just_joined_is_found() -> None:
-    async def story() -> None:
-        swarm = Swarm(server("a"))
-        await swarm.neighbours.stub("a")
-        swarm.records.append(server("new"))
-        await swarm.neighbours.stub("new")
-        assert swarm.connected == ["a:1", "new:1"]
-
-    run(story())
+async def test_one_that_has_just_joined_is_found() -> None:
+    swarm = Swarm(server("a"))
+    await swarm.neighbours.stub("a")
+    swarm.records.append(server("new"))
+    await swarm.neighbours.stub("new")
+    assert swarm.connected == ["a:1", "new:1"]
 
 
-def test_many_unknown_names_have_the_swarm_read_once_in_two_seconds() -> None:
-    async def story() -> None:
-        swarm = Swarm(server("a"))
-        for _ in range(3):
-            asked = [swarm.neighbours.stub(f"nobody {number}") for number in range(100)]
-            errors = await asyncio.gather(*asked, return_exceptions=True)
-            assert all(isinstance(error, PeerUnavailable) for error in errors)
-        assert swarm.read_s == [0.0, 2.0, 4.0]
-
-    run(story())
+async def test_many_unknown_names_have_the_swarm_read_once_in_two_seconds() -> None:
+    swarm = Swarm(server("a"))
+    for _ in range(3):
+        asked = [swarm.neighbours.stub(f"nobody {number}") for number in range(100)]
+        errors = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(error, PeerUnavailable) for error in errors)
+    assert swarm.read_s == [0.0, 2.0, 4.0]
 
 
-def test_a_reading_that_had_begun_before_is_not_enough() -> None:
+async def test_a_reading_that_had_begun_before_is_not_enough() -> None:
     """The server may have joined in between."""
-
-    async def story() -> None:
-        swarm = Swarm(server("a"))
-        first = asyncio.ensure_future(swarm.neighbours.stub("a"))
-        await asyncio.sleep(0.05)
-        swarm.records.append(server("new"))
-        await swarm.neighbours.stub("new")
-        await first
-        assert swarm.read_s == [0.0, 2.0]
-
-    run(story())
+    swarm = Swarm(server("a"))
+    first = asyncio.ensure_future(swarm.neighbours.stub("a"))
+    await asyncio.sleep(0.05)
+    swarm.records.append(server("new"))
+    await swarm.neighbours.stub("new")
+    await first
+    assert swarm.read_s == [0.0, 2.0]
 
 
 IDLE, CONNECTING = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING
@@ -126,25 +113,22 @@ READY, TRANSIENT_FAILURE = grpc.ChannelConnectivity.READY, grpc.ChannelConnectiv
 
 
 @pytest.mark.parametrize("lost", [IDLE, TRANSIENT_FAILURE])
-def test_one_that_was_started_again_is_reached_at_its_new_address(lost: grpc.ChannelConnectivity) -> None:
-    async def story() -> None:
-        swarm = Swarm(server("a"))
+async def test_one_that_was_started_again_is_reached_at_its_new_address(lost: grpc.ChannelConnectivity) -> None:
+    swarm = Swarm(server("a"))
+    await swarm.neighbours.stub("a")
+    for state in (IDLE, CONNECTING, READY, READY):
+        swarm.state = state
         await swarm.neighbours.stub("a")
-        for state in (IDLE, CONNECTING, READY, READY):
-            swarm.state = state
-            await swarm.neighbours.stub("a")
-        assert swarm.connected == ["a:1"]
-        swarm.state = lost
-        swarm.dead.add("a:1")
-        with pytest.raises(PeerUnavailable):  # too early to read again, and nobody waits for it
-            await swarm.neighbours.stub("a")
-        await asyncio.sleep(2.0)
-        swarm.records = [server("a", "a:2")]
+    assert swarm.connected == ["a:1"]
+    swarm.state = lost
+    swarm.dead.add("a:1")
+    with pytest.raises(PeerUnavailable):  # too early to read again, and nobody waits for it
         await swarm.neighbours.stub("a")
-        assert swarm.connected == ["a:1", "a:1", "a:1", "a:2"]
-        assert list(swarm.neighbours._channels._channels) == [("a:2", b"")]
-
-    run(story())
+    await asyncio.sleep(2.0)
+    swarm.records = [server("a", "a:2")]
+    await swarm.neighbours.stub("a")
+    assert swarm.connected == ["a:1", "a:1", "a:1", "a:2"]
+    assert list(swarm.neighbours._channels._channels) == [("a:2", b"")]
 
 
 def test_a_swarm_that_cannot_be_read_is_no_more_than_an_unknown_server(caplog: pytest.LogCaptureFixture) -> None:
@@ -160,36 +144,29 @@ def test_a_swarm_that_cannot_be_read_is_no_more_than_an_unknown_server(caplog: p
     assert "cannot be read: no daemon" in caplog.text
 
 
-def test_who_waits_does_not_take_a_reading_that_was_cancelled_for_one_that_ended() -> None:
-    async def story() -> None:
-        swarm = Swarm()
-        asking = []
-        for _ in range(3):
-            asking.append(asyncio.ensure_future(swarm.neighbours.stub("a")))
-            await asyncio.sleep(0.01)
-        swarm.records = [server("a")]
-        while len(swarm.read_s) < 2:
-            await asyncio.sleep(0.01)
-        asking[1].cancel()  # its reading is the first that began after the last one asked
-        assert await asking[2] is not None
-        await asyncio.gather(*asking, return_exceptions=True)
-
-    run(story())
+async def test_who_waits_does_not_take_a_reading_that_was_cancelled_for_one_that_ended() -> None:
+    swarm = Swarm()
+    asking = []
+    for _ in range(3):
+        asking.append(asyncio.ensure_future(swarm.neighbours.stub("a")))
+        await asyncio.sleep(0.01)
+    swarm.records = [server("a")]
+    while len(swarm.read_s) < 2:
+        await asyncio.sleep(0.01)
+    asking[1].cancel()  # its reading is the first that began after the last one asked
+    assert await asking[2] is not None
+    await asyncio.gather(*asking, return_exceptions=True)
 
 
-def test_no_stub_is_made_once_connections_are_closed() -> None:
+async def test_no_stub_is_made_once_connections_are_closed() -> None:
     """gRPC ends the process of who makes one for a channel that is closed."""
-
-    async def story() -> None:
-        swarm = Swarm(server("a"))
-        pool = ChannelPool(swarm.connect)
-        await pool.stub(server("a"))
-        closing = asyncio.ensure_future(pool.close())
-        for name in "aba":
-            await asyncio.sleep(0)
-            with pytest.raises(PeerUnavailable, match="connections to other servers are closed"):
-                await pool.stub(server(name))
-        await closing
-        assert swarm.connected == ["a:1"]
-
-    run(story())
+    swarm = Swarm(server("a"))
+    pool = ChannelPool(swarm.connect)
+    await pool.stub(server("a"))
+    closing = asyncio.ensure_future(pool.close())
+    for name in "aba":
+        await asyncio.sleep(0)
+        with pytest.raises(PeerUnavailable, match="connections to other servers are closed"):
+            await pool.stub(server(name))
+    await closing
+    assert swarm.connected == ["a:1"]

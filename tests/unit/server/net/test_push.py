@@ -17,7 +17,6 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.net.push import ChannelPool, Pusher
 from swarm_server.net.push_bundle import PushStream, PushStreams
-from tests.unit.support import run
 
 TIMEOUT_S = 60.0  # of what would otherwise never end
 
@@ -99,326 +98,271 @@ def step(number: int) -> tuple[pb.Step, list[bytes]]:
 
 
 @pytest.mark.parametrize("num_turns", range(6))
-def test_a_sender_is_let_go_however_early_its_stream_is_retired(num_turns):
+async def test_a_sender_is_let_go_however_early_its_stream_is_retired(num_turns):
     """In particular before gRPC has begun the call: it leaves its own writers waiting then."""
-
-    async def scenario() -> None:
-        async with connected(OtherServer(num_taken=9)) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(), never)
-            sending = asyncio.ensure_future(pusher.send(*step(1)))
-            await channels.called.wait()
-            for _ in range(num_turns):
-                await asyncio.sleep(0)
-            await pusher.retire()
-            await ended(sending)
-
-    run(scenario())
-
-
-def test_one_that_waits_for_a_slow_server_is_let_go():
-    async def scenario() -> None:
-        other = OtherServer(num_taken=1)
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(), never)
-            sending = asyncio.ensure_future(send_all(pusher, 9))
-            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
-            await pusher.retire()
-            await ended(sending)
-
-    run(scenario())
-
-
-def test_a_sender_waits_while_the_next_hop_has_four_steps_to_take():
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        other.answering.clear()
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(), never)
-            await asyncio.wait_for(send_all(pusher, 4), TIMEOUT_S)
-            fifth = asyncio.ensure_future(pusher.send(*step(5)))
-            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
-            assert list(pusher._untaken) == [1, 2, 3, 4] and not fifth.done()
-            other.answering.set()
-            await ended(fifth)
-            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
-            assert other.taken == [1, 2, 3, 4, 5]
-
-    run(scenario())
-
-
-def test_what_a_server_that_ends_has_not_taken_is_given_up_in_order():
-    async def scenario() -> None:
-        given_up: list[int] = []
-
-        async def give_up(step: pb.Step, parts: list[bytes]) -> None:
-            assert parts == [b"part"]
-            given_up.append(step.number)
-
-        other = OtherServer(num_taken=2)
-        async with connected(other) as (server, channels):
-            pusher = Pusher(channels, pb.NextHop(), give_up)
-            sending = asyncio.ensure_future(send_all(pusher, 9))
-            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
-            await server.stop(None)
-            await ended(sending)
-            await send_all(pusher, 10, first=10)
-            known = sorted({*other.taken, *given_up})
-            assert known == list(range(1, 11))
-            assert given_up == sorted(given_up)
-            assert not await pusher.drain()
-
-    run(scenario())
-
-
-def test_what_comes_after_a_stream_broke_does_not_overtake_what_was_under_way() -> None:
-    """However slowly the client takes what is given up."""
-
-    async def scenario() -> None:
-        given_up: list[int] = []
-        slowly = asyncio.Event()
-
-        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
-            await slowly.wait()
-            given_up.append(step.number)
-
-        other = OtherServer(num_taken=0)
-        async with connected(other) as (server, channels):
-            pusher = Pusher(channels, pb.NextHop(), give_up)
-            await send_all(pusher, 3)
-            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
-            await server.stop(None)
-            assert not await pusher.drain()
-            later = asyncio.ensure_future(send_all(pusher, 5, first=4))
+    async with connected(OtherServer(num_taken=9)) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(), never)
+        sending = asyncio.ensure_future(pusher.send(*step(1)))
+        await channels.called.wait()
+        for _ in range(num_turns):
             await asyncio.sleep(0)
-            slowly.set()
-            await ended(later)
-            assert given_up == [1, 2, 3, 4, 5]
-
-    run(scenario())
+        await pusher.retire()
+        await ended(sending)
 
 
-def test_a_stream_is_retired_at_once_though_a_client_does_not_take_what_is_given_up() -> None:
-    async def scenario() -> None:
-        begun = asyncio.Event()
+async def test_one_that_waits_for_a_slow_server_is_let_go():
+    other = OtherServer(num_taken=1)
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(), never)
+        sending = asyncio.ensure_future(send_all(pusher, 9))
+        await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+        await pusher.retire()
+        await ended(sending)
 
-        async def give_up(_step: pb.Step, _parts: list[bytes]) -> None:
-            assert not begun.is_set()  # nothing more once it is retired
-            begun.set()
-            await may_go_on.wait()
 
-        may_go_on = asyncio.Event()
-        other = OtherServer(num_taken=0)
-        async with connected(other) as (server, channels):
-            pusher = Pusher(channels, pb.NextHop(), give_up)
-            await send_all(pusher, 2)
-            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
-            await server.stop(None)
-            await asyncio.wait_for(begun.wait(), TIMEOUT_S)
+async def test_a_sender_waits_while_the_next_hop_has_four_steps_to_take():
+    other = OtherServer(num_taken=9)
+    other.answering.clear()
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(), never)
+        await asyncio.wait_for(send_all(pusher, 4), TIMEOUT_S)
+        fifth = asyncio.ensure_future(pusher.send(*step(5)))
+        await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+        assert list(pusher._untaken) == [1, 2, 3, 4] and not fifth.done()
+        other.answering.set()
+        await ended(fifth)
+        assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
+        assert other.taken == [1, 2, 3, 4, 5]
+
+
+async def test_what_a_server_that_ends_has_not_taken_is_given_up_in_order():
+    given_up: list[int] = []
+
+    async def give_up(step: pb.Step, parts: list[bytes]) -> None:
+        assert parts == [b"part"]
+        given_up.append(step.number)
+
+    other = OtherServer(num_taken=2)
+    async with connected(other) as (server, channels):
+        pusher = Pusher(channels, pb.NextHop(), give_up)
+        sending = asyncio.ensure_future(send_all(pusher, 9))
+        await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+        await server.stop(None)
+        await ended(sending)
+        await send_all(pusher, 10, first=10)
+        known = sorted({*other.taken, *given_up})
+        assert known == list(range(1, 11))
+        assert given_up == sorted(given_up)
+        assert not await pusher.drain()
+
+
+async def test_what_comes_after_a_stream_broke_does_not_overtake_what_was_under_way() -> None:
+    """However slowly the client takes what is given up."""
+    given_up: list[int] = []
+    slowly = asyncio.Event()
+
+    async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+        await slowly.wait()
+        given_up.append(step.number)
+
+    other = OtherServer(num_taken=0)
+    async with connected(other) as (server, channels):
+        pusher = Pusher(channels, pb.NextHop(), give_up)
+        await send_all(pusher, 3)
+        await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+        await server.stop(None)
+        assert not await pusher.drain()
+        later = asyncio.ensure_future(send_all(pusher, 5, first=4))
+        await asyncio.sleep(0)
+        slowly.set()
+        await ended(later)
+        assert given_up == [1, 2, 3, 4, 5]
+
+
+async def test_a_stream_is_retired_at_once_though_a_client_does_not_take_what_is_given_up() -> None:
+    begun = asyncio.Event()
+
+    async def give_up(_step: pb.Step, _parts: list[bytes]) -> None:
+        assert not begun.is_set()  # nothing more once it is retired
+        begun.set()
+        await may_go_on.wait()
+
+    may_go_on = asyncio.Event()
+    other = OtherServer(num_taken=0)
+    async with connected(other) as (server, channels):
+        pusher = Pusher(channels, pb.NextHop(), give_up)
+        await send_all(pusher, 2)
+        await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+        await server.stop(None)
+        await asyncio.wait_for(begun.wait(), TIMEOUT_S)
+        await pusher.retire()
+        may_go_on.set()
+        await pusher.send(*step(3))
+
+
+async def test_small_steps_of_sessions_that_are_ready_together_are_one_message() -> None:
+    other = OtherServer(num_taken=9)
+    async with connected(other) as (_server, channels):
+        pushers = [Pusher(channels, pb.NextHop(push_key=bytes([key])), never, True) for key in range(3)]
+        await asyncio.gather(*(pusher.send(pb.Step(number=7 + key), []) for key, pusher in enumerate(pushers)))
+        assert all([await pusher.drain() for pusher in pushers])
+    assert other.bundles == [[7, 8, 9]]
+
+
+async def test_a_session_that_the_other_server_has_lost_is_given_up_and_the_others_are_not() -> None:
+    given_up: list[int] = []
+
+    async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+        given_up.append(step.number)
+
+    async with connected(OtherServer(num_taken=1)) as (_server, channels):
+        known = Pusher(channels, pb.NextHop(push_key=b"known"), never, True)
+        lost = Pusher(channels, pb.NextHop(push_key=b"lost"), give_up, True)
+        await asyncio.gather(known.send(pb.Step(number=1), []), lost.send(pb.Step(number=2), []))
+        assert await known.drain() and not await lost.drain()
+        await lost.send(pb.Step(number=3), [])
+    assert given_up == [2, 3]
+
+
+async def test_a_bundle_that_breaks_gives_up_what_was_not_taken_and_another_takes_its_place() -> None:
+    given_up: list[int] = []
+
+    async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+        given_up.append(step.number)
+
+    other = OtherServer(num_taken=9)
+    async with connected(other) as (_server, channels):
+        first = await channels.push_stream("")
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, True)
+        await pusher.send(pb.Step(number=1), [])
+        first._call.cancel()  # before the answer is here
+        assert not await pusher.drain()
+        while not first.ended:
+            await asyncio.sleep(0)
+        assert given_up == [1]
+        another = Pusher(channels, pb.NextHop(push_key=b"another"), never, True)
+        await another.send(pb.Step(number=2), [])
+        assert await another.drain()
+    assert 2 in other.taken
+
+
+async def test_a_small_step_does_not_overtake_a_large_one() -> None:
+    other = OtherServer(num_taken=9)
+    other.answering.clear()
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(), never, True)
+        await pusher.send(*step(1))
+        await pusher.send(pb.Step(number=2), [])
+        other.answering.set()
+        assert await pusher.drain()
+        await pusher.send(pb.Step(number=3), [])
+        assert await pusher.drain()
+    assert other.taken == [1, 2, 3] and other.bundles == [[3]]
+
+
+async def test_nor_a_large_one_a_small_one() -> None:
+    other = OtherServer(num_taken=9)
+    other.answering.clear()
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(), never, True)
+        await pusher.send(pb.Step(number=1), [])
+        sending = asyncio.ensure_future(pusher.send(*step(2)))
+        await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+        assert not channels.called.is_set()
+        other.answering.set()
+        await ended(sending)
+        assert await pusher.drain()
+    assert other.taken == [1, 2] and other.bundles == [[1]]
+
+
+async def test_nothing_is_kept_of_sessions_that_are_over_for_a_server_that_does_not_answer() -> None:
+    other = OtherServer(num_taken=9)
+    other.answering.clear()
+    async with connected(other) as (_server, channels):
+        for number in range(1, 9):
+            pusher = Pusher(channels, pb.NextHop(push_key=bytes([number])), never, True)
+            await pusher.send(pb.Step(number=number), [])
             await pusher.retire()
-            may_go_on.set()
-            await pusher.send(*step(3))
-
-    run(scenario())
+        assert (await channels.push_stream(""))._waiting == {}
 
 
-def test_small_steps_of_sessions_that_are_ready_together_are_one_message() -> None:
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        async with connected(other) as (_server, channels):
-            pushers = [Pusher(channels, pb.NextHop(push_key=bytes([key])), never, True) for key in range(3)]
-            await asyncio.gather(*(pusher.send(pb.Step(number=7 + key), []) for key, pusher in enumerate(pushers)))
-            assert all([await pusher.drain() for pusher in pushers])
-        assert other.bundles == [[7, 8, 9]]
-
-    run(scenario())
-
-
-def test_a_session_that_the_other_server_has_lost_is_given_up_and_the_others_are_not() -> None:
-    async def scenario() -> None:
-        given_up: list[int] = []
-
-        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
-            given_up.append(step.number)
-
-        async with connected(OtherServer(num_taken=1)) as (_server, channels):
-            known = Pusher(channels, pb.NextHop(push_key=b"known"), never, True)
-            lost = Pusher(channels, pb.NextHop(push_key=b"lost"), give_up, True)
-            await asyncio.gather(known.send(pb.Step(number=1), []), lost.send(pb.Step(number=2), []))
-            assert await known.drain() and not await lost.drain()
-            await lost.send(pb.Step(number=3), [])
-        assert given_up == [2, 3]
-
-    run(scenario())
-
-
-def test_a_bundle_that_breaks_gives_up_what_was_not_taken_and_another_takes_its_place() -> None:
-    async def scenario() -> None:
-        given_up: list[int] = []
-
-        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
-            given_up.append(step.number)
-
-        other = OtherServer(num_taken=9)
-        async with connected(other) as (_server, channels):
-            first = await channels.push_stream("")
-            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, True)
-            await pusher.send(pb.Step(number=1), [])
-            first._call.cancel()  # before the answer is here
-            assert not await pusher.drain()
-            while not first.ended:
-                await asyncio.sleep(0)
-            assert given_up == [1]
-            another = Pusher(channels, pb.NextHop(push_key=b"another"), never, True)
-            await another.send(pb.Step(number=2), [])
-            assert await another.drain()
-        assert 2 in other.taken
-
-    run(scenario())
-
-
-def test_a_small_step_does_not_overtake_a_large_one() -> None:
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        other.answering.clear()
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(), never, True)
-            await pusher.send(*step(1))
-            await pusher.send(pb.Step(number=2), [])
-            other.answering.set()
-            assert await pusher.drain()
-            await pusher.send(pb.Step(number=3), [])
-            assert await pusher.drain()
-        assert other.taken == [1, 2, 3] and other.bundles == [[3]]
-
-    run(scenario())
-
-
-def test_nor_a_large_one_a_small_one() -> None:
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        other.answering.clear()
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(), never, True)
-            await pusher.send(pb.Step(number=1), [])
-            sending = asyncio.ensure_future(pusher.send(*step(2)))
-            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
-            assert not channels.called.is_set()
-            other.answering.set()
-            await ended(sending)
-            assert await pusher.drain()
-        assert other.taken == [1, 2] and other.bundles == [[1]]
-
-    run(scenario())
-
-
-def test_nothing_is_kept_of_sessions_that_are_over_for_a_server_that_does_not_answer() -> None:
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        other.answering.clear()
-        async with connected(other) as (_server, channels):
-            for number in range(1, 9):
-                pusher = Pusher(channels, pb.NextHop(push_key=bytes([number])), never, True)
-                await pusher.send(pb.Step(number=number), [])
-                await pusher.retire()
-            assert (await channels.push_stream(""))._waiting == {}
-
-    run(scenario())
-
-
-def test_a_server_that_does_not_read_has_no_more_than_it_may() -> None:
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        other.answering.clear()
-        async with connected(other) as (_server, channels):
-            stream = await channels.push_stream("")
-            large = pb.Step(number=1, hidden=pb.Tensor(data=bytes(MIB // 16)))
-            waiting = [stream.send(bytes([number]), large) for number in range(200)]
-            refused = [taken for taken in waiting if taken.done()]
-            assert refused and not any(taken.result() for taken in refused)
-            assert stream._outbox.size_bytes < 5 * MIB
-
-    run(scenario())
+async def test_a_server_that_does_not_read_has_no_more_than_it_may() -> None:
+    other = OtherServer(num_taken=9)
+    other.answering.clear()
+    async with connected(other) as (_server, channels):
+        stream = await channels.push_stream("")
+        large = pb.Step(number=1, hidden=pb.Tensor(data=bytes(MIB // 16)))
+        waiting = [stream.send(bytes([number]), large) for number in range(200)]
+        refused = [taken for taken in waiting if taken.done()]
+        assert refused and not any(taken.result() for taken in refused)
+        assert stream._outbox.size_bytes < 5 * MIB
 
 
 @pytest.mark.parametrize("is_bundled", [False, True])
-def test_a_settled_step_is_kept_until_the_next_and_given_up_if_the_stream_breaks(is_bundled) -> None:
-    async def scenario() -> None:
-        given_up: list[int] = []
+async def test_a_settled_step_is_kept_until_the_next_and_given_up_if_the_stream_breaks(is_bundled) -> None:
+    given_up: list[int] = []
 
-        async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
-            given_up.append(step.number)
+    async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
+        given_up.append(step.number)
 
-        other = OtherServer(num_taken=9)
-        async with connected(other) as (server, channels):
-            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, is_bundled)
-            await pusher.send(pb.Step(number=1), [])
-            assert await pusher.drain()
-            for number in range(2, 6):
-                await pusher.send(pb.Step(number=number, settled=True), [])
-                while number not in other.taken:
-                    await asyncio.sleep(0)
-            await server.stop(None)
-            assert not await pusher.drain()
-        assert other.taken == [1, 2, 3, 4, 5] and given_up == [5]
-
-    run(scenario())
+    other = OtherServer(num_taken=9)
+    async with connected(other) as (server, channels):
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, is_bundled)
+        await pusher.send(pb.Step(number=1), [])
+        assert await pusher.drain()
+        for number in range(2, 6):
+            await pusher.send(pb.Step(number=number, settled=True), [])
+            while number not in other.taken:
+                await asyncio.sleep(0)
+        await server.stop(None)
+        assert not await pusher.drain()
+    assert other.taken == [1, 2, 3, 4, 5] and given_up == [5]
 
 
 @pytest.mark.parametrize("is_bundled", [False, True])
 @pytest.mark.parametrize("large", [False, True])
-def test_the_other_server_says_of_all_what_it_has_taken_if_one_is_not_settled(is_bundled, large) -> None:
-    async def scenario() -> None:
-        other = OtherServer(num_taken=99)
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, is_bundled)
-            for number in range(1, 20, 2):
-                await pusher.send(pb.Step(number=number, settled=True), [])
-                await asyncio.wait_for(pusher.send(pb.Step(number=number + 1), [b"part"] * large), TIMEOUT_S)
-                while number + 1 not in other.taken:  # the next one is settled: all before it are taken
-                    await asyncio.sleep(0)
-            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
-        assert list(dict.fromkeys(other.taken)) == list(range(1, 21))
-
-    run(scenario())
+async def test_the_other_server_says_of_all_what_it_has_taken_if_one_is_not_settled(is_bundled, large) -> None:
+    other = OtherServer(num_taken=99)
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, is_bundled)
+        for number in range(1, 20, 2):
+            await pusher.send(pb.Step(number=number, settled=True), [])
+            await asyncio.wait_for(pusher.send(pb.Step(number=number + 1), [b"part"] * large), TIMEOUT_S)
+            while number + 1 not in other.taken:  # the next one is settled: all before it are taken
+                await asyncio.sleep(0)
+        assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
+    assert list(dict.fromkeys(other.taken)) == list(range(1, 21))
 
 
 @pytest.mark.parametrize("is_bundled", [False, True])
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_an_older_server_says_of_settled_steps_too_that_it_has_taken_them(is_bundled, is_answered) -> None:
+async def test_an_older_server_says_of_settled_steps_too_that_it_has_taken_them(is_bundled, is_answered) -> None:
     """Its answers, which may come when the next step is sent already, are of steps that nobody waits for.
 
     A settled step is sent once those before it are taken. ``is_answered``: and the sender has heard so.
     """
-
-    async def scenario() -> None:
-        other = OtherServer(num_taken=99, is_older=True)
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, is_bundled)
-            for number in range(1, 31):
-                await asyncio.wait_for(pusher.send(pb.Step(number=number, settled=number % 10 != 0), []), TIMEOUT_S)
-                while number not in other.taken or (is_answered and pusher._untaken):
-                    await asyncio.sleep(0)
-            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
-        # What shares a stream is sent again when somebody wants to know of it; twice is harmless.
-        assert list(dict.fromkeys(other.taken)) == list(range(1, 31))
-        assert not pusher._untaken and not pusher._bundled
-
-    run(scenario())
+    other = OtherServer(num_taken=99, is_older=True)
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, is_bundled)
+        for number in range(1, 31):
+            await asyncio.wait_for(pusher.send(pb.Step(number=number, settled=number % 10 != 0), []), TIMEOUT_S)
+            while number not in other.taken or (is_answered and pusher._untaken):
+                await asyncio.sleep(0)
+        assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
+    # What shares a stream is sent again when somebody wants to know of it; twice is harmless.
+    assert list(dict.fromkeys(other.taken)) == list(range(1, 31))
+    assert not pusher._untaken and not pusher._bundled
 
 
-def test_a_large_step_is_settled_for_nobody() -> None:
+async def test_a_large_step_is_settled_for_nobody() -> None:
     """It would be kept, outside all budgets, while the session is silent."""
-
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(), never)
-            hidden = pb.Tensor(size_bytes=MIB // 8, data=bytes(MIB // 8))
-            await pusher.send(pb.Step(number=1, settled=True, hidden=hidden), [])
-            await pusher.send(pb.Step(number=2, settled=True), [b"part"])
-            assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
-
-    run(scenario())
+    other = OtherServer(num_taken=9)
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(), never)
+        hidden = pb.Tensor(size_bytes=MIB // 8, data=bytes(MIB // 8))
+        await pusher.send(pb.Step(number=1, settled=True, hidden=hidden), [])
+        await pusher.send(pb.Step(number=2, settled=True), [b"part"])
+        assert await asyncio.wait_for(pusher.drain(), TIMEOUT_S)
 
 
 async def send_all(pusher: Pusher, last: int, first: int = 1) -> None:
@@ -437,113 +381,98 @@ async def ended(task: asyncio.Task) -> None:
     task.result()
 
 
-def test_a_connection_that_failed_when_nobody_waited_for_it_any_more_is_tried_again() -> None:
-    async def scenario() -> None:
-        failing = asyncio.Event()
+async def test_a_connection_that_failed_when_nobody_waited_for_it_any_more_is_tried_again() -> None:
+    failing = asyncio.Event()
+    tried: list[str] = []
+
+    async def connect(address: str, *_options: object) -> grpc.aio.Channel:
+        tried.append(address)
+        await failing.wait()
+        raise PeerUnavailable("nobody is there")
+
+    channels, server = (
+        ChannelPool(connect),
+        ServerRecord("peer", ("192.0.2.1:1",), "model", "revision", 1, Span(0, 1)),
+    )
+    waiting = asyncio.ensure_future(channels.stub(server))
+    while not tried:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    failing.set()
+    await asyncio.wait([waiting])
+    for number in (2, 3):
+        with pytest.raises(PeerUnavailable, match="nobody is there"):
+            await channels.stub(server)
+        assert len(tried) == number
+    await channels.close()
+
+
+async def test_what_comes_next_can_be_computed_while_a_step_travels():
+    """The other server reads no further than the first message; the step after next must wait for the first."""
+    other = OtherServer(num_taken=9)
+    other.answering.clear()
+    parts = [bytes(MIB)] * 16  # more than lies between the two
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(), never)
+        await ended(asyncio.ensure_future(pusher.send(pb.Step(number=1), parts)))
+        second = asyncio.ensure_future(pusher.send(pb.Step(number=2), parts))
+        await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
+        assert not (await asyncio.wait([second], timeout=0.2))[0]
+        other.answering.set()
+        await ended(second)
+        assert await pusher.drain()
+        assert other.taken == [1, 2]
+
+
+async def test_sessions_that_share_a_stream_ask_for_one_connection() -> None:
+    """Which connects with its first call, over real gRPC."""
+    other = OtherServer(num_taken=9)
+    async with connected(other) as (_server, channels):
         tried: list[str] = []
 
         async def connect(address: str, *_options: object) -> grpc.aio.Channel:
             tried.append(address)
-            await failing.wait()
-            raise PeerUnavailable("nobody is there")
+            return grpc.aio.insecure_channel(address)
 
-        channels, server = (
-            ChannelPool(connect),
-            ServerRecord("peer", ("192.0.2.1:1",), "model", "revision", 1, Span(0, 1)),
-        )
-        waiting = asyncio.ensure_future(channels.stub(server))
-        while not tried:
-            await asyncio.sleep(0)
-        waiting.cancel()
-        failing.set()
-        await asyncio.wait([waiting])
-        for number in (2, 3):
-            with pytest.raises(PeerUnavailable, match="nobody is there"):
-                await channels.stub(server)
-            assert len(tried) == number
-        await channels.close()
-
-    run(scenario())
-
-
-def test_what_comes_next_can_be_computed_while_a_step_travels():
-    """The other server reads no further than the first message; the step after next must wait for the first."""
-
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        other.answering.clear()
-        parts = [bytes(MIB)] * 16  # more than lies between the two
-        async with connected(other) as (_server, channels):
-            pusher = Pusher(channels, pb.NextHop(), never)
-            await ended(asyncio.ensure_future(pusher.send(pb.Step(number=1), parts)))
-            second = asyncio.ensure_future(pusher.send(pb.Step(number=2), parts))
-            await asyncio.wait_for(other.asked.wait(), TIMEOUT_S)
-            assert not (await asyncio.wait([second], timeout=0.2))[0]
-            other.answering.set()
-            await ended(second)
-            assert await pusher.drain()
-            assert other.taken == [1, 2]
-
-    run(scenario())
-
-
-def test_sessions_that_share_a_stream_ask_for_one_connection() -> None:
-    """Which connects with its first call, over real gRPC."""
-
-    async def scenario() -> None:
-        other = OtherServer(num_taken=9)
-        async with connected(other) as (_server, channels):
-            tried: list[str] = []
-
-            async def connect(address: str, *_options: object) -> grpc.aio.Channel:
-                tried.append(address)
-                return grpc.aio.insecure_channel(address)
-
-            pool = ChannelPool(connect)
-            server = ServerRecord("peer", (channels.address,), "model", "revision", 1, Span(0, 1))
-            streams = PushStreams(lambda _peer_id: pool.stub(server))
-            first = await streams.to("peer")
-            await pool.stub(server)  # while it connects
-            for number in range(1, 4):
-                assert await streams.to("peer") is first
-                assert await first.send(b"key", pb.Step(number=number))
-                await pool.stub(server)
-            assert len(tried) == 1
-            await pool.close()
-
-    run(scenario())
-
-
-def test_connections_are_closed_when_nobody_has_used_them_for_a_while() -> None:
-    """Over real gRPC; what is under way keeps its connection, and who comes later is given another."""
-
-    async def scenario() -> None:
-        async with connected(OtherServer(num_taken=9)) as (_server, channels):
-            opened: list[grpc.aio.Channel] = []
-
-            async def connect(
-                address: str, _fingerprint: bytes, options: list[tuple[str, int]], _timeout_s: float
-            ) -> grpc.aio.Channel:
-                opened.append(grpc.aio.insecure_channel(address, options=options))
-                return opened[-1]
-
-            pool = ChannelPool(connect, idle_s=1.0)  # gRPC has no shorter time
-            server = ServerRecord("peer", (channels.address,), "model", "revision", 1, Span(0, 1))
-            busy = (await pool.stub(server)).Push()
-            await busy.write(pb.PushRequest(step=pb.Step(number=1)))
-            await busy.read()
+        pool = ChannelPool(connect)
+        server = ServerRecord("peer", (channels.address,), "model", "revision", 1, Span(0, 1))
+        streams = PushStreams(lambda _peer_id: pool.stub(server))
+        first = await streams.to("peer")
+        await pool.stub(server)  # while it connects
+        for number in range(1, 4):
+            assert await streams.to("peer") is first
+            assert await first.send(b"key", pb.Step(number=number))
             await pool.stub(server)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(opened[0].wait_for_state_change(grpc.ChannelConnectivity.READY), 1.7)
-            busy.cancel()
-            await asyncio.wait_for(opened[0].wait_for_state_change(grpc.ChannelConnectivity.READY), TIMEOUT_S)
-            assert opened[0].get_state() is grpc.ChannelConnectivity.IDLE
-            assert len(opened) == 1
-            again = (await pool.stub(server)).Push()
-            await again.write(pb.PushRequest(step=pb.Step(number=2)))
-            assert (await again.read()).number == 2
-            assert len(opened) == 2
-            again.cancel()
-            await pool.close()
+        assert len(tried) == 1
+        await pool.close()
 
-    run(scenario())
+
+async def test_connections_are_closed_when_nobody_has_used_them_for_a_while() -> None:
+    """Over real gRPC; what is under way keeps its connection, and who comes later is given another."""
+    async with connected(OtherServer(num_taken=9)) as (_server, channels):
+        opened: list[grpc.aio.Channel] = []
+
+        async def connect(
+            address: str, _fingerprint: bytes, options: list[tuple[str, int]], _timeout_s: float
+        ) -> grpc.aio.Channel:
+            opened.append(grpc.aio.insecure_channel(address, options=options))
+            return opened[-1]
+
+        pool = ChannelPool(connect, idle_s=1.0)  # gRPC has no shorter time
+        server = ServerRecord("peer", (channels.address,), "model", "revision", 1, Span(0, 1))
+        busy = (await pool.stub(server)).Push()
+        await busy.write(pb.PushRequest(step=pb.Step(number=1)))
+        await busy.read()
+        await pool.stub(server)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(opened[0].wait_for_state_change(grpc.ChannelConnectivity.READY), 1.7)
+        busy.cancel()
+        await asyncio.wait_for(opened[0].wait_for_state_change(grpc.ChannelConnectivity.READY), TIMEOUT_S)
+        assert opened[0].get_state() is grpc.ChannelConnectivity.IDLE
+        assert len(opened) == 1
+        again = (await pool.stub(server)).Push()
+        await again.write(pb.PushRequest(step=pb.Step(number=2)))
+        assert (await again.read()).number == 2
+        assert len(opened) == 2
+        again.cancel()
+        await pool.close()

@@ -118,6 +118,9 @@ def run(coroutine: Coroutine) -> Any:
     return run_virtually(coroutine)
 
 
+pytestmark = pytest.mark.run_by(run)
+
+
 class TestAdmission:
     """A room of 100 bytes."""
 
@@ -133,115 +136,91 @@ class TestAdmission:
         with pytest.raises(PeerBusy, match="no room for 101 tokens in the KV cache, which has 100 in all"):
             run(self.lease(101, wait_s=1e6))
 
-    def test_who_does_not_wait_is_refused_while_others_do(self):
-        async def story() -> None:
-            first = await self.lease(60)
-            waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
-            await asyncio.sleep(1.0)
-            with pytest.raises(
-                PeerBusy, match=r"no room for 1 more tokens .* 40 of 100 are left, and other sessions wait"
-            ):
-                await self.lease(1, born_s=1.0)
-            first.close()
-            self.admission.left(CLIENT)
-            (await waiting).close()
+    async def test_who_does_not_wait_is_refused_while_others_do(self):
+        first = await self.lease(60)
+        waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
+        await asyncio.sleep(1.0)
+        with pytest.raises(PeerBusy, match=r"no room for 1 more tokens .* 40 of 100 are left, and other sessions wait"):
+            await self.lease(1, born_s=1.0)
+        first.close()
+        self.admission.left(CLIENT)
+        (await waiting).close()
 
-        run(story())
+    async def test_the_wait_ends_with_the_reason(self):
+        await self.lease(60)
+        with pytest.raises(NoRoom, match=r"no room for 50 more tokens .* 40 of 100 are left"):
+            await self.lease(50, wait_s=5.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert (len(self.admission), self.budget.bytes_left) == (0, 40)
 
-    def test_the_wait_ends_with_the_reason(self):
-        async def story() -> None:
-            await self.lease(60)
-            with pytest.raises(NoRoom, match=r"no room for 50 more tokens .* 40 of 100 are left"):
-                await self.lease(50, wait_s=5.0)
-            assert asyncio.get_running_loop().time() == pytest.approx(5.0)
-            assert (len(self.admission), self.budget.bytes_left) == (0, 40)
-
-        run(story())
-
-    def test_memory_that_comes_back_by_itself(self):
+    async def test_memory_that_comes_back_by_itself(self):
         """Nobody tells when a tensor dies."""
-
-        async def story() -> None:
-            owner = Applicant(CLIENT, 1, 0.0)
-            lease = await self.lease(0)
-            lease.take(60, owner)
-            waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
-            await asyncio.sleep(1.0)
-            assert not waiting.done()
-            del owner
-            await waiting
-
-        run(story())
+        owner = Applicant(CLIENT, 1, 0.0)
+        lease = await self.lease(0)
+        lease.take(60, owner)
+        waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        del owner
+        await waiting
 
     @pytest.mark.parametrize(("size", "wanted", "promised"), [(10, 30, 30), (10, 90, 50), (70, 90, 70), (20, 0, 20)])
     def test_spare_room_is_promised_up_to_half_of_all(self, size, wanted, promised):
         assert run(self.lease(size, wanted=wanted)).charged == promised
 
-    def test_too_many_sessions_wait_like_too_large_ones(self):
-        async def story() -> None:
-            leases = [await self.lease(1) for _ in range(3)]
-            with pytest.raises(PeerBusy, match="has 3 of 4 sessions, 3 of them of this client"):
+    async def test_too_many_sessions_wait_like_too_large_ones(self):
+        leases = [await self.lease(1) for _ in range(3)]
+        with pytest.raises(PeerBusy, match="has 3 of 4 sessions, 3 of them of this client"):
+            await self.lease(1)
+        await self.admission.lease(Caller("another"), 1, 0, 0.0, 0.0)
+        with pytest.raises(PeerBusy, match="the server has 4 sessions already"):
+            await self.admission.lease(Caller("a third"), 1, 0, 0.0, 0.0)
+        self.admission.left(Caller("another"))
+        waiting = asyncio.ensure_future(self.lease(1, wait_s=10.0))
+        await asyncio.sleep(1.0)
+        leases[0].close()
+        self.admission.left(CLIENT)
+        await waiting
+
+    async def test_nobody_is_let_in_while_a_session_grows(self):
+        with self.admission.growing():
+            with pytest.raises(PeerBusy, match="other sessions wait"):
                 await self.lease(1)
-            await self.admission.lease(Caller("another"), 1, 0, 0.0, 0.0)
-            with pytest.raises(PeerBusy, match="the server has 4 sessions already"):
-                await self.admission.lease(Caller("a third"), 1, 0, 0.0, 0.0)
-            self.admission.left(Caller("another"))
             waiting = asyncio.ensure_future(self.lease(1, wait_s=10.0))
             await asyncio.sleep(1.0)
-            leases[0].close()
-            self.admission.left(CLIENT)
-            await waiting
-
-        run(story())
-
-    def test_nobody_is_let_in_while_a_session_grows(self):
-        async def story() -> None:
-            with self.admission.growing():
-                with pytest.raises(PeerBusy, match="other sessions wait"):
-                    await self.lease(1)
-                waiting = asyncio.ensure_future(self.lease(1, wait_s=10.0))
-                await asyncio.sleep(1.0)
-                assert not waiting.done()
-            await waiting
-
-        run(story())
+            assert not waiting.done()
+        await waiting
 
     @pytest.mark.parametrize("is_let_in", [False, True])
-    def test_who_goes_away_gives_back_what_it_has_got(self, is_let_in):
-        async def story() -> None:
-            first = await self.lease(60)
-            waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
-            other = asyncio.ensure_future(self.lease(50, wait_s=10.0))
-            await asyncio.sleep(1.0)
-            if is_let_in:
-                first.close()
-                self.admission.left(CLIENT)
-                self.admission._admit()  # as somebody else does who looks
-            waiting.cancel()
-            await asyncio.wait([waiting])
-            assert waiting.cancelled()
+    async def test_who_goes_away_gives_back_what_it_has_got(self, is_let_in):
+        first = await self.lease(60)
+        waiting = asyncio.ensure_future(self.lease(50, wait_s=10.0))
+        other = asyncio.ensure_future(self.lease(50, wait_s=10.0))
+        await asyncio.sleep(1.0)
+        if is_let_in:
             first.close()
-            if not is_let_in:
-                self.admission.left(CLIENT)
-            await other
-            assert (len(self.admission), self.budget.bytes_left) == (0, 50)
+            self.admission.left(CLIENT)
+            self.admission._admit()  # as somebody else does who looks
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        first.close()
+        if not is_let_in:
+            self.admission.left(CLIENT)
+        await other
+        assert (len(self.admission), self.budget.bytes_left) == (0, 50)
 
-        run(story())
+    async def test_a_server_that_leaves_lets_nobody_wait(self):
+        await self.lease(60)
+        leaving = False
 
-    def test_a_server_that_leaves_lets_nobody_wait(self):
-        async def story() -> None:
-            await self.lease(60)
-            leaving = False
+        def require() -> None:
+            if leaving:
+                raise PeerMoved("the server is leaving")
 
-            def require() -> None:
-                if leaving:
-                    raise PeerMoved("the server is leaving")
-
-            waiting = asyncio.ensure_future(self.lease(50, wait_s=1e6, require=require))
-            await asyncio.sleep(1.0)
-            leaving = True
-            with pytest.raises(PeerMoved):
-                await waiting
-            assert len(self.admission) == 0
-
-        run(story())
+        waiting = asyncio.ensure_future(self.lease(50, wait_s=1e6, require=require))
+        await asyncio.sleep(1.0)
+        leaving = True
+        with pytest.raises(PeerMoved):
+            await waiting
+        assert len(self.admission) == 0

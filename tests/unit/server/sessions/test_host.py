@@ -21,6 +21,7 @@ from swarm_server.sessions.sessions import HostedSession, Reply
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net
 from tests.worlds.virtual_time import run_virtually
 
+pytestmark = pytest.mark.run_by(run_virtually)
 CLIENT = Caller("anna")
 
 
@@ -77,41 +78,31 @@ def step(number: int, start: int, *values: float) -> pb.Step:
     return pb.Step(number=number, start_position=start, hidden=hidden)
 
 
-def test_the_name_of_a_user_is_short() -> None:
-    async def scenario() -> None:
-        await Story().open(4, user="u" * 64)
-        with pytest.raises(RequestRejected, match="the user's name has 65 characters: expected at most 64"):
-            await Story().open(4, user="u" * 65)
-
-    run_virtually(scenario())
+async def test_the_name_of_a_user_is_short() -> None:
+    await Story().open(4, user="u" * 64)
+    with pytest.raises(RequestRejected, match="the user's name has 65 characters: expected at most 64"):
+        await Story().open(4, user="u" * 65)
 
 
-def test_room_for_rows_that_become_copies_is_leased_at_once() -> None:
-    async def scenario() -> None:
-        story = Story()
-        hosted = await story.open(4, copies=(3, 2))
-        assert hosted.session.lease.charged == 4 + 3 * 2
-        with pytest.raises(PeerBusy):
-            await Story().open(4, copies=(4, 2))
-        with pytest.raises(RequestRejected, match="batch size"):
-            await Story().open(4, copies=(MAX_BATCH_SIZE, 0))
-
-    run_virtually(scenario())
+async def test_room_for_rows_that_become_copies_is_leased_at_once() -> None:
+    story = Story()
+    hosted = await story.open(4, copies=(3, 2))
+    assert hosted.session.lease.charged == 4 + 3 * 2
+    with pytest.raises(PeerBusy):
+        await Story().open(4, copies=(4, 2))
+    with pytest.raises(RequestRejected, match="batch size"):
+        await Story().open(4, copies=(MAX_BATCH_SIZE, 0))
 
 
-def test_what_builds_on_a_refused_step_is_ignored_until_that_step_comes_again() -> None:
+async def test_what_builds_on_a_refused_step_is_ignored_until_that_step_comes_again() -> None:
     """Who pushes steps is blamed for each refusal."""
-
-    async def scenario() -> None:
-        story = Story()
-        hosted = await story.open(4)
-        with StepReader(hosted, Arrivals(), one_refusal=True) as reader:
-            for each in (step(1, 0, nan), step(2, 1, 5.0), step(1, 0, 4.0), step(2, 1, 5.0)):
-                await reader.start(each)
-        assert story.answers == [("failure", 1), ("output", 1), ("output", 2)]
-        assert hosted.session.length == 2
-
-    run_virtually(scenario())
+    story = Story()
+    hosted = await story.open(4)
+    with StepReader(hosted, Arrivals(), one_refusal=True) as reader:
+        for each in (step(1, 0, nan), step(2, 1, 5.0), step(1, 0, 4.0), step(2, 1, 5.0)):
+            await reader.start(each)
+    assert story.answers == [("failure", 1), ("output", 1), ("output", 2)]
+    assert hosted.session.length == 2
 
 
 def test_a_step_that_begins_without_a_task_ends_like_any_other() -> None:

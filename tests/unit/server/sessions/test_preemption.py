@@ -13,7 +13,6 @@ from swarm_protocol.net.shares import Caller
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
 from swarm_server.sessions.admission import Admission
 from swarm_server.sessions.preemption import Claim, Preemption
-from tests.unit.support import run
 from tests.worlds.virtual_time import run_virtually
 
 ANNA, BERT = Caller("anna"), Caller("bert")
@@ -47,68 +46,53 @@ class Room:
         return await self.preemption.with_room(claim, work)
 
 
-def test_who_finds_room_preempts_nobody() -> None:
-    async def story() -> None:
-        room = Room()
-        old, young = await room.enter(1.0, 40), await room.enter(2.0, 40)
-        assert await room.grow(old, 60) == 60
-        assert not young.is_preempted
-
-    run(story())
+async def test_who_finds_room_preempts_nobody() -> None:
+    room = Room()
+    old, young = await room.enter(1.0, 40), await room.enter(2.0, 40)
+    assert await room.grow(old, 60) == 60
+    assert not young.is_preempted
 
 
-def test_the_youngest_makes_room_once_it_has_gone() -> None:
-    async def story() -> None:
-        room = Room()
-        claims = [await room.enter(born_s, 30) for born_s in (1.0, 2.0, 3.0)]
-        growing = asyncio.ensure_future(room.grow(claims[0], 60))
-        await claims[2].until_preempted()
-        assert not growing.done() and not claims[1].is_preempted
-        room.leave(claims[2])
-        with pytest.raises(PeerBusy, match="other sessions wait"):  # what becomes free is not for newcomers
-            await room.enter(4.0, 10)
-        assert await growing == 60
-
-    run(story())
+async def test_the_youngest_makes_room_once_it_has_gone() -> None:
+    room = Room()
+    claims = [await room.enter(born_s, 30) for born_s in (1.0, 2.0, 3.0)]
+    growing = asyncio.ensure_future(room.grow(claims[0], 60))
+    await claims[2].until_preempted()
+    assert not growing.done() and not claims[1].is_preempted
+    room.leave(claims[2])
+    with pytest.raises(PeerBusy, match="other sessions wait"):  # what becomes free is not for newcomers
+        await room.enter(4.0, 10)
+    assert await growing == 60
 
 
 @pytest.mark.parametrize("spoil", [Claim.preempt, Claim.close], ids=["it is preempted itself", "its session has ended"])
-def test_nobody_gives_way_to_a_session_that_ends(spoil: Callable[[Claim], None]) -> None:
-    async def story() -> None:
-        room = Room()
-        old, young = await room.enter(1.0, 50), await room.enter(2.0, 50)
-        spoil(old)
-        with pytest.raises(NoRoom):
-            await room.grow(old, 60)
-        assert not young.is_preempted
-
-    run(story())
+async def test_nobody_gives_way_to_a_session_that_ends(spoil: Callable[[Claim], None]) -> None:
+    room = Room()
+    old, young = await room.enter(1.0, 50), await room.enter(2.0, 50)
+    spoil(old)
+    with pytest.raises(NoRoom):
+        await room.grow(old, 60)
+    assert not young.is_preempted
 
 
-def test_the_youngest_session_is_refused() -> None:
-    async def story() -> None:
-        room = Room()
-        old, young = await room.enter(1.0, 50), await room.enter(2.0, 50)
-        with pytest.raises(NoRoom):
-            await room.grow(young, 60)
-        assert not old.is_preempted and not young.is_preempted
-
-    run(story())
+async def test_the_youngest_session_is_refused() -> None:
+    room = Room()
+    old, young = await room.enter(1.0, 50), await room.enter(2.0, 50)
+    with pytest.raises(NoRoom):
+        await room.grow(young, 60)
+    assert not old.is_preempted and not young.is_preempted
 
 
-def test_one_preemption_at_a_time() -> None:
-    async def story() -> None:
-        room = Room()
-        claims = [await room.enter(born_s, 25) for born_s in (1.0, 2.0, 3.0, 4.0)]
-        growing = [asyncio.ensure_future(room.grow(claim, 35)) for claim in claims[:2]]
-        await claims[3].until_preempted()
-        await asyncio.sleep(0.05)
-        assert not claims[2].is_preempted and not any(one.done() for one in growing)
-        room.leave(claims[3])
-        assert await asyncio.gather(*growing) == [35, 35]
-        assert not claims[2].is_preempted
-
-    run(story())
+async def test_one_preemption_at_a_time() -> None:
+    room = Room()
+    claims = [await room.enter(born_s, 25) for born_s in (1.0, 2.0, 3.0, 4.0)]
+    growing = [asyncio.ensure_future(room.grow(claim, 35)) for claim in claims[:2]]
+    await claims[3].until_preempted()
+    await asyncio.sleep(0.05)
+    assert not claims[2].is_preempted and not any(one.done() for one in growing)
+    room.leave(claims[3])
+    assert await asyncio.gather(*growing) == [35, 35]
+    assert not claims[2].is_preempted
 
 
 def story_on_a_clock(story: Callable[[], Coroutine]) -> None:
@@ -119,21 +103,17 @@ async def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_who_has_more_than_a_share_counts_as_younger() -> None:
+async def test_who_has_more_than_a_share_counts_as_younger() -> None:
     """However long ago its client says that it has come."""
-
-    async def story() -> None:
-        room = Room()
-        old, young = await room.enter(1.0, 70), await room.enter(2.0, 30, BERT)
-        with pytest.raises(NoRoom):
-            await room.grow(old, 75)
-        assert not young.is_preempted
-        growing = asyncio.ensure_future(room.grow(young, 40))
-        await old.until_preempted()
-        room.leave(old)
-        assert await growing == 40
-
-    run(story())
+    room = Room()
+    old, young = await room.enter(1.0, 70), await room.enter(2.0, 30, BERT)
+    with pytest.raises(NoRoom):
+        await room.grow(old, 75)
+    assert not young.is_preempted
+    growing = asyncio.ensure_future(room.grow(young, 40))
+    await old.until_preempted()
+    room.leave(old)
+    assert await growing == 40
 
 
 def test_a_promise_that_is_not_used_is_for_those_who_wait() -> None:

@@ -47,39 +47,33 @@ class FakeSession:
         self.refused.append((number, error))
 
 
-def test_a_step_counts_while_it_arrives() -> None:
-    async def story() -> None:
-        session, arrivals = FakeSession(), Arrivals()
-        with StepReader(session, arrivals) as reader:
-            await reader.start(pb.Step(number=1, hidden=HEADER))
-            for number, part in enumerate(PARTS, start=1):
-                assert reader.is_reading and arrivals.used_bytes == number * MIB
-                await reader.more(part)
-            assert not reader.is_reading and arrivals.used_bytes == (1 + len(PARTS)) * MIB
-            session.on_done()  # it is computed
-            assert arrivals.used_bytes == 0
-            await reader.start(pb.Step(number=2, hidden=HEADER))
-        assert arrivals.used_bytes == 0  # the stream has ended
-        assert session.taken == [1] and session.refused == []
-
-    run(story())
+async def test_a_step_counts_while_it_arrives() -> None:
+    session, arrivals = FakeSession(), Arrivals()
+    with StepReader(session, arrivals) as reader:
+        await reader.start(pb.Step(number=1, hidden=HEADER))
+        for number, part in enumerate(PARTS, start=1):
+            assert reader.is_reading and arrivals.used_bytes == number * MIB
+            await reader.more(part)
+        assert not reader.is_reading and arrivals.used_bytes == (1 + len(PARTS)) * MIB
+        session.on_done()  # it is computed
+        assert arrivals.used_bytes == 0
+        await reader.start(pb.Step(number=2, hidden=HEADER))
+    assert arrivals.used_bytes == 0  # the stream has ended
+    assert session.taken == [1] and session.refused == []
 
 
 @pytest.mark.parametrize("room_bytes", [MIB // 2, 2 * MIB], ids=["at-once", "in-the-middle"])
-def test_a_step_for_which_there_is_no_room_is_refused_and_the_next_is_not(room_bytes: int) -> None:
-    async def story() -> None:
-        session, arrivals = FakeSession(), Arrivals(room_bytes)
-        with StepReader(session, arrivals) as reader:
-            await reader.start(pb.Step(number=1, hidden=HEADER))
-            for part in PARTS:
-                await reader.more(part)
-            assert arrivals.used_bytes == 0
-            await reader.start(pb.Step(number=2, hidden=SMALL))
-        ((number, error),) = session.refused
-        assert number == 1 and isinstance(error, PeerBusy)
-        assert session.taken == [2]
-
-    run(story())
+async def test_a_step_for_which_there_is_no_room_is_refused_and_the_next_is_not(room_bytes: int) -> None:
+    session, arrivals = FakeSession(), Arrivals(room_bytes)
+    with StepReader(session, arrivals) as reader:
+        await reader.start(pb.Step(number=1, hidden=HEADER))
+        for part in PARTS:
+            await reader.more(part)
+        assert arrivals.used_bytes == 0
+        await reader.start(pb.Step(number=2, hidden=SMALL))
+    ((number, error),) = session.refused
+    assert number == 1 and isinstance(error, PeerBusy)
+    assert session.taken == [2]
 
 
 def test_a_number_that_cannot_be_ends_the_stream() -> None:

@@ -15,7 +15,6 @@ from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import GiveUp
 from swarm_server.sessions import replicator
 from swarm_server.sessions.replicator import Replicator
-from tests.unit.support import run
 
 
 class FakePusher:
@@ -80,69 +79,52 @@ def taken() -> list[tuple[int, int, int]]:
     return [(step.number, step.start_position, step.stored.num_tokens) for step in TAKEN]
 
 
-def test_the_last_piece_has_the_number_of_the_last_step() -> None:
-    async def story() -> None:
-        source = Source(150)
-        await source.copy()
-        assert taken() == [(1, 0, 64), (2, 64, 64), (5, 128, 22)]
-        await source.step()
-        await source.step(3)
-        await source.copy()
-        assert taken()[3:] == [(6, 150, 1), (7, 151, 3)]
-        await source.replicator.close()
-
-    run(story())
+async def test_the_last_piece_has_the_number_of_the_last_step() -> None:
+    source = Source(150)
+    await source.copy()
+    assert taken() == [(1, 0, 64), (2, 64, 64), (5, 128, 22)]
+    await source.step()
+    await source.step(3)
+    await source.copy()
+    assert taken()[3:] == [(6, 150, 1), (7, 151, 3)]
+    await source.replicator.close()
 
 
-def test_states_are_copied_at_the_last_position_only() -> None:
-    async def story() -> None:
-        source = Source(150, slots=(1,))
-        await source.copy()
-        assert taken() == [(5, 0, 150)]
-        await source.replicator.close()
-
-    run(story())
+async def test_states_are_copied_at_the_last_position_only() -> None:
+    source = Source(150, slots=(1,))
+    await source.copy()
+    assert taken() == [(5, 0, 150)]
+    await source.replicator.close()
 
 
-def test_a_step_that_changes_what_was_copied_starts_it_again() -> None:
-    async def story() -> None:
-        source = Source(100)
-        copying = asyncio.ensure_future(source.copy())
-        await asyncio.sleep(0)  # it has its first turn
-        await source.step(start=10)
-        await copying
-        *_, again = TAKEN
-        assert [change.WhichOneof("kind") for change in again.changes] == ["crop", "reorder"]
-        assert (again.number, again.start_position, again.stored.num_tokens) == (6, 0, 11)
-        await source.replicator.close()
-
-    run(story())
+async def test_a_step_that_changes_what_was_copied_starts_it_again() -> None:
+    source = Source(100)
+    copying = asyncio.ensure_future(source.copy())
+    await asyncio.sleep(0)  # it has its first turn
+    await source.step(start=10)
+    await copying
+    *_, again = TAKEN
+    assert [change.WhichOneof("kind") for change in again.changes] == ["crop", "reorder"]
+    assert (again.number, again.start_position, again.stored.num_tokens) == (6, 0, 11)
+    await source.replicator.close()
 
 
-def test_a_server_that_cannot_be_reached_gets_no_copy(monkeypatch) -> None:
+async def test_a_server_that_cannot_be_reached_gets_no_copy(monkeypatch) -> None:
     monkeypatch.setattr(FakePusher, "is_there", False)
-
-    async def story() -> None:
-        source = Source(1000)
-        with pytest.raises(PeerUnavailable):
-            await source.copy()
-        await source.step()
-        assert taken() == []
-        await source.replicator.close()
-
-    run(story())
-
-
-def test_the_copy_gets_the_rows_that_the_session_has_when_copying_begins() -> None:
-    """The other session was opened before: a batch that has grown since would not fit its rows."""
-
-    async def story() -> None:
-        source = Source(80)
-        source.session.batch_size = 3
+    source = Source(1000)
+    with pytest.raises(PeerUnavailable):
         await source.copy()
-        first, second = TAKEN
-        assert [change.WhichOneof("kind") for change in first.changes] == ["crop", "reorder"]
-        assert list(first.changes[1].reorder.indices) == [0, 0, 0] and not second.changes
-        await source.replicator.close()
+    await source.step()
+    assert taken() == []
+    await source.replicator.close()
 
-    run(story())
+
+async def test_the_copy_gets_the_rows_that_the_session_has_when_copying_begins() -> None:
+    """The other session was opened before: a batch that has grown since would not fit its rows."""
+    source = Source(80)
+    source.session.batch_size = 3
+    await source.copy()
+    first, second = TAKEN
+    assert [change.WhichOneof("kind") for change in first.changes] == ["crop", "reorder"]
+    assert list(first.changes[1].reorder.indices) == [0, 0, 0] and not second.changes
+    await source.replicator.close()

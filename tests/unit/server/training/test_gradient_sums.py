@@ -13,7 +13,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_server.adapters.shared_store import SharedStore
 from swarm_server.training.gradient_sums import GradientSums
-from tests.unit.support import run, until
+from tests.unit.support import until
 
 ANNA, BERT = Caller("anna"), Caller("bert")
 BLOCKS, KEY, OTHER = Span(2, 5), bytes(16), bytes(range(16))
@@ -35,91 +35,70 @@ def take(sums: GradientSums, *numbers: int, key: bytes = KEY, client: Caller = A
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))), ids=str)
-def test_whichever_comes_first(order):
-    async def scenario() -> None:
-        store = SharedStore(100 * SIZE)
-        sums = GradientSums(store)
-        for number in order:
-            assert add(sums, number)
-        assert store.used_bytes == SIZE  # all are in one
-        first, second = take(sums, 0, 1, 2, 3)
-        assert (first == 2.0).all() and (second == -2.0).all()
-        assert (len(store), store.used_bytes) == (0, 0)
-
-    run(scenario())
+async def test_whichever_comes_first(order):
+    store = SharedStore(100 * SIZE)
+    sums = GradientSums(store)
+    for number in order:
+        assert add(sums, number)
+    assert store.used_bytes == SIZE  # all are in one
+    first, second = take(sums, 0, 1, 2, 3)
+    assert (first == 2.0).all() and (second == -2.0).all()
+    assert (len(store), store.used_bytes) == (0, 0)
 
 
-def test_those_ahead_of_others_take_room_of_their_own():
-    async def scenario() -> None:
-        store = SharedStore(100 * SIZE)
-        sums = GradientSums(store)
-        used = []
-        for number in (1, 3, 3, 0, 1):
-            add(sums, number)
-            used.append(store.used_bytes // SIZE)
-        assert used == [1, 2, 2, 2, 2]
-        assert float(take(sums, 0, 1, 3)[0][0, 0]) == 2.0 - 2.0**24
-        assert store.used_bytes == 0
-
-    run(scenario())
+async def test_those_ahead_of_others_take_room_of_their_own():
+    store = SharedStore(100 * SIZE)
+    sums = GradientSums(store)
+    used = []
+    for number in (1, 3, 3, 0, 1):
+        add(sums, number)
+        used.append(store.used_bytes // SIZE)
+    assert used == [1, 2, 2, 2, 2]
+    assert float(take(sums, 0, 1, 3)[0][0, 0]) == 2.0 - 2.0**24
+    assert store.used_bytes == 0
 
 
-def test_clients_have_sums_of_their_own():
-    async def scenario() -> None:
-        sums = GradientSums(SharedStore(100 * SIZE))
-        add(sums, 0)
-        add(sums, 2, client=BERT)
-        add(sums, 1, key=OTHER)
-        assert float(take(sums, 0)[0][0, 0]) == VALUES[0]
-        assert float(take(sums, 2, client=BERT)[0][0, 0]) == VALUES[2]
-        with pytest.raises(CacheMiss):
-            take(sums, 1, client=BERT, key=OTHER)
-        assert float(take(sums, 1, key=OTHER)[0][0, 0]) == VALUES[1]
-
-    run(scenario())
+async def test_clients_have_sums_of_their_own():
+    sums = GradientSums(SharedStore(100 * SIZE))
+    add(sums, 0)
+    add(sums, 2, client=BERT)
+    add(sums, 1, key=OTHER)
+    assert float(take(sums, 0)[0][0, 0]) == VALUES[0]
+    assert float(take(sums, 2, client=BERT)[0][0, 0]) == VALUES[2]
+    with pytest.raises(CacheMiss):
+        take(sums, 1, client=BERT, key=OTHER)
+    assert float(take(sums, 1, key=OTHER)[0][0, 0]) == VALUES[1]
 
 
-def test_a_sum_leaves_most_of_a_share_to_adapters():
-    async def scenario() -> None:
-        too_small = SharedStore(5 * SIZE)  # of which a client has three quarters, and a sum a quarter of that
-        assert not add(GradientSums(too_small), 0)
-        assert (len(too_small), too_small.used_bytes) == (0, 0)
-        assert add(GradientSums(SharedStore(6 * SIZE)), 0)
-
-    run(scenario())
+async def test_a_sum_leaves_most_of_a_share_to_adapters():
+    too_small = SharedStore(5 * SIZE)  # of which a client has three quarters, and a sum a quarter of that
+    assert not add(GradientSums(too_small), 0)
+    assert (len(too_small), too_small.used_bytes) == (0, 0)
+    assert add(GradientSums(SharedStore(6 * SIZE)), 0)
 
 
-def test_the_oldest_sum_makes_room_for_others():
-    async def scenario() -> None:
-        store = SharedStore(16 * SIZE)
-        sums, keys = GradientSums(store), [bytes([number]) * 16 for number in range(9)]
-        for key in keys:
-            add(sums, 0, key)
-        store.take(6 * SIZE, BERT)
-        with pytest.raises(CacheMiss):
-            take(sums, 0, key=keys[0])
-        assert [float(take(sums, 0, key=key)[0][0, 0]) for key in keys[1:]] == [VALUES[0]] * 8
-        assert store.used_bytes == 6 * SIZE
-
-    run(scenario())
+async def test_the_oldest_sum_makes_room_for_others():
+    store = SharedStore(16 * SIZE)
+    sums, keys = GradientSums(store), [bytes([number]) * 16 for number in range(9)]
+    for key in keys:
+        add(sums, 0, key)
+    store.take(6 * SIZE, BERT)
+    with pytest.raises(CacheMiss):
+        take(sums, 0, key=keys[0])
+    assert [float(take(sums, 0, key=key)[0][0, 0]) for key in keys[1:]] == [VALUES[0]] * 8
+    assert store.used_bytes == 6 * SIZE
 
 
-def test_a_sum_is_not_made_where_others_use_the_room():
-    async def scenario() -> None:
-        store = SharedStore(8 * SIZE)
-        store.take(6 * SIZE, BERT)
-        store.take(SIZE, ANNA)
-        assert not add(GradientSums(store), 0)
-        assert (len(store), store.used_bytes) == (0, 7 * SIZE)
-
-    run(scenario())
+async def test_a_sum_is_not_made_where_others_use_the_room():
+    store = SharedStore(8 * SIZE)
+    store.take(6 * SIZE, BERT)
+    store.take(SIZE, ANNA)
+    assert not add(GradientSums(store), 0)
+    assert (len(store), store.used_bytes) == (0, 7 * SIZE)
 
 
-def test_a_sum_that_nobody_takes_is_dropped():
-    async def scenario() -> None:
-        store = SharedStore(100 * SIZE, unused_s=0.0)
-        add(GradientSums(store), 0)
-        await until(lambda: not len(store))
-        assert store.used_bytes == 0
-
-    run(scenario())
+async def test_a_sum_that_nobody_takes_is_dropped():
+    store = SharedStore(100 * SIZE, unused_s=0.0)
+    add(GradientSums(store), 0)
+    await until(lambda: not len(store))
+    assert store.used_bytes == 0

@@ -93,168 +93,135 @@ class Server:
         return [weight.kept for weight in self.weights]
 
 
-def test_a_pass_is_kept_once():
-    async def scenario() -> None:
-        server = Server()
-        assert server.keep(KEYS[0], 200, 50)
-        assert (server.room, server.budget.tokens_left) == (750, 1000)
-        sizes = server.memory.look(KEYS[0], BLOCKS)
-        assert (sizes.shape, sizes.num_rows) == ((2, 1, 1), [1, 1])
-        with server.memory.taking(KEYS[0]) as take:
-            assert len(server.memory) == 1 and server.room == 750  # its turn has not come
-            kept = take()
-            assert take() is kept
-            assert len(server.memory) == 0 and server.room == 750  # in use
-            pieces = list(kept.pieces)
-        assert server.room == CAPACITY
-        assert [piece.output for piece in pieces] == [None, None]  # whoever still holds them
-        with pytest.raises(CacheMiss):
-            server.memory.look(KEYS[0], BLOCKS)
-        with server.memory.taking(KEYS[0]) as take, pytest.raises(CacheMiss):
-            take()
-
-    run(scenario())
+async def test_a_pass_is_kept_once():
+    server = Server()
+    assert server.keep(KEYS[0], 200, 50)
+    assert (server.room, server.budget.tokens_left) == (750, 1000)
+    sizes = server.memory.look(KEYS[0], BLOCKS)
+    assert (sizes.shape, sizes.num_rows) == ((2, 1, 1), [1, 1])
+    with server.memory.taking(KEYS[0]) as take:
+        assert len(server.memory) == 1 and server.room == 750  # its turn has not come
+        kept = take()
+        assert take() is kept
+        assert len(server.memory) == 0 and server.room == 750  # in use
+        pieces = list(kept.pieces)
+    assert server.room == CAPACITY
+    assert [piece.output for piece in pieces] == [None, None]  # whoever still holds them
+    with pytest.raises(CacheMiss):
+        server.memory.look(KEYS[0], BLOCKS)
+    with server.memory.taking(KEYS[0]) as take, pytest.raises(CacheMiss):
+        take()
 
 
-def test_a_pass_is_for_its_blocks():
-    async def scenario() -> None:
-        server = Server()
-        server.keep(KEYS[0], 10)
-        with pytest.raises(RequestRejected, match="went through blocks 1:4, not 1:3"):
-            server.memory.look(KEYS[0], Span(1, 3))
-
-    run(scenario())
+async def test_a_pass_is_for_its_blocks():
+    server = Server()
+    server.keep(KEYS[0], 10)
+    with pytest.raises(RequestRejected, match="went through blocks 1:4, not 1:3"):
+        server.memory.look(KEYS[0], Span(1, 3))
 
 
-def test_the_share_of_training_is_bounded():
-    async def scenario() -> None:
-        server = Server()
-        assert server.keep(KEYS[0], 300)
-        assert not server.keep(KEYS[1], 150, 51)  # all or nothing
-        assert server.room == 700
-        assert server.keep(KEYS[2], 200)
-        assert (server.room, len(server.memory)) == (500, 2)
-
-    run(scenario())
+async def test_the_share_of_training_is_bounded():
+    server = Server()
+    assert server.keep(KEYS[0], 300)
+    assert not server.keep(KEYS[1], 150, 51)  # all or nothing
+    assert server.room == 700
+    assert server.keep(KEYS[2], 200)
+    assert (server.room, len(server.memory)) == (500, 2)
 
 
-def test_what_is_being_recorded_or_used_counts():
-    async def scenario() -> None:
-        server = Server()
-        with server.memory.keeping(BLOCKS) as kept:
-            assert server.memory.room(kept) == 500
-            server.memory.add(kept, recorded(300))
-            with server.memory.keeping(BLOCKS) as other:
-                assert server.memory.room(other) == 200
-                server.memory.add(other, None)  # it would have been more
-                assert server.memory.room(other) == 0 and not server.memory.keep(KEYS[1], other)
-            assert server.memory.keep(KEYS[0], kept)
-        with server.memory.taking(KEYS[0]) as take, server.memory.keeping(BLOCKS) as kept:
-            take()
-            assert server.memory.room(kept) == 200
-        with server.memory.keeping(BLOCKS) as kept:
-            server.memory.add(kept, recorded(300))  # and then the request fails
-        assert server.room == CAPACITY
-
-    run(scenario())
+async def test_what_is_being_recorded_or_used_counts():
+    server = Server()
+    with server.memory.keeping(BLOCKS) as kept:
+        assert server.memory.room(kept) == 500
+        server.memory.add(kept, recorded(300))
+        with server.memory.keeping(BLOCKS) as other:
+            assert server.memory.room(other) == 200
+            server.memory.add(other, None)  # it would have been more
+            assert server.memory.room(other) == 0 and not server.memory.keep(KEYS[1], other)
+        assert server.memory.keep(KEYS[0], kept)
+    with server.memory.taking(KEYS[0]) as take, server.memory.keeping(BLOCKS) as kept:
+        take()
+        assert server.memory.room(kept) == 200
+    with server.memory.keeping(BLOCKS) as kept:
+        server.memory.add(kept, recorded(300))  # and then the request fails
+    assert server.room == CAPACITY
 
 
-def test_sessions_get_the_room_when_they_need_it():
-    async def scenario() -> None:
-        server = Server(100)
+async def test_sessions_get_the_room_when_they_need_it():
+    server = Server(100)
+    server.memory.transpose()
+    server.keep_prefixes(1, 50)
+    for key in KEYS[:3]:
+        assert server.keep(key, 100)
+    lease = server.budget.lease("somebody", 650)
+    assert len(server.memory) == 2 and server.transposed == [True]  # the oldest went
+    lease.promise(950)
+    assert len(server.memory) == 0 and server.transposed == [False] and server.room == 0
+    lease.promise(1000)
+    assert server.prefixes == []
+    with pytest.raises(PeerBusy):
+        server.budget.lease("another", 1)
+
+
+async def test_training_takes_nothing_from_sessions_nor_from_itself_but_what_others_keep():
+    server = Server(100)
+    lease = server.budget.lease("somebody", 850)
+    server.keep_prefixes(3, 50)
+    assert server.keep(KEYS[0], 90)
+    assert len(server.prefixes) == 1
+    assert not server.keep(KEYS[1], 100)
+    server.memory.transpose()
+    assert server.transposed == [False] and len(server.memory) == 1
+    lease.close()
+    server.memory.transpose()
+    assert server.transposed == [True]
+
+
+async def test_a_pass_without_a_way_back_is_dropped():
+    server = Server(kept_s=0.05)
+    server.keep(KEYS[0], 100)
+    server.keep(KEYS[1], 100)
+    await until(lambda: not len(server.memory))
+    assert server.room == CAPACITY
+    server.keep(KEYS[2], 100)
+    await until(lambda: not len(server.memory))
+
+
+async def test_transposed_weights_are_dropped_when_nobody_trains():
+    server = Server(10, 20, unused_s=0.01)
+    server.memory.transpose()
+    assert (server.transposed, server.room) == ([True, True], 970)
+    await until(lambda: server.transposed == [False, False])
+    assert server.room == CAPACITY
+    server.memory.transpose()
+    assert server.transposed == [True, True]
+
+
+async def test_passes_leave_room_for_weights():
+    server = Server(200, 200, 100, 0)
+    assert server.keep(KEYS[0], 200) and not server.keep(KEYS[1], 1)
+    server.memory.transpose()
+    assert server.transposed == [True, False, True, False]  # of the half, three quarters
+    assert server.room == 500
+
+
+async def test_more_weights_are_transposed_when_there_is_room():
+    server = Server(100, 100)
+    lease = server.budget.lease("somebody", 850)
+    server.memory.transpose()
+    assert server.transposed == [True, False]
+    lease.close()
+    server.memory.transpose()
+    assert server.transposed == [True, True] and server.room == 800
+
+
+async def test_a_pass_transposes_some_weights_at_a_time():
+    server = Server(10, 20, 30, 40, at_once_bytes=30)
+    found = []
+    for _ in range(4):
         server.memory.transpose()
-        server.keep_prefixes(1, 50)
-        for key in KEYS[:3]:
-            assert server.keep(key, 100)
-        lease = server.budget.lease("somebody", 650)
-        assert len(server.memory) == 2 and server.transposed == [True]  # the oldest went
-        lease.promise(950)
-        assert len(server.memory) == 0 and server.transposed == [False] and server.room == 0
-        lease.promise(1000)
-        assert server.prefixes == []
-        with pytest.raises(PeerBusy):
-            server.budget.lease("another", 1)
-
-    run(scenario())
-
-
-def test_training_takes_nothing_from_sessions_nor_from_itself_but_what_others_keep():
-    async def scenario() -> None:
-        server = Server(100)
-        lease = server.budget.lease("somebody", 850)
-        server.keep_prefixes(3, 50)
-        assert server.keep(KEYS[0], 90)
-        assert len(server.prefixes) == 1
-        assert not server.keep(KEYS[1], 100)
-        server.memory.transpose()
-        assert server.transposed == [False] and len(server.memory) == 1
-        lease.close()
-        server.memory.transpose()
-        assert server.transposed == [True]
-
-    run(scenario())
-
-
-def test_a_pass_without_a_way_back_is_dropped():
-    async def scenario() -> None:
-        server = Server(kept_s=0.05)
-        server.keep(KEYS[0], 100)
-        server.keep(KEYS[1], 100)
-        await until(lambda: not len(server.memory))
-        assert server.room == CAPACITY
-        server.keep(KEYS[2], 100)
-        await until(lambda: not len(server.memory))
-
-    run(scenario())
-
-
-def test_transposed_weights_are_dropped_when_nobody_trains():
-    async def scenario() -> None:
-        server = Server(10, 20, unused_s=0.01)
-        server.memory.transpose()
-        assert (server.transposed, server.room) == ([True, True], 970)
-        await until(lambda: server.transposed == [False, False])
-        assert server.room == CAPACITY
-        server.memory.transpose()
-        assert server.transposed == [True, True]
-
-    run(scenario())
-
-
-def test_passes_leave_room_for_weights():
-    async def scenario() -> None:
-        server = Server(200, 200, 100, 0)
-        assert server.keep(KEYS[0], 200) and not server.keep(KEYS[1], 1)
-        server.memory.transpose()
-        assert server.transposed == [True, False, True, False]  # of the half, three quarters
-        assert server.room == 500
-
-    run(scenario())
-
-
-def test_more_weights_are_transposed_when_there_is_room():
-    async def scenario() -> None:
-        server = Server(100, 100)
-        lease = server.budget.lease("somebody", 850)
-        server.memory.transpose()
-        assert server.transposed == [True, False]
-        lease.close()
-        server.memory.transpose()
-        assert server.transposed == [True, True] and server.room == 800
-
-    run(scenario())
-
-
-def test_a_pass_transposes_some_weights_at_a_time():
-    async def scenario() -> None:
-        server = Server(10, 20, 30, 40, at_once_bytes=30)
-        found = []
-        for _ in range(4):
-            server.memory.transpose()
-            found.append(sum(server.transposed))
-        assert found == [2, 3, 4, 4]
-
-    run(scenario())
+        found.append(sum(server.transposed))
+    assert found == [2, 3, 4, 4]
 
 
 def test_what_is_computed_after_its_client_has_gone_takes_no_room():
@@ -278,19 +245,16 @@ def test_what_is_computed_after_its_client_has_gone_takes_no_room():
         take()
 
 
-def test_closed():
-    async def scenario() -> None:
-        server = Server(100)
-        server.memory.transpose()
-        server.keep(KEYS[0], 100)
-        with server.memory.keeping(BLOCKS) as kept:
-            server.memory.add(kept, recorded(10))
-            server.memory.close()
-            assert not server.memory.keep(KEYS[1], kept)
-        server.memory.transpose()
-        assert (server.transposed, server.room, len(server.memory)) == ([False], CAPACITY, 0)
-
-    run(scenario())
+async def test_closed():
+    server = Server(100)
+    server.memory.transpose()
+    server.keep(KEYS[0], 100)
+    with server.memory.keeping(BLOCKS) as kept:
+        server.memory.add(kept, recorded(10))
+        server.memory.close()
+        assert not server.memory.keep(KEYS[1], kept)
+    server.memory.transpose()
+    assert (server.transposed, server.room, len(server.memory)) == ([False], CAPACITY, 0)
 
 
 @needs_fbgemm

@@ -150,46 +150,38 @@ def test_sessions_come_first() -> None:
     )  # a line that was not measured may be a slow one
 
 
-def test_one_caller_does_not_take_all_places(source: Path) -> None:
+async def test_one_caller_does_not_take_all_places(source: Path) -> None:
     server = offered(source)
     file = run(manifest_of(server)).manifest.files[0]
+    held = [server.piece(CALLER, file.pieces[0]) for _ in range(4)]
+    for parts in held:
+        await anext(parts)
+    with pytest.raises(PeerBusy, match="this peer has 4 pieces of weights being sent already"):
+        await joined(server.piece(CALLER, file.pieces[0]))
+    assert await joined(server.piece(Caller("other", "192.0.2.2"), file.pieces[0]))
+    for parts in held:
+        await parts.aclose()
+    assert await joined(server.piece(CALLER, file.pieces[0]))
 
-    async def scenario() -> None:
-        held = [server.piece(CALLER, file.pieces[0]) for _ in range(4)]
-        for parts in held:
-            await anext(parts)
-        with pytest.raises(PeerBusy, match="this peer has 4 pieces of weights being sent already"):
+
+async def test_places_are_taken_before_the_disk_is_asked(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = offered(source)
+    file = run(manifest_of(server)).manifest.files[0]
+    answered = asyncio.Event()
+
+    async def held(*_args: Any) -> frozenset[int]:
+        await answered.wait()
+        return frozenset()
+
+    monkeypatch.setattr(server, "_held", held)
+    waiting = [asyncio.ensure_future(joined(server.piece(CALLER, file.pieces[0]))) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(PeerBusy, match="this peer has 4 pieces of weights being sent already"):
+        async with asyncio.timeout(1.0):
             await joined(server.piece(CALLER, file.pieces[0]))
-        assert await joined(server.piece(Caller("other", "192.0.2.2"), file.pieces[0]))
-        for parts in held:
-            await parts.aclose()
-        assert await joined(server.piece(CALLER, file.pieces[0]))
-
-    run(scenario())
-
-
-def test_places_are_taken_before_the_disk_is_asked(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = offered(source)
-    file = run(manifest_of(server)).manifest.files[0]
-
-    async def scenario() -> None:
-        answered = asyncio.Event()
-
-        async def held(*_args: Any) -> frozenset[int]:
-            await answered.wait()
-            return frozenset()
-
-        monkeypatch.setattr(server, "_held", held)
-        waiting = [asyncio.ensure_future(joined(server.piece(CALLER, file.pieces[0]))) for _ in range(4)]
-        await asyncio.sleep(0)
-        with pytest.raises(PeerBusy, match="this peer has 4 pieces of weights being sent already"):
-            async with asyncio.timeout(1.0):
-                await joined(server.piece(CALLER, file.pieces[0]))
-        answered.set()
-        refused = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(error) for error in refused] == [RequestRejected] * 4
-
-    run(scenario())
+    answered.set()
+    refused = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(error) for error in refused] == [RequestRejected] * 4
 
 
 def test_a_slow_line_is_not_divided_among_too_many(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,18 +217,14 @@ def test_a_piece_that_is_in_two_files_is_sent_as_long_as_one_is_there(source: Pa
     assert run(joined(server.piece(CALLER, digest))) == b"the same"
 
 
-def test_offers_are_sent_while_all_places_of_pieces_are_taken(source: Path) -> None:
+async def test_offers_are_sent_while_all_places_of_pieces_are_taken(source: Path) -> None:
     server = offered(source, rate=LEAST_BYTES_PER_S)
     file = run(manifest_of(server)).manifest.file("config.json")
-
-    async def scenario() -> None:
-        async with aclosing(server.piece(CALLER, file.pieces[0])) as parts:
-            await anext(parts)
-            with pytest.raises(PeerBusy, match="there are 1 pieces of weights being sent already"):
-                await joined(server.piece(Caller("other", "192.0.2.2"), file.pieces[0]))
-            assert await joined(server.parts(Caller("other", "192.0.2.2")))
-
-    run(scenario())
+    async with aclosing(server.piece(CALLER, file.pieces[0])) as parts:
+        await anext(parts)
+        with pytest.raises(PeerBusy, match="there are 1 pieces of weights being sent already"):
+            await joined(server.piece(Caller("other", "192.0.2.2"), file.pieces[0]))
+        assert await joined(server.parts(Caller("other", "192.0.2.2")))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,16 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
+
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.ledger.collecting import Collector
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.pb import training_pb2 as pb
 from tests.worlds.virtual_time import run_virtually
+
+pytestmark = pytest.mark.run_by(run_virtually)
 
 
 class EmptyNetwork:
@@ -29,26 +33,23 @@ async def never(*_: Any) -> Any:
     raise AssertionError("there are no rounds")
 
 
-def test_a_collector_waits_until_a_peer_can_be_asked_and_the_runs_moment_is_known() -> None:
-    async def scenario() -> None:
-        network: Any = EmptyNetwork()
-        ledger = Ledger("run", LedgerLimits(max_samples=1000))
-        peers: list[Progress] = []
-        newest: Moment | None = Moment(0, 5)
-        collector = Collector(ledger, network, lambda: peers, lambda: newest, never, never, random.Random(0))
-        collecting = asyncio.ensure_future(collector.run())
-        await asyncio.sleep(10.0)
-        assert not collecting.done()  # there is nobody
-        peers.append(Progress("run", "unreachable"))
-        await asyncio.sleep(10.0)
-        assert not collecting.done() and network.asked == []
-        peers.append(Progress("run", "peer", address="192.0.2.1:1"))
-        newest = None
-        await asyncio.sleep(10.0)
-        assert not collecting.done() and network.asked == []
-        newest = Moment(0, 6)
-        await asyncio.sleep(3.0)
-        assert network.asked == ["peer"]
-        collecting.cancel()
-
-    run_virtually(scenario())
+async def test_a_collector_waits_until_a_peer_can_be_asked_and_the_runs_moment_is_known() -> None:
+    network: Any = EmptyNetwork()
+    ledger = Ledger("run", LedgerLimits(max_samples=1000))
+    peers: list[Progress] = []
+    newest: Moment | None = Moment(0, 5)
+    collector = Collector(ledger, network, lambda: peers, lambda: newest, never, never, random.Random(0))
+    collecting = asyncio.ensure_future(collector.run())
+    await asyncio.sleep(10.0)
+    assert not collecting.done()  # there is nobody
+    peers.append(Progress("run", "unreachable"))
+    await asyncio.sleep(10.0)
+    assert not collecting.done() and network.asked == []
+    peers.append(Progress("run", "peer", address="192.0.2.1:1"))
+    newest = None
+    await asyncio.sleep(10.0)
+    assert not collecting.done() and network.asked == []
+    newest = Moment(0, 6)
+    await asyncio.sleep(3.0)
+    assert network.asked == ["peer"]
+    collecting.cancel()

@@ -138,18 +138,15 @@ class Liar:
         return pb.BackwardReply(grad_inputs=tensor(torch.full((3, HIDDEN), torch.inf)))
 
 
-def test_answers_that_do_not_fit_are_not_believed() -> None:
-    async def playing() -> None:
-        certificate = Certificate.generate()
-        keeper = Keeper(ExpertServerConfig("demo", HIDDEN), MemoryBoard())
-        server, port = await start_service(Liar(), keeper, certificate, "127.0.0.1", 0, None)
-        calls = GrpcCalls(ClientCredentials(identity(1)))
-        holder = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
-        with pytest.raises(BadReply, match=r"has answered \[3, 5\] of torch.float32: expected \[3, 4\]"):
-            await calls.forward(holder, "demo", CELL, ROWS)
-        with pytest.raises(BadReply, match="not finite"):
-            await calls.backward(holder, "demo", CELL, ROWS, ROWS)
-        await calls.close()
-        await server.stop(None)
-
-    asyncio.run(playing())
+async def test_answers_that_do_not_fit_are_not_believed() -> None:
+    certificate = Certificate.generate()
+    keeper = Keeper(ExpertServerConfig("demo", HIDDEN), MemoryBoard())
+    server, port = await start_service(Liar(), keeper, certificate, "127.0.0.1", 0, None)
+    calls = GrpcCalls(ClientCredentials(identity(1)))
+    holder = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
+    with pytest.raises(BadReply, match=r"has answered \[3, 5\] of torch.float32: expected \[3, 4\]"):
+        await calls.forward(holder, "demo", CELL, ROWS)
+    with pytest.raises(BadReply, match="not finite"):
+        await calls.backward(holder, "demo", CELL, ROWS, ROWS)
+    await calls.close()
+    await server.stop(None)

@@ -100,67 +100,54 @@ async def trained(
     ],
     ids=["signs", "signs at the last stage", "weights alone", "inputs alone", "outputs", "the loss"],
 )
-def test_a_liar_is_excluded_and_leaves_no_trace(stage: int, lie: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        per_stage = [1, 1]
-        per_stage[stage] = 3
-        async with trained(None, per_stage, stage, 1.0, **lie) as (run, liar, _, reports):
-            await run.until(lambda: liar in run.expelled)
-            num_steps = len(reports) + 2
-            await run.until(lambda: len(reports) >= num_steps)
-            assert run.expelled == [liar]
-            assert all(peer.life.peer.own.excludes == (liar.life.peer.own.peer_id,) for peer in run.of_stage(stage))
-            require_equal(run, reports, num_steps)
-
-    asyncio.run(scenario())
+async def test_a_liar_is_excluded_and_leaves_no_trace(stage: int, lie: dict[str, Any]) -> None:
+    per_stage = [1, 1]
+    per_stage[stage] = 3
+    async with trained(None, per_stage, stage, 1.0, **lie) as (run, liar, _, reports):
+        await run.until(lambda: liar in run.expelled)
+        num_steps = len(reports) + 2
+        await run.until(lambda: len(reports) >= num_steps)
+        assert run.expelled == [liar]
+        assert all(peer.life.peer.own.excludes == (liar.life.peer.own.peer_id,) for peer in run.of_stage(stage))
+        require_equal(run, reports, num_steps)
 
 
 @pytest.mark.parametrize("founds", [pytest.param(False, marks=SLOW), True])
-def test_a_liar_that_does_not_leave_is_left_out(founds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        lie = {"backward": lambda found: scaled(found, -1.0, -1.0), "later": not founds, "founds": founds}
-        async with trained(None, [1, 3], 1, 1.0, **lie) as (run, liar, _, reports):
-            monkeypatch.setattr(liar.life.peer._standing, "require_admitted", lambda peer_id: None)
-            own, mates = liar.life.peer.own, [peer for peer in run.of_stage(1) if peer is not liar]
-            await run.until(lambda: all(peer.life.peer.own.excludes == (own.peer_id,) for peer in mates))
-            num_steps = len(reports) + 3
-            await run.until(lambda: len(reports) >= num_steps)
-            assert run.expelled == [] and liar.life.step < num_steps
-            late = await run.join(1)
-            await run.until(lambda: late.moment is not None)
-            await run.until(lambda: late.life.peer.view() and late.life.peer.own.excludes == (own.peer_id,))
-            require_equal(run, reports, num_steps)
-
-    asyncio.run(scenario())
+async def test_a_liar_that_does_not_leave_is_left_out(founds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lie = {"backward": lambda found: scaled(found, -1.0, -1.0), "later": not founds, "founds": founds}
+    async with trained(None, [1, 3], 1, 1.0, **lie) as (run, liar, _, reports):
+        monkeypatch.setattr(liar.life.peer._standing, "require_admitted", lambda peer_id: None)
+        own, mates = liar.life.peer.own, [peer for peer in run.of_stage(1) if peer is not liar]
+        await run.until(lambda: all(peer.life.peer.own.excludes == (own.peer_id,) for peer in mates))
+        num_steps = len(reports) + 3
+        await run.until(lambda: len(reports) >= num_steps)
+        assert run.expelled == [] and liar.life.step < num_steps
+        late = await run.join(1)
+        await run.until(lambda: late.moment is not None)
+        await run.until(lambda: late.life.peer.view() and late.life.peer.own.excludes == (own.peer_id,))
+        require_equal(run, reports, num_steps)
 
 
-def test_who_is_honest_is_accused_by_nobody() -> None:
+async def test_who_is_honest_is_accused_by_nobody() -> None:
     steps = 3
-
-    async def scenario() -> None:
-        async with trained(steps, [2, 2], None, 1.0) as (run, _, training, reports):
-            await run.until(training.done)
-            training.result()
-            require_equal(run, reports, steps)
-            assert run.expelled == [] and all(peer.life.peer.own.excludes == () for peer in run.peers)
-            assert sum(report.num_retries for report in reports) == 0
-
-    asyncio.run(scenario())
+    async with trained(steps, [2, 2], None, 1.0) as (run, _, training, reports):
+        await run.until(training.done)
+        training.result()
+        require_equal(run, reports, steps)
+        assert run.expelled == [] and all(peer.life.peer.own.excludes == () for peer in run.peers)
+        assert sum(report.num_retries for report in reports) == 0
 
 
-def test_of_two_peers_nobody_is_excluded_and_a_third_one_decides(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        lie = {"backward": lambda found: scaled(found, -1.0, -1.0)}
-        async with trained(None, [1, 2], 1, 1.0, **lie) as (run, liar, _, reports):
-            await run.until(lambda: "no other peer can say which is wrong" in caplog.text)
-            assert run.expelled == [] and not reports
-            assert not from_bits(liar.life.peer.own.micro_batches, MICRO_BATCHES)
-            await run.join(1)
-            await run.until(lambda: run.expelled and len(reports) > 2)
-            assert run.expelled == [liar]
-            require_equal(run, reports, 2)
-
-    asyncio.run(scenario())
+async def test_of_two_peers_nobody_is_excluded_and_a_third_one_decides(caplog: pytest.LogCaptureFixture) -> None:
+    lie = {"backward": lambda found: scaled(found, -1.0, -1.0)}
+    async with trained(None, [1, 2], 1, 1.0, **lie) as (run, liar, _, reports):
+        await run.until(lambda: "no other peer can say which is wrong" in caplog.text)
+        assert run.expelled == [] and not reports
+        assert not from_bits(liar.life.peer.own.micro_batches, MICRO_BATCHES)
+        await run.join(1)
+        await run.until(lambda: run.expelled and len(reports) > 2)
+        assert run.expelled == [liar]
+        require_equal(run, reports, 2)
 
 
 def test_without_audits_a_liar_spoils_the_run() -> None:

@@ -118,21 +118,17 @@ def test_the_loss_is_the_mean_over_tokens(
     counting(scenario)
 
 
-def test_nothing_is_pending_of_what_counts_elsewhere() -> None:
+async def test_nothing_is_pending_of_what_counts_elsewhere() -> None:
     """Its trainer has asked another peer, and would leave no room here until the end of the step."""
     elsewhere: set[int] = set()
-
-    async def run() -> None:
-        sums = Accumulator(Weights(), 8, torch.float64, 1 << 20, step=4)
-        made = Counting(sums, at_once, elsewhere.__contains__, lambda: None)
-        for m in range(3):
-            made.add(4, m, "one", Gradient(1.0))
-        elsewhere.update({0, 1})
-        assert await made.commit(4, 0, "one") and sums.waiting == {1, 2}
-        async with made.changing:  # a thread holds the lock of the sums
-            made.drop_moot()
-            assert sums.waiting == {1, 2}
+    sums = Accumulator(Weights(), 8, torch.float64, 1 << 20, step=4)
+    made = Counting(sums, at_once, elsewhere.__contains__, lambda: None)
+    for m in range(3):
+        made.add(4, m, "one", Gradient(1.0))
+    elsewhere.update({0, 1})
+    assert await made.commit(4, 0, "one") and sums.waiting == {1, 2}
+    async with made.changing:  # a thread holds the lock of the sums
         made.drop_moot()
-        assert sums.waiting == {2} and made.done == frozenset()
-
-    asyncio.run(run())
+        assert sums.waiting == {1, 2}
+    made.drop_moot()
+    assert sums.waiting == {2} and made.done == frozenset()

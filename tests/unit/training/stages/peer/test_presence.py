@@ -89,116 +89,102 @@ async def compute_first(peer: StagePresence, first: ToyStage, second: ToyStage) 
         assert await peer.stage_peer.commit(0, m, "trainer")
 
 
-def test_two_stages_step_together_and_who_watches_sees_them() -> None:
-    async def scenario() -> None:
-        async with AsyncExitStack() as leaving:
-            first, first_stage = await enter(0, 0, [])
-            leaving.push_async_callback(first.leave)
-            second, second_stage = await enter(1, 1, first.addresses)
-            leaving.push_async_callback(second.leave)
-            member = RunMembership(identity(2), first.addresses)
-            watching = await WatchPresence.enter("toy", STAGES, member, CONFIG)
-            leaving.push_async_callback(watching.leave)
-            seen = watching.watch
-            await until(lambda: seen.view().moment == Moment(0, 0))
-            assert seen.view().num_micro_batches == MICRO_BATCHES
-            assert [peer.address for stage in seen.view().stages for peer in stage] == [
-                entered.stage_peer.record().address for entered in (first, second)
-            ]
-            await compute_last(second, first_stage, second_stage, range(2))
-            await until(lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1]))
-            await compute_last(second, first_stage, second_stage, range(2, MICRO_BATCHES))
-            await until(lambda: any(peer.holds for peer in seen.view().stages[1]))
-            assert seen.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
-            await compute_first(first, first_stage, second_stage)
-            await until(lambda: seen.view().moment == Moment(0, 1))
-            truth = single(STAGES, MICRO_BATCHES, 1)[1]
-            for stage, expected in zip((first_stage, second_stage), truth, strict=True):
-                assert all(map(torch.equal, stage.parameters, expected))
-
-    asyncio.run(scenario())
+async def test_two_stages_step_together_and_who_watches_sees_them() -> None:
+    async with AsyncExitStack() as leaving:
+        first, first_stage = await enter(0, 0, [])
+        leaving.push_async_callback(first.leave)
+        second, second_stage = await enter(1, 1, first.addresses)
+        leaving.push_async_callback(second.leave)
+        member = RunMembership(identity(2), first.addresses)
+        watching = await WatchPresence.enter("toy", STAGES, member, CONFIG)
+        leaving.push_async_callback(watching.leave)
+        seen = watching.watch
+        await until(lambda: seen.view().moment == Moment(0, 0))
+        assert seen.view().num_micro_batches == MICRO_BATCHES
+        assert [peer.address for stage in seen.view().stages for peer in stage] == [
+            entered.stage_peer.record().address for entered in (first, second)
+        ]
+        await compute_last(second, first_stage, second_stage, range(2))
+        await until(lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1]))
+        await compute_last(second, first_stage, second_stage, range(2, MICRO_BATCHES))
+        await until(lambda: any(peer.holds for peer in seen.view().stages[1]))
+        assert seen.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
+        await compute_first(first, first_stage, second_stage)
+        await until(lambda: seen.view().moment == Moment(0, 1))
+        truth = single(STAGES, MICRO_BATCHES, 1)[1]
+        for stage, expected in zip((first_stage, second_stage), truth, strict=True):
+            assert all(map(torch.equal, stage.parameters, expected))
 
 
-def test_a_moderator_bans_by_the_name_of_the_run() -> None:
+async def test_a_moderator_bans_by_the_name_of_the_run() -> None:
     organiser = OrganiserKey.generate()
-
-    async def scenario() -> None:
-        async with AsyncExitStack() as leaving:
-            first, _ = await enter(0, 0, [], organiser)
-            leaving.push_async_callback(first.leave)
-            banned, _ = await enter(1, 1, first.addresses, organiser)
-            leaving.push_async_callback(banned.leave)
-            mate, _ = await enter(1, 2, first.addresses, organiser)
-            leaving.push_async_callback(mate.leave)
-            watcher = member_of(3, first.addresses, organiser)
-            watching = await WatchPresence.enter("toy", STAGES, watcher, CONFIG)
-            leaving.push_async_callback(watching.leave)
-            watches = [watching.watch, first.stage_peer.watch, mate.stage_peer.watch]
-            await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 2] for each in watches))
-            moderator = member_of(MODERATOR, first.addresses, organiser)
-            order = ModeratorOrder.new("toy", Ban(identity(1).peer_id, "sends noise"), time.time(), 1000.0)
-            signed = order.signed(moderator.identity, moderator.token)
-            who = Joining("toy", MICRO_BATCHES, tuple(first.addresses), moderator.identity, organiser.public)
-            await asyncio.to_thread(send_order, who, signed)
-            await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 1] for each in watches))
-            assert watching.watch.view().stages[1][0].peer_id == identity(2).peer_id
-            with pytest.raises(AccessDenied, match="sends noise"):
-                await asyncio.wait_for(banned.wait(), 60.0)
-
-    asyncio.run(scenario())
+    async with AsyncExitStack() as leaving:
+        first, _ = await enter(0, 0, [], organiser)
+        leaving.push_async_callback(first.leave)
+        banned, _ = await enter(1, 1, first.addresses, organiser)
+        leaving.push_async_callback(banned.leave)
+        mate, _ = await enter(1, 2, first.addresses, organiser)
+        leaving.push_async_callback(mate.leave)
+        watcher = member_of(3, first.addresses, organiser)
+        watching = await WatchPresence.enter("toy", STAGES, watcher, CONFIG)
+        leaving.push_async_callback(watching.leave)
+        watches = [watching.watch, first.stage_peer.watch, mate.stage_peer.watch]
+        await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 2] for each in watches))
+        moderator = member_of(MODERATOR, first.addresses, organiser)
+        order = ModeratorOrder.new("toy", Ban(identity(1).peer_id, "sends noise"), time.time(), 1000.0)
+        signed = order.signed(moderator.identity, moderator.token)
+        who = Joining("toy", MICRO_BATCHES, tuple(first.addresses), moderator.identity, organiser.public)
+        await asyncio.to_thread(send_order, who, signed)
+        await until(lambda: all([len(stage) for stage in each.view().stages] == [1, 1] for each in watches))
+        assert watching.watch.view().stages[1][0].peer_id == identity(2).peer_id
+        with pytest.raises(AccessDenied, match="sends noise"):
+            await asyncio.wait_for(banned.wait(), 60.0)
 
 
 @SLOW
-def test_a_private_run_that_has_ended_starts_again_over_the_network(
+async def test_a_private_run_that_has_ended_starts_again_over_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its founder is found by the second stage while it waits for that."""
     monkeypatch.setattr(resuming, "SETTLE_S", 0.5)
     organiser, disks = OrganiserKey.generate(), [tmp_path / str(index) for index in range(STAGES)]
-
-    async def scenario() -> None:
-        async with asyncio.timeout(120.0):
-            first, first_stage = await enter(0, 0, [], organiser, disks[0])
-            second, second_stage = await enter(1, 1, first.addresses, organiser, disks[1])
-            await compute_last(second, first_stage, second_stage, range(MICRO_BATCHES))
-            await compute_first(first, first_stage, second_stage)
-            await until(lambda: all(each.stage_peer.moment == Moment(0, 1) for each in (first, second)))
-            for each in (second, first):
-                await each.leave()
-            shutil.rmtree(disks[0] / "stage-0" / "before", ignore_errors=True)  # a copy of the second stage's
-            founder, config = member_of(0, [], organiser), replace(CONFIG, host="127.0.0.1")
-            board = await founder.join("toy", config, await founder.find_host(config))
-            founding = asyncio.ensure_future(enter(0, 0, [], organiser, disks[0], board))
-            await until(lambda: "nobody has a checkpoint of stage 1 so far" in caplog.text)
-            assert not founding.done()  # the second stage has its checkpoint alone
-            second, _ = await enter(1, 1, await board.addresses(), organiser, disks[1])
-            first, _ = await founding
-            assert first.stage_peer.moment == second.stage_peer.moment == Moment(1, 1)
-            for each in (second, first):
-                await each.leave()
-            await board.close()
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(120.0):
+        first, first_stage = await enter(0, 0, [], organiser, disks[0])
+        second, second_stage = await enter(1, 1, first.addresses, organiser, disks[1])
+        await compute_last(second, first_stage, second_stage, range(MICRO_BATCHES))
+        await compute_first(first, first_stage, second_stage)
+        await until(lambda: all(each.stage_peer.moment == Moment(0, 1) for each in (first, second)))
+        for each in (second, first):
+            await each.leave()
+        shutil.rmtree(disks[0] / "stage-0" / "before", ignore_errors=True)  # a copy of the second stage's
+        founder, config = member_of(0, [], organiser), replace(CONFIG, host="127.0.0.1")
+        board = await founder.join("toy", config, await founder.find_host(config))
+        founding = asyncio.ensure_future(enter(0, 0, [], organiser, disks[0], board))
+        await until(lambda: "nobody has a checkpoint of stage 1 so far" in caplog.text)
+        assert not founding.done()  # the second stage has its checkpoint alone
+        second, _ = await enter(1, 1, await board.addresses(), organiser, disks[1])
+        first, _ = await founding
+        assert first.stage_peer.moment == second.stage_peer.moment == Moment(1, 1)
+        for each in (second, first):
+            await each.leave()
+        await board.close()
 
 
-def test_a_failed_entry_closes_what_was_opened_and_no_given_board(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_entry_closes_what_was_opened_and_no_given_board(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
     def closing(name: str) -> Any:
         return lambda *_: asyncio.sleep(0.0, closed.append(name))
 
-    async def scenario() -> None:
-        member, board = RunMembership(identity(0), ["somewhere"]), SimpleNamespace(close=closing("board"))
-        monkeypatch.setattr(RunMembership, "join", lambda *_: asyncio.sleep(0.0, board))
-        monkeypatch.setattr(GrpcNetwork, "close", closing("network"))
-        with pytest.raises(AttributeError, match="beside"):
-            await WatchPresence.enter("toy", STAGES, member, CONFIG)
-        assert closed == ["network", "board"]
-        async with AsyncExitStack() as resources:
-            await member.connect("toy", CONFIG, resources, board=board)  # type: ignore[arg-type]
-        assert closed == ["network", "board", "network"]
-
-    asyncio.run(scenario())
+    member, board = RunMembership(identity(0), ["somewhere"]), SimpleNamespace(close=closing("board"))
+    monkeypatch.setattr(RunMembership, "join", lambda *_: asyncio.sleep(0.0, board))
+    monkeypatch.setattr(GrpcNetwork, "close", closing("network"))
+    with pytest.raises(AttributeError, match="beside"):
+        await WatchPresence.enter("toy", STAGES, member, CONFIG)
+    assert closed == ["network", "board"]
+    async with AsyncExitStack() as resources:
+        await member.connect("toy", CONFIG, resources, board=board)  # type: ignore[arg-type]
+    assert closed == ["network", "board", "network"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,23 +53,19 @@ class CountingService(StagesService):
 
 @pytest.mark.parametrize("layers", ["none", "bottleneck:2", "maxout:2"])
 @pytest.mark.parametrize("forms", [("fp32", "fp32"), ("int8", "bf16")])
-def test_a_middle_stage_costs_what_the_formula_says(layers: str, forms: tuple[str, str]) -> None:
+async def test_a_middle_stage_costs_what_the_formula_says(layers: str, forms: tuple[str, str]) -> None:
     config = zoo.make_config("llama", num_hidden_layers=3, hidden_size=HIDDEN)
     stage = build_stage(Scratch(config), 1, 3, StageOptions(boundaries=BoundarySettings(layers)))
     inputs = torch.randn(ROWS, POSITIONS, stage.width, generator=torch.Generator().manual_seed(0))
     which = MicroBatch(1, START, 0)
-
-    async def run() -> None:
-        host: Any = ToyHost(stage)  # type: ignore[arg-type]
-        async with serving(host, make=CountingService) as (peer, service):
-            network = GrpcNetwork(ClientCredentials(identity(9)))
-            client = StagesClient(network, RUN, WireForms(*forms))
-            hidden = await client.forward(peer, which, inputs, TIMEOUT_S)
-            assert hidden.shape == inputs.shape
-            await client.backward(peer, which, inputs, TIMEOUT_S, grad=hidden, accumulates=True, wants_grad=True)
-            await network.close()
-            cost, tokens = LinkCost.of(layers, HIDDEN, *forms), ROWS * POSITIONS
-            assert service.room.received_bytes == tokens * cost.received_bytes
-            assert service.sent_bytes == tokens * cost.sent_bytes
-
-    asyncio.run(run())
+    host: Any = ToyHost(stage)  # type: ignore[arg-type]
+    async with serving(host, make=CountingService) as (peer, service):
+        network = GrpcNetwork(ClientCredentials(identity(9)))
+        client = StagesClient(network, RUN, WireForms(*forms))
+        hidden = await client.forward(peer, which, inputs, TIMEOUT_S)
+        assert hidden.shape == inputs.shape
+        await client.backward(peer, which, inputs, TIMEOUT_S, grad=hidden, accumulates=True, wants_grad=True)
+        await network.close()
+        cost, tokens = LinkCost.of(layers, HIDDEN, *forms), ROWS * POSITIONS
+        assert service.room.received_bytes == tokens * cost.received_bytes
+        assert service.sent_bytes == tokens * cost.sent_bytes

@@ -160,46 +160,40 @@ def test_another_step_stage_run_or_version_is_refused_with_what_the_peer_is_at()
     with_peer(scenario, ToyHost(ToyStage(0, 2), moment=Moment(2, 7)))
 
 
-def test_a_step_that_was_taken_while_the_request_waited_is_refused() -> None:
-    async def run() -> None:
-        host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
-        async with serving(host) as (peer, service):
-            network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
-            asking = asyncio.ensure_future(backward(StagesClient(network, RUN, WireForms()), peer))
-            while not service.room.num_requests or not service.room.used_bytes:
+async def test_a_step_that_was_taken_while_the_request_waited_is_refused() -> None:
+    host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
+    async with serving(host) as (peer, service):
+        network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
+        asking = asyncio.ensure_future(backward(StagesClient(network, RUN, WireForms()), peer))
+        while not service.room.num_requests or not service.room.used_bytes:
+            await asyncio.sleep(0.01)
+        host.clear(Moment(0, 1))
+        assert host.gate is not None
+        host.gate.set()
+        with pytest.raises(PeerMoved, match="at step 1"):
+            await asking
+        assert not host.pending
+        await network.close()
+
+
+async def test_who_has_no_room_says_so_at_once() -> None:
+    host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
+    async with serving(host, limits=StageLimits(max_requests=4)) as (peer, service):
+        networks = [GrpcNetwork(ClientCredentials(identity(number))) for number in (TRAINER, TRAINER + 1)]
+        clients = [StagesClient(network, RUN, WireForms()) for network in networks]
+        waiting = []
+        for client in clients:
+            waiting += [asyncio.ensure_future(backward(client, peer, number)) for number in range(2)]
+            while service.room.num_requests < len(waiting):
                 await asyncio.sleep(0.01)
-            host.clear(Moment(0, 1))
-            assert host.gate is not None
-            host.gate.set()
-            with pytest.raises(PeerMoved, match="at step 1"):
-                await asking
-            assert not host.pending
+            with pytest.raises(PeerBusy, match="it takes 4, half of them from one") as error:
+                await backward(client, peer, 3)
+            assert error.value.peer_id == peer.peer_id
+        assert host.gate is not None
+        host.gate.set()
+        await asyncio.gather(*waiting)
+        for network in networks:
             await network.close()
-
-    asyncio.run(run())
-
-
-def test_who_has_no_room_says_so_at_once() -> None:
-    async def run() -> None:
-        host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
-        async with serving(host, limits=StageLimits(max_requests=4)) as (peer, service):
-            networks = [GrpcNetwork(ClientCredentials(identity(number))) for number in (TRAINER, TRAINER + 1)]
-            clients = [StagesClient(network, RUN, WireForms()) for network in networks]
-            waiting = []
-            for client in clients:
-                waiting += [asyncio.ensure_future(backward(client, peer, number)) for number in range(2)]
-                while service.room.num_requests < len(waiting):
-                    await asyncio.sleep(0.01)
-                with pytest.raises(PeerBusy, match="it takes 4, half of them from one") as error:
-                    await backward(client, peer, 3)
-                assert error.value.peer_id == peer.peer_id
-            assert host.gate is not None
-            host.gate.set()
-            await asyncio.gather(*waiting)
-            for network in networks:
-                await network.close()
-
-    asyncio.run(run())
 
 
 def test_bytes_and_pending_gradients_are_limited() -> None:
@@ -244,21 +238,18 @@ def test_what_a_trainer_left_behind_is_dropped() -> None:
     with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=StageLimits(silence_s=0.3))
 
 
-def test_silence_is_not_waited_for_and_a_late_gradient_does_not_count() -> None:
-    async def run() -> None:
-        host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
-        async with serving(host) as (peer, _):
-            network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
-            client = StagesClient(network, RUN, WireForms())
-            with pytest.raises(PeerUnavailable, match=r"no answer within 0\.2 s"):
-                await backward(client, peer, timeout_s=0.2)
-            assert host.gate is not None
-            host.gate.set()
-            await backward(client, peer, 1)
-            assert not host.sums.done
-            await network.close()
-
-    asyncio.run(run())
+async def test_silence_is_not_waited_for_and_a_late_gradient_does_not_count() -> None:
+    host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
+    async with serving(host) as (peer, _):
+        network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
+        client = StagesClient(network, RUN, WireForms())
+        with pytest.raises(PeerUnavailable, match=r"no answer within 0\.2 s"):
+            await backward(client, peer, timeout_s=0.2)
+        assert host.gate is not None
+        host.gate.set()
+        await backward(client, peer, 1)
+        assert not host.sums.done
+        await network.close()
 
 
 def wire(tensor: Tensor, **changes: Any) -> wire_pb.Tensor:
@@ -375,22 +366,18 @@ def test_wrong_answers_are_the_peers_fault(reply: pb.ComputeReply | None, kind: 
     with_peer(scenario, ToyHost(ToyStage(0, 2)), make=Liar)
 
 
-def test_only_trainers_are_let_into_a_private_run_and_peers_are_known_by_their_certificate() -> None:
+async def test_only_trainers_are_let_into_a_private_run_and_peers_are_known_by_their_certificate() -> None:
     organiser, now = OrganiserKey.generate(), time.time()
     grant = Grant.new(organiser.public, Role.TRAINER, "ada", identity(TRAINER).peer_id, now - 10, now + 1000)
-
-    async def run() -> None:
-        async with serving(ToyHost(ToyStage(0, 2)), access=AccessControl(organiser.public)) as (peer, _):
-            for token in (grant.signed(organiser), b""):
-                network = GrpcNetwork(ClientCredentials(identity(TRAINER), token))
-                client = StagesClient(network, RUN, WireForms())
-                if token:
+    async with serving(ToyHost(ToyStage(0, 2)), access=AccessControl(organiser.public)) as (peer, _):
+        for token in (grant.signed(organiser), b""):
+            network = GrpcNetwork(ClientCredentials(identity(TRAINER), token))
+            client = StagesClient(network, RUN, WireForms())
+            if token:
+                await client.forward(peer, batch(0), IDS, TIMEOUT_S)
+                with pytest.raises(PeerUnavailable, match="another TLS certificate"):
+                    await client.forward(replace(peer, tls_fingerprint=bytes(32)), batch(0), IDS, TIMEOUT_S)
+            else:
+                with pytest.raises(AccessDenied, match="takes only members"):
                     await client.forward(peer, batch(0), IDS, TIMEOUT_S)
-                    with pytest.raises(PeerUnavailable, match="another TLS certificate"):
-                        await client.forward(replace(peer, tls_fingerprint=bytes(32)), batch(0), IDS, TIMEOUT_S)
-                else:
-                    with pytest.raises(AccessDenied, match="takes only members"):
-                        await client.forward(peer, batch(0), IDS, TIMEOUT_S)
-                await network.close()
-
-    asyncio.run(run())
+            await network.close()

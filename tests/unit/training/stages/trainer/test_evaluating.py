@@ -28,22 +28,18 @@ def plain_losses(steps: int) -> dict[int, float]:
     return found
 
 
-def test_losses_are_those_of_stock_code_and_end_the_run_for_trainers_too() -> None:
+async def test_losses_are_those_of_stock_code_and_end_the_run_for_trainers_too() -> None:
     """No loss falls by so much as is asked for, so the second evaluation is the last one."""
-
-    async def scenario() -> None:
-        policy = EvaluationPolicy(EVERY, patience=1, least_improvement=100.0)
-        config = replace(CONFIG, evaluation=policy)
-        async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1, config=config) as run:
-            await run.until(lambda: all(peer.moment is not None for peer in run.peers))
-            training = asyncio.ensure_future(run.train(None, []))
-            await run.until(training.done)
-            assert training.result() == 2 * EVERY + 1
-            (first,), (last,) = run.of_stage(0), run.of_stage(1)
-            expected = plain_losses(2 * EVERY)
-            found = {each.step: each.loss for each in last.life.evaluation.known.losses}
-            assert found == pytest.approx(expected, rel=1e-5)
-            assert last.life.record().held_out is not None and last.life.record().held_out.samples == len(HELD_OUT)
-            assert first.life.step == last.life.step == 2 * EVERY + 1
-
-    asyncio.run(scenario())
+    policy = EvaluationPolicy(EVERY, patience=1, least_improvement=100.0)
+    config = replace(CONFIG, evaluation=policy)
+    async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1, config=config) as run:
+        await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+        training = asyncio.ensure_future(run.train(None, []))
+        await run.until(training.done)
+        assert training.result() == 2 * EVERY + 1
+        (first,), (last,) = run.of_stage(0), run.of_stage(1)
+        expected = plain_losses(2 * EVERY)
+        found = {each.step: each.loss for each in last.life.evaluation.known.losses}
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert last.life.record().held_out is not None and last.life.record().held_out.samples == len(HELD_OUT)
+        assert first.life.step == last.life.step == 2 * EVERY + 1

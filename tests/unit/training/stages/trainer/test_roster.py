@@ -15,38 +15,34 @@ from swarm_training.stages.trainer.roster import TrainerRoster
 from tests.worlds.identities import identity
 
 
-def test_who_comes_waits_for_a_step_that_all_know_of_and_who_leaves_is_left_out(
+async def test_who_comes_waits_for_a_step_that_all_know_of_and_who_leaves_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(roster_module, "_RENEW_S", 0.1)
-
-    async def scenario() -> None:
-        nodes = [await dht_node.start(identity(number), Listening("127.0.0.1")) for number in range(2)]
-        addresses = [str(address) for address in await nodes[0].p2p.get_visible_maddrs()]
-        assert await bootstrap(nodes[1], addresses, joins=True)
-        boards = [DhtPeerRegistry(node, "toy/0", identity(number)) for number, node in enumerate(nodes)]
-        first, second = (TrainerRoster(board.node, "toy", identity(number)) for number, board in enumerate(boards))
-        ids = [identity(number).peer_id for number in range(2)]
-        running: list[asyncio.Task[None]] = []
-        try:
-            assert first.trainers() == {}
-            await first.enter(5)
-            running.append(asyncio.ensure_future(first.run()))
-            assert first.trainers() == {ids[0]: 5}
-            await second.enter(6)
-            assert second.trainers() == {ids[0]: 5, ids[1]: 8}
-            async with asyncio.timeout(30.0):
-                while first.trainers() != second.trainers():
-                    await asyncio.sleep(0.05)
-                await second.leave()
-                while len(first.trainers()) > 1:
-                    await asyncio.sleep(0.05)
-            assert first.trainers() == {ids[0]: 5}
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            for board in boards:
-                await board.close()
-
-    asyncio.run(scenario())
+    nodes = [await dht_node.start(identity(number), Listening("127.0.0.1")) for number in range(2)]
+    addresses = [str(address) for address in await nodes[0].p2p.get_visible_maddrs()]
+    assert await bootstrap(nodes[1], addresses, joins=True)
+    boards = [DhtPeerRegistry(node, "toy/0", identity(number)) for number, node in enumerate(nodes)]
+    first, second = (TrainerRoster(board.node, "toy", identity(number)) for number, board in enumerate(boards))
+    ids = [identity(number).peer_id for number in range(2)]
+    running: list[asyncio.Task[None]] = []
+    try:
+        assert first.trainers() == {}
+        await first.enter(5)
+        running.append(asyncio.ensure_future(first.run()))
+        assert first.trainers() == {ids[0]: 5}
+        await second.enter(6)
+        assert second.trainers() == {ids[0]: 5, ids[1]: 8}
+        async with asyncio.timeout(30.0):
+            while first.trainers() != second.trainers():
+                await asyncio.sleep(0.05)
+            await second.leave()
+            while len(first.trainers()) > 1:
+                await asyncio.sleep(0.05)
+        assert first.trainers() == {ids[0]: 5}
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for board in boards:
+            await board.close()

@@ -47,58 +47,48 @@ def require_equal(run: WholeRun, reports: list[StepReport], steps: int) -> None:
         pytest.param(30, 25, 0.1, marks=pytest.mark.long),
     ],
 )
-def test_every_tensor_is_that_of_one_process(steps: int, kills: int, max_norm: float) -> None:
-    async def scenario() -> None:
-        config = replace(CONFIG, max_norm=max_norm)
-        async with asyncio.timeout(LIMIT_S), WholeRun.running(3, 2, config=config) as run:
-            reports: list[StepReport] = []
-            await run.until(lambda: all(peer.moment is not None for peer in run.peers))
-            training = asyncio.ensure_future(run.train(steps, reports))
-            churning = asyncio.ensure_future(run.churn(random.Random(kills), kills))
-            await run.until(training.done)
-            training.result()
-            churning.cancel()
-            assert kills == 0 or run._number >= 6 + kills // 2
-            require_equal(run, reports, steps)
-            announced = [[peer.life.record().samples_per_s for peer in run.of_stage(index)] for index in range(3)]
-            assert all(any(speed > 0 for speed in stage) for stage in announced)
-
-    asyncio.run(scenario())
+async def test_every_tensor_is_that_of_one_process(steps: int, kills: int, max_norm: float) -> None:
+    config = replace(CONFIG, max_norm=max_norm)
+    async with asyncio.timeout(LIMIT_S), WholeRun.running(3, 2, config=config) as run:
+        reports: list[StepReport] = []
+        await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+        training = asyncio.ensure_future(run.train(steps, reports))
+        churning = asyncio.ensure_future(run.churn(random.Random(kills), kills))
+        await run.until(training.done)
+        training.result()
+        churning.cancel()
+        assert kills == 0 or run._number >= 6 + kills // 2
+        require_equal(run, reports, steps)
+        announced = [[peer.life.record().samples_per_s for peer in run.of_stage(index)] for index in range(3)]
+        assert all(any(speed > 0 for speed in stage) for stage in announced)
 
 
-def test_who_joins_at_a_checkpoint_says_that_it_keeps_it() -> None:
+async def test_who_joins_at_a_checkpoint_says_that_it_keeps_it() -> None:
     """Others copy it from there if the older peers die."""
-
-    async def scenario() -> None:
-        async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1) as run:
-            await run.until(lambda: all(peer.moment is not None for peer in run.peers))
-            training = asyncio.ensure_future(run.train(2, []))
-            await run.until(lambda: training.done() and all(peer.life.step == 2 for peer in run.peers))
-            late = await run.join(0)
-            await run.until(lambda: late.life.record().kept is not None)
-            assert late.life.record().kept == run.of_stage(0)[0].life.record().kept
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1) as run:
+        await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+        training = asyncio.ensure_future(run.train(2, []))
+        await run.until(lambda: training.done() and all(peer.life.step == 2 for peer in run.peers))
+        late = await run.join(0)
+        await run.until(lambda: late.life.record().kept is not None)
+        assert late.life.record().kept == run.of_stage(0)[0].life.record().kept
 
 
-def test_a_real_run_does_not_go_back_for_a_sentence() -> None:
-    async def scenario() -> None:
-        async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1) as run:
-            await run.until(lambda: all(peer.moment is not None for peer in run.peers))
-            (first,), (last,) = run.of_stage(0), run.of_stage(1)
-            await run.until(lambda: last.life.watch.view().moment is not None)
-            ids = Data().at(0, 0).ids
-            network = GrpcNetwork(ClientCredentials(identity(95)))
-            client, which = StagesClient(network, RUN, WireForms("fp64", "fp64")), MicroBatch(1, Moment(0, 0), 0)
-            try:
-                with pytest.raises(RequestRejected, match="all answers for micro-batch 0 are finite"):
-                    await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
-                assert last.life.record().loss != inf
-                with torch.no_grad():
-                    first.stage.parameters[0].fill_(torch.nan)
-                assert await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
-                await run.until(lambda: last.life.record().skipped_batches == 1)  # the run goes back at once
-            finally:
-                await network.close()
-
-    asyncio.run(scenario())
+async def test_a_real_run_does_not_go_back_for_a_sentence() -> None:
+    async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 1) as run:
+        await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+        (first,), (last,) = run.of_stage(0), run.of_stage(1)
+        await run.until(lambda: last.life.watch.view().moment is not None)
+        ids = Data().at(0, 0).ids
+        network = GrpcNetwork(ClientCredentials(identity(95)))
+        client, which = StagesClient(network, RUN, WireForms("fp64", "fp64")), MicroBatch(1, Moment(0, 0), 0)
+        try:
+            with pytest.raises(RequestRejected, match="all answers for micro-batch 0 are finite"):
+                await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
+            assert last.life.record().loss != inf
+            with torch.no_grad():
+                first.stage.parameters[0].fill_(torch.nan)
+            assert await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
+            await run.until(lambda: last.life.record().skipped_batches == 1)  # the run goes back at once
+        finally:
+            await network.close()
