@@ -2,32 +2,35 @@
 
     python benchmarks/quality.py                                  # the shipped model, a minute
     python benchmarks/quality.py --model DIRECTORY_OR_GGUF --tokens 8192
-    python benchmarks/quality.py --model DIRECTORY --formats gptq awq    # packed so first, by round-to-nearest
+    python benchmarks/quality.py --model smollm2 --formats all --tokens 2048    # packed in each published format first
+    python benchmarks/quality.py --model smollm2 --calibrated    # rounded by "swarm quantize" first
 
 The text is Python documentation that the shipped model was not trained on. Blocks are loaded and quantised as a server
 does, and computed with in this process; embeddings and head are in float32. A greedy token agrees if the quantised
-model finds the same token most likely after the same text. A format is compared with its own dequantised weights.
+model finds the same token most likely after the same text. Weights are packed in a format by rounding to the nearest,
+and compared with their own dequantised ones. A calibrated model is compared with the one that it is made of. For types
+of GGUF, whose readers have tests of their own, the dequantised weights are stored.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import json_row, write_json
-from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from swarm_cli.quantize.quantize import quantize_checkpoint
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
@@ -45,17 +48,40 @@ CPU = torch.device("cpu")
 QUANTS = ("int8", "int4")
 PERPLEXITY = {"int8": 1.001, "int4": 1.05}  # beside float32, at most
 BITS = {"int4": 5.0}  # for each quantised weight, with scales, at most
+GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # that the package gguf can write
+
+
+def gguf_weight(weight: torch.Tensor, kind: str) -> published.Packed:
+    """The weight as a GGUF file of this type has it, stored in float32."""
+    import gguf
+
+    ggml = gguf.GGMLQuantizationType[kind]
+    found = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), ggml), ggml).copy())
+    return {".weight": found}, found
+
+
 FORMATS: dict[str, tuple[Any, published.Packer]] = {
+    "fp8 in blocks": (published.fp8_config((128, 128)), lambda weight: published.fp8_blocks(weight, (128, 128))),
     "gptq": (published.gptq_config(), lambda weight: published.gptq(weight, group=64)),
     "awq": (published.AWQ_CONFIG, lambda weight: published.awq(weight, group=64)),
     "compressed-tensors": (
         published.compressed_config("pack-quantized", 4, strategy="group"),
         lambda weight: published.compressed_words(weight, group=32, bits=4),
     ),
+    "compressed-tensors fp8": (
+        published.compressed_config("float-quantized", 8, "float", strategy="channel"),
+        lambda weight: published.fp8_rows(weight, (len(weight), 1)),
+    ),
+    "compressed-tensors int8": (
+        published.compressed_config("int-quantized", 8, strategy="channel"),
+        published.int8_rows,
+    ),
     "bitsandbytes nf4": (
         published.bitsandbytes_config(4),
         lambda weight: published.bitsandbytes_4bit(weight, "nf4", nested=True),
     ),
+    "bitsandbytes int8": (published.bitsandbytes_config(8), published.bitsandbytes_int8),
+    **{f"GGUF {kind}": (None, partial(gguf_weight, kind=kind)) for kind in GGUF_TYPES},
 }
 
 
@@ -123,23 +149,27 @@ def text_windows(path: Path, num_tokens: int) -> torch.Tensor:
 def repacked(path: Path, form: str, directory: Path) -> Path:
     """A checkpoint with the linear weights of its blocks packed in this format."""
     config, pack = FORMATS[form]
-    shutil.copytree(path, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
-    stored: dict[str, torch.Tensor] = {}
-    for file in sorted(path.glob("model*.safetensors")):
-        for name, tensor in load_file(file).items():
-            if not name.endswith("_proj.weight"):
-                stored[name] = tensor
-                continue
-            for end, part in pack(tensor.float())[0].items():
-                stored[name.removesuffix(".weight") + end] = part.contiguous()
-    published.write_shards(directory, stored)
-    published.edit_config(directory, quantization_config=config)
+    checkpoint = ModelCheckpoint.open(path)
+    checkpoint.whole_config.save_pretrained(directory)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, stored in checkpoint.stored(lambda _name: True).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = stored.read()
+            continue
+        for end, part in pack(stored.read().float())[0].items():
+            tensors[name.removesuffix(".weight") + end] = part.contiguous()
+    published.write_shards(directory, tensors)
+    if config is not None:
+        published.edit_config(directory, quantization_config=config)
     return directory
 
 
-def rows_of(name: str, path: Path, windows: torch.Tensor) -> Iterator[dict[str, Any]]:
-    exact = measure(path, "none", windows)
-    for quant in QUANTS:
+def rows_of(
+    name: str, path: Path, windows: torch.Tensor, exact: Measured | None = None, quants: Sequence[str] = QUANTS
+) -> Iterator[dict[str, Any]]:
+    """Rows for each quantisation of one checkpoint, beside ``exact`` or its own dequantised weights."""
+    exact = exact or measure(path, "none", windows)
+    for quant in quants:
         found = measure(path, quant, windows)
         what, ratio = f"{name}, {quant}", found.perplexity / exact.perplexity
         beside = {"beside": exact.perplexity, "ratio": ratio}
@@ -149,25 +179,41 @@ def rows_of(name: str, path: Path, windows: torch.Tensor) -> Iterator[dict[str, 
         yield json_row(f"{what}: seconds to load 100 M weights", found.loading_s)
 
 
+def all_rows(args: argparse.Namespace, windows: torch.Tensor) -> Iterator[dict[str, Any]]:
+    exact = measure(args.model, "none", windows)
+    yield from rows_of("as it is", args.model, windows, exact)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if args.calibrated:
+            start = time.perf_counter()
+            quantize_checkpoint(str(args.model), None, directory / "calibrated")
+            yield json_row("calibrated: seconds to round", time.perf_counter() - start)
+            yield from rows_of("calibrated", directory / "calibrated", windows, exact, ("int4",))
+        for form in FORMATS if args.formats == ["all"] else args.formats:
+            yield from rows_of(form, repacked(args.model, form, directory / form), windows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(locate(DEFAULT_MODEL)), help="a directory, or a GGUF file")
+    parser.add_argument(
+        "--model", type=lambda name: Path(locate(name)), default=DEFAULT_MODEL, help="a directory, GGUF file or smollm2"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of the text")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[], help="in which the model is packed, too")
+    parser.add_argument(
+        "--formats", nargs="+", choices=[*FORMATS, "all"], default=[], help="in which the model is packed, too"
+    )
+    parser.add_argument("--calibrated", action="store_true", help="measure the result of swarm quantize, too")
     parser.add_argument("--quick", action="store_true", help="512 tokens, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     args = parser.parse_args()
     torch.set_num_threads(1)
     windows = text_windows(args.model, 512 if args.quick else args.tokens)
     rows = []
-    with tempfile.TemporaryDirectory() as directory:
-        for form in ("as it is", *args.formats):
-            path = args.model if form == "as it is" else repacked(args.model, form, Path(directory) / form)
-            for row in rows_of(form, path, windows):
-                beside = "" if row["beside"] is None else f", float32 {row['beside']:.4f}, {row['ratio'] - 1:+.2%}"
-                target = "" if row["met"] is None else f"; target {row['target']}, met: {row['met']}"
-                print(f"{row['name']}: {row['measured']:.4f}{beside}{target}", flush=True)
-                rows.append(row)
+    for row in all_rows(args, windows):
+        beside = "" if row["beside"] is None else f", float32 {row['beside']:.4f}, {row['ratio'] - 1:+.2%}"
+        target = "" if row["met"] is None else f"; target {row['target']}, met: {row['met']}"
+        print(f"{row['name']}: {row['measured']:.4f}{beside}{target}", flush=True)
+        rows.append(row)
     if args.json:
         write_json(args.json, vars(args), rows=rows)
 

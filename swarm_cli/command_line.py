@@ -19,6 +19,7 @@ from swarm_cli.commands.generate import add_generate
 from swarm_cli.commands.serve import add_serve
 from swarm_cli.commands.status import add_status
 from swarm_cli.keys.command import add_keys
+from swarm_cli.quantize.command import add_quantize
 from swarm_cli.up.command import add_up
 from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
@@ -35,7 +36,8 @@ def make_parser(others: Mapping[str, str] = MappingProxyType({})) -> argparse.Ar
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for name, text in others.items():
         commands.add_parser(name, help=text)
-    for add in (add_up, add_generate, add_chat, add_serve, add_finetune, add_status, add_doctor, add_demo, add_keys):
+    client = (add_up, add_generate, add_chat, add_serve, add_finetune, add_status)
+    for add in (*client, add_doctor, add_demo, add_quantize, add_keys):
         add(commands)
     return parser
 

@@ -85,7 +85,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         [DOOR],
         ["up"],
         ["commands"],
-        ["chat", "demo", "doctor", "finetune", "keys"],
+        ["chat", "demo", "doctor", "finetune", "keys", "quantize"],
     ],
     "swarm_server": [
         [DOOR],

@@ -5,14 +5,14 @@ Format: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from swarm_models.checkpoints.formats.fp8 import is_block, pack_fp8
-from swarm_models.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, unpack_words
+from swarm_models.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, pack_words, unpack_words
 from swarm_models.checkpoints.formats.packed import PackedForm, Parts, require, setting
 from swarm_models.checkpoints.safetensors_file import FLOAT8, StoredTensor
 from swarm_protocol.errors import CheckpointError
@@ -158,3 +158,45 @@ def _by_row(values: torch.Tensor) -> torch.Tensor:
 def _order(g_idx: torch.Tensor | None) -> torch.Tensor | None:
     """Return the group of each input; None if inputs are in order, which all -1 means too."""
     return None if g_idx is None or bool((g_idx == -1).all()) else g_idx
+
+
+# ---------------------------------------------------------------- writing
+
+
+def four_bit_parts(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that are stored for a weight of 4 bits, by the ends of their names.
+
+    q: [out, in] uint8 from 0 to 15; scale, zero: [out, groups] float, scales of at most 8 significant bits.
+    """
+    return {
+        ".weight_packed": pack_words(q, 4),
+        ".weight_scale": scale.bfloat16(),
+        ".weight_zero_point": pack_words(zero.T.to(torch.uint8), 4).T.contiguous(),
+        ".weight_shape": torch.tensor(q.shape),
+    }
+
+
+def int8_parts(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that are stored for a weight in int8. q: [out, in] int8; scale: [out] float."""
+    return {".weight": q, ".weight_scale": scale[:, None].float()}
+
+
+def mixed_config(eight_bits: Sequence[str], left: Sequence[str]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a checkpoint in 4 bits in groups of 32 with some layers in int8.
+
+    The arguments are the names of the layers in int8, and of those that are not packed.
+    """
+    common = {"type": "int", "dynamic": False}
+    four = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32, **common}
+    eight = {"num_bits": 8, "symmetric": True, "strategy": "channel", **common}
+    groups = {
+        "group_0": {"targets": list(eight_bits), "weights": eight, "format": "int-quantized"},
+        "group_1": {"targets": ["Linear"], "weights": four, "format": "pack-quantized"},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups if eight_bits else {"group_1": groups["group_1"]},
+        "ignore": list(left),
+    }

@@ -88,3 +88,12 @@ def unpack_words(words: torch.Tensor, bits: int, order: Sequence[int] | None = N
     for number, place in enumerate(order or range(per_word)):
         unpacked[..., number] = (words >> (bits * place)) & (1 << bits) - 1
     return unpacked.flatten(-2)
+
+
+def pack_words(integers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack [..., n] uint8 -> [..., words] int32, as ``unpack_words`` unpacks them; zeros fill the last word."""
+    per_word = WORD_BITS // bits
+    padded = torch.nn.functional.pad(integers, (0, -integers.shape[-1] % per_word)).long()
+    shifts = bits * torch.arange(per_word)
+    words = (padded.unflatten(-1, (-1, per_word)) << shifts).sum(-1)
+    return torch.where(words < 1 << (WORD_BITS - 1), words, words - (1 << WORD_BITS)).int()
