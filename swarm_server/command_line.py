@@ -36,9 +36,10 @@ from swarm_protocol.process.invocation import add_common_flags, add_version, typ
 from swarm_protocol.process.local_registry import checked_name
 from swarm_protocol.process.logs import say_error, start_logging
 from swarm_protocol.process.scratch import remove_scratch
+from swarm_protocol.size import parse_size
 from swarm_protocol.span import Span
 from swarm_protocol.system import spin_little
-from swarm_server.core.config import ServerConfig, parse_size
+from swarm_server.core.config import ServerConfig
 from swarm_server.group.group_key import read_group_key
 
 if TYPE_CHECKING:
@@ -48,7 +49,19 @@ _logger = logging.getLogger(__name__)
 Command = Callable[[], None]
 Train = Callable[[argparse.Namespace], Command]  # returns the command for `--train`; raises ValueError
 _TRAIN_FLAGS = [
-    *("train", "then-serve", "quant", "blocks", "initial-blocks", "memory", "device", "host", "port", "dht-port"),
+    *(
+        "train",
+        "then-serve",
+        "quant",
+        "blocks",
+        "initial-blocks",
+        "memory",
+        "device",
+        "host",
+        "port",
+        "dht-port",
+        "report",
+    ),
     *("announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
 ]
 _FOLLOW_FLAGS = [
@@ -245,6 +258,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="with --train: after the run's last step, write the model to this directory and serve the stage's blocks",
     )
+    parser.add_argument(
+        "--report",
+        action="append",
+        default=[],
+        metavar="KIND:WHERE",
+        help="with --train: where the numbers of each step go, as for `swarm train join`; may be given several times",
+    )
     _HOSTING.add_to(parser)
     add_common_flags(parser, "info")
     add_version(parser)
@@ -420,6 +440,8 @@ def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> 
     if args.train is None:
         if args.then_serve is not None:
             raise ValueError("--then-serve is for a run: expected --train RUN.toml with it")
+        if args.report:
+            raise ValueError("--report is for a run: expected --train RUN.toml with it")
         require_members(args, argv)
         config = read_config(args)
         if config.follow is not None:

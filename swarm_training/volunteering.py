@@ -49,7 +49,7 @@ def volunteer(
     file = read_run_file(Path(run_file))
     own_part = None if part is None else parse_part(part)
     files = [None if path is None else Path(path) for path in (membership, identity)]
-    who = joining_as(Role.TRAINER, file, initial_peers, *files)
+    who = joining_as(Role.TRAINER, file, initial_peers, *files, locks=True)
     trained = prepare(file, who, own_part, device, say)
     try:
         take_part(trained, who, BACKEND.open_run, threading.Event(), say)

@@ -138,7 +138,7 @@ def locked_key_file(path: Path) -> IO[bytes]:
     while not try_lock(file):
         if time.monotonic() >= deadline:
             file.close()
-            raise ValueError(f"identity {path} is in use by another server of this machine: use another")
+            raise ValueError(f"identity {path} is in use by another process of this machine: use another")
         time.sleep(_LOCK_RETRY_S)
     return file
 

@@ -14,6 +14,7 @@ from swarm_protocol.dht.lan_discovery import require_zeroconf
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
+from swarm_protocol.size import parse_size
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.placement.placement import MARGIN
@@ -277,19 +278,3 @@ def _require_port(flag: str, address: str) -> None:
         if split_address(address, 0)[1]:
             return
     raise ValueError(f"{flag} {address!r} is no address of a group's leader: expected HOST:PORT")
-
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
-}
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``2GiB``, ``500MB`` or ``1.5G``. Raise ValueError if it is invalid."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise ValueError(f"size {text!r} is not understood: expected a number with a unit, such as 2GiB or 500MB")
-    return int(float(match[1]) * units[match[2].lower()])

@@ -49,20 +49,30 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def joining(args: argparse.Namespace, file: RunFile, role: Role) -> Joining:
-    """Return how this peer joins. Raises ValueError if a flag is wrong, or the membership is not for this role."""
-    return joining_as(role, file, args.initial_peers, args.membership, args.identity)
+def joining(args: argparse.Namespace, file: RunFile, role: Role, *, locks: bool = False) -> Joining:
+    """Return how this peer joins. Raises ValueError if a flag is wrong, or the membership is not for this role.
+    ``locks``: see ``joining_as``."""
+    return joining_as(role, file, args.initial_peers, args.membership, args.identity, locks=locks)
 
 
 def joining_as(
-    role: Role, file: RunFile, initial_peers: Sequence[str], membership: Path | None, identity: Path | None
+    role: Role,
+    file: RunFile,
+    initial_peers: Sequence[str],
+    membership: Path | None,
+    identity: Path | None,
+    *,
+    locks: bool = False,
 ) -> Joining:
-    """Return how this peer joins. Raises ValueError if a value is wrong, or the membership is not for this role."""
+    """Return how this peer joins. ``locks``: whether a membership that has a key is locked, because two peers with one
+    key would be the same peer; commands that only look may share it.
+
+    Raises ValueError if a value is wrong, the membership is not for this role, or another process has locked it."""
     for peer in initial_peers:
         check_peer(peer)
     from swarm_protocol.access.membership import MemberCredentials
     from swarm_protocol.access.organiser import SwarmKey
-    from swarm_protocol.net.identity import Identity
+    from swarm_protocol.net.identity import Identity, locked_key_file
 
     own = Identity.load_or_create(identity) if identity is not None else None
     common = file.run.name, file.run.target_batch_size, tuple(initial_peers)
@@ -83,6 +93,8 @@ def joining_as(
     if credentials is None:
         raise ValueError("the run takes only members: ask its organiser, and give --membership FILE")
     credentials.require(role, organiser)
+    if locks and membership is not None and credentials.identity is not None:
+        credentials.identity.lock = locked_key_file(membership)
     return Joining(*common, credentials.identity_or(own), organiser, credentials.token, **settings)
 
 

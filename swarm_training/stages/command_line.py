@@ -79,7 +79,7 @@ def _file(args: argparse.Namespace) -> RunFile:
 
 def _serve(args: argparse.Namespace) -> Work:
     from swarm_protocol.access.tokens import Role
-    from swarm_server.core.config import parse_size
+    from swarm_protocol.size import parse_size
 
     file = _file(args)
     if args.stage is not None and not 0 <= args.stage < file.stages.count:
@@ -90,7 +90,7 @@ def _serve(args: argparse.Namespace) -> Work:
     where = {name: getattr(args, name) for name in ("host", "port", "dht_port", "announce_host")}
     memory_bytes = None if args.memory is None else parse_size(args.memory)
     device = device_named(args.device)
-    who = joining(args, file, Role.TRAINER)
+    who = joining(args, file, Role.TRAINER, locks=True)
     if args.steps is not None and (args.then_serve is None or args.steps < 1):
         raise ValueError(f"--steps is {args.steps}: expected at least 1, and --then-serve")
     afterwards = None
@@ -114,7 +114,7 @@ def _trainer(args: argparse.Namespace) -> Work:
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps is {args.steps}: expected at least 1")
     _require_initial_peers(args)
-    who = joining(args, file, Role.TRAINER)
+    who = joining(args, file, Role.TRAINER, locks=True)
 
     def work() -> Coroutine[Any, Any, None]:
         from swarm_training.stages.commands.training import train_run

@@ -27,6 +27,7 @@ def serve_stage(args: argparse.Namespace) -> Command:
     from swarm_protocol.access.tokens import Role
     from swarm_protocol.net.hosts import split_address
     from swarm_training.commands.flags import joining_as
+    from swarm_training.reports.reporter import parse_report
     from swarm_training.runfile.reading import read_run_file
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.inference import after_last_step
@@ -46,12 +47,13 @@ def serve_stage(args: argparse.Namespace) -> Command:
                 f"--announce-address is {announced!r}: expected HOST alone with --train; its port is --port"
             )
         announced = host
-    who = joining_as(Role.TRAINER, file, args.initial_peers, args.membership, args.identity)
+    who = joining_as(Role.TRAINER, file, args.initial_peers, args.membership, args.identity, locks=True)
     where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
+    reports = [parse_report(text) for text in args.report]
     afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)
     options = {"stays": stays, "afterwards": afterwards}
-    return _until_stopped(_hold(file, who, blocks, args.device, args.memory, (), **options, **where))
+    return _until_stopped(_hold(file, who, blocks, args.device, args.memory, reports, **options, **where))
 
 
 def _hold(
@@ -65,8 +67,8 @@ def _hold(
 ) -> Command:
     """Return the command that holds a stage. ``reports``: where the numbers of each step go. ``options``: see
     ``serve``."""
+    from swarm_protocol.size import parse_size
     from swarm_protocol.span import Span
-    from swarm_server.core.config import parse_size
     from swarm_training.stages.commands.building import require_stages, stage_source
     from swarm_training.stages.commands.running import carry_out, device_named
     from swarm_training.stages.commands.serving import serve

@@ -151,7 +151,7 @@ def test_members_keep_replicas_for_each_other(private: Private) -> None:
             replace(config, cells=((1, 1),), num_experts=1), membership=private.membership(Role.SERVER, "third")
         ) as third:
             wait_for(lambda: third.replicas and second.replicas, "each keeps what the other has")
-        with pytest.raises(ValueError, match="in use by another server of this machine"):
+        with pytest.raises(ValueError, match="in use by another process of this machine"):
             ExpertServer(config, membership=private.directory / "second.membership")
 
 

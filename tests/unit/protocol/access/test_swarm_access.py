@@ -37,7 +37,7 @@ def test_servers_do_not_share_a_file_with_a_key_and_clients_do(tmp_path: Path) -
         member(role).write(tmp_path / str(role))
     server = SwarmAccess.of(Role.SERVER, tmp_path / "server", tmp_path / "key")
     assert server.identity.peer_id == IDENTITY.peer_id and not (tmp_path / "key").exists()
-    with pytest.raises(ValueError, match="in use by another server"):
+    with pytest.raises(ValueError, match="in use by another process"):
         SwarmAccess.of(Role.SERVER, tmp_path / "server")
     server.release()
     assert SwarmAccess.of(Role.SERVER, tmp_path / "server").lock is not None

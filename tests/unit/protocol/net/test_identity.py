@@ -56,7 +56,7 @@ class TestKeyFile:
     def test_two_servers_of_one_process_cannot_share_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(identity_module, "_LOCK_WAIT_S", 0.1)
         first = Identity.load_or_create(tmp_path / "key")
-        with pytest.raises(ValueError, match="in use by another server of this machine"):
+        with pytest.raises(ValueError, match="in use by another process of this machine"):
             Identity.load_or_create(tmp_path / "key")
         assert first.peer_id
 
@@ -67,7 +67,7 @@ class TestKeyFile:
         command = [sys.executable, "-c", LOCK_IN_ANOTHER_PROCESS, str(path)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout.readline() == b"locked\n"
-            with pytest.raises(ValueError, match="in use by another server"):
+            with pytest.raises(ValueError, match="in use by another process"):
                 Identity.load_or_create(path)
         identity = Identity.load_or_create(path)
         assert identity.peer_id == peer_id

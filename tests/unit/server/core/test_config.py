@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm_server.core.config import ServerConfig, parse_size
+from swarm_protocol.size import parse_size
+from swarm_server.core.config import ServerConfig
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[..., object], *ar
         (["--no-prefix-cache"], "--prefix-cache: cannot be combined with --train"),
         (["--port", "70000"], "--port is 70000: expected 0 to 65535"),
         (["--announce-address", "here:80"], "--announce-address is 'here:80': expected HOST alone"),
+        (["--report", "logs"], "--report is 'logs': expected tensorboard:DIR"),
         (["--device", "abacus"], "device 'abacus' is unknown: expected cpu, cuda"),
         (["--initial-peers", "here"], "here"),
     ],
@@ -95,7 +96,7 @@ def test_a_server_trains_only_in_stages(run_file: str, capsys: pytest.CaptureFix
         ("RUN", ["watch"], "--initial-peers is missing"),
         ("WHOLE", ["join", "--as", "stage"], "--as is for a run in stages, and "),
         ("WHOLE", ["join", "--blocks", "0:1"], "--blocks is for a run in stages, and "),
-        ("WHOLE", ["join", "--memory", "1GiB"], "--memory is for a run in stages, and "),
+        ("WHOLE", ["join", "--memory", "much"], "size 'much' is not understood"),
         ("WHOLE", ["export", "out", *PEERS], "is not of a run in stages: its peers write checkpoints themselves"),
     ],
 )
