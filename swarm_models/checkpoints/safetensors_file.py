@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 
@@ -145,37 +146,61 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     Raises:
         CheckpointError: the file is missing, is no safetensors file, or has another length than its header says.
     """
-    entries, data_start, size_bytes = _read_json(path)
-    entries.pop(METADATA, None)
-    tensors = {name: _entry(name, path, data_start, fields) for name, fields in entries.items()}
-    _require_whole(path, data_start, size_bytes, tensors)
-    return tensors
+    with _opened(path) as file:
+        return _tensors(path, *_read_json(file, path))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the header's metadata strings; raise CheckpointError if the file is missing or no safetensors file."""
-    metadata = _read_json(path)[0].get(METADATA, {})
+    with _opened(path) as file:
+        return _metadata(_read_json(file, path)[0], path)
+
+
+def read_header_of(file: BinaryIO, path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return the tensors of an open file at its beginning, by name, without their data, and its metadata strings.
+
+    ``path``: named in errors and in the tensors. Raises CheckpointError as ``read_header`` and ``read_metadata``.
+    """
+    entries, data_start, size_bytes = _read_json(file, path)
+    return _tensors(path, entries, data_start, size_bytes), _metadata(entries, path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open the file. Raise CheckpointError if it cannot be read while the context is active."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _tensors(path: Path, entries: Mapping[str, Any], data_start: int, size_bytes: int) -> dict[str, FileTensor]:
+    described = {name: fields for name, fields in entries.items() if name != METADATA}
+    tensors = {name: _entry(name, path, data_start, fields) for name, fields in described.items()}
+    _require_whole(path, data_start, size_bytes, tensors)
+    return tensors
+
+
+def _metadata(entries: Mapping[str, Any], path: Path) -> dict[str, str]:
+    metadata = entries.get(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path} is damaged: the header's {METADATA} is not an object of strings")
     return metadata
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any], int, int]:
+def _read_json(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int, int]:
     """Return the header, the offset of the data, and the size of the file."""
-    try:
-        with path.open("rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            if size_bytes < LENGTH_BYTES or header_bytes > MAX_HEADER_BYTES:
-                raise CheckpointError(f"{path} is no safetensors file")
-            if LENGTH_BYTES + header_bytes > size_bytes:
-                raise CheckpointError(f"{path} is truncated: it ends inside its header")
-            header = file.read(header_bytes)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    entries = parse_object(header, f"{path} is no safetensors file: its header")
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if size_bytes < LENGTH_BYTES or header_bytes > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path} is no safetensors file")
+    if LENGTH_BYTES + header_bytes > size_bytes:
+        raise CheckpointError(f"{path} is truncated: it ends inside its header")
+    entries = parse_object(file.read(header_bytes), f"{path} is no safetensors file: its header")
     return entries, LENGTH_BYTES + header_bytes, size_bytes
 
 

@@ -49,10 +49,14 @@ class Rounds:
 
     def end_step(self) -> None:
         """Keep only the results, which other peers may lack, until there is a new group."""
+        self.forget_vectors()
+        self._ended = frozenset(self._groups)
+
+    def forget_vectors(self) -> None:
+        """Free the vectors that were averaged, because a result is decided."""
         for rounds in self._groups.values():
             for each in rounds:
                 each.forget_vector()
-        self._ended = frozenset(self._groups)
 
     async def digest_of(self, group: str) -> bytes:
         """Return the SHA-256 over the results of all phases, which must be complete. Streams stay alive meanwhile."""

@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from swarm_models.checkpoints import safetensors_bytes
 from swarm_models.checkpoints.safetensors_file import read_header
 from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.errors import CheckpointError
@@ -112,8 +112,8 @@ def _write_plain(checkpoint: Checkpoint, directory: Path) -> None:
         "optimizer": optimizer.structure,
         "scheduler": flatten(checkpoint.scheduler).structure,
     }
-    save_file(_apart(checkpoint.parameters), directory / MODEL)
-    save_file(_apart(optimizer.tensors), directory / OPTIMIZER)
+    _save(checkpoint.parameters, directory / MODEL)
+    _save(optimizer.tensors, directory / OPTIMIZER)
     (directory / FACTS).write_text(json.dumps(facts))
 
 
@@ -138,7 +138,7 @@ def _write_servable(checkpoint: Checkpoint, servable: ServableModel, directory: 
     facts["in_averaged"] = {path: name for path, name in known.items() if name is not None}
     (directory / TRAINING).mkdir()
     rest = {path: tensor for path, tensor in state.tensors.items() if known[path] is None}
-    save_file(_apart(rest), directory / TRAINING / STATE)
+    _save(rest, directory / TRAINING / STATE)
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     facts["files"] = {path.relative_to(directory).as_posix(): _hash(path) for path in paths}
     (directory / TRAINING / FACTS).write_text(json.dumps(facts))
@@ -291,13 +291,7 @@ def _tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return CPU tensors, each with memory of its own, as safetensors requires: tied weights are written twice."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage().data_ptr()
-        found[name] = plain.clone() if storage in seen else plain
-        seen.add(storage)
-    return found
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file, one tensor at a time; tied weights are written twice."""
+    with path.open("wb") as file:
+        safetensors_bytes.write(file, tensors)

@@ -155,7 +155,7 @@ class TrainingConfig:
     max_meeting_s: float = 60.0  # the longest wait for a living peer that does not come
     checkpoint_every: int = 0  # steps; 0: no checkpoints, and no rollbacks
     checkpoints_kept: int = 2  # the number of newest checkpoints to keep
-    checkpoint_directory: Path | None = None  # for this process's checkpoints; None: in memory
+    checkpoint_directory: Path | None = None  # for this process's checkpoints; None: temporary
     lasting_directory: Path | None = None  # instead, of a run in stages: they stay there when the process ends
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     evaluation: EvaluationPolicy = field(default_factory=EvaluationPolicy)  # as `Evaluation` of TrainingRun says

@@ -14,6 +14,7 @@ from swarm_protocol.process.routine import end_tasks
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound
 from swarm_training.averaging.rounds import Rounds
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.compression.compressor import Phases
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.config import TrainingConfig
@@ -47,14 +48,14 @@ class Ballots:
     accepted: pb.Accepted = field(default_factory=pb.Accepted)
     group: Group | None = None  # the group of ``accepted``
     gradient: Tensor | None = None  # the average that belongs to ``accepted``
-    state: bytes | None = None  # the state of an accepted checkpoint; None: this peer's own
+    state: StateFile | None = None  # the state of an accepted checkpoint; None: this peer's own
     given: int = 0  # samples behind the result
 
     def promise(self, ballot: int) -> None:
         self.promised = ballot
 
     def accept(
-        self, group: Group, digest: bytes, samples: int, gradient: Tensor | None = None, state: bytes | None = None
+        self, group: Group, digest: bytes, samples: int, gradient: Tensor | None = None, state: StateFile | None = None
     ) -> None:
         """Record that this peer holds what the group decides, and promises to keep it.
 
@@ -104,7 +105,7 @@ class Averaged:
 class WentBack:
     """A decided rollback to the group's checkpoint. ``state``: its state; None if this peer has it already."""
 
-    state: bytes | None
+    state: StateFile | None
     digest: bytes
     group: Group
 
@@ -119,7 +120,7 @@ class MeetingClient:
         ballots: Ballots,
         rounds: Rounds,
         make_round: MakeRound,
-        checkpoint: Callable[[Group], Awaitable[bytes | None]],
+        checkpoint: Callable[[Group], Awaitable[StateFile | None]],
         is_leader: Callable[[], bool],
         config: TrainingConfig,
     ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from swarm_protocol.atomic_file import remove_abandoned, written_atomically
+from swarm_protocol.process.scratch import scratch_directory
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import NEW_STATE, Kept, Lineage
 
@@ -24,19 +25,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A kept checkpoint and its data.
+    """A kept checkpoint and its file.
 
     ``is_extra``: True if the state is none to go back to, and stays only as long as it is spared.
     """
 
     kept: Kept
-    data: bytes | Path
+    path: Path
     is_extra: bool = False
 
 
 class KeptCheckpoints:
-    """A store of checkpoints in memory, in a new directory of this process, which ``close`` removes, or in a given
-    directory that stays. One thread may keep checkpoints while other threads read them.
+    """A store of checkpoints in a new directory of this process, which ``close`` removes, or in a given directory that
+    stays. One thread may keep checkpoints while other threads read them.
 
     In a directory that stays, a process that is killed at any moment leaves whole files. Processes of one machine may
     share it: what they write is named after its content.
@@ -48,16 +49,16 @@ class KeptCheckpoints:
         most: int,
         directory: Path | None,
         stays: bool = False,
-        digest_of: Callable[[bytes], bytes] | None = None,
+        digest_of: Callable[[StateFile], bytes] | None = None,
     ) -> None:
         """Keep up to ``most`` checkpoints, one every ``every`` steps (0: none). ``directory``: the parent of the new
-        directory, or with ``stays`` the directory itself; None: in memory. ``digest_of``: returns the digest of a
-        state, or raises ValueError; with it, a file that is damaged is not read.
+        directory, or with ``stays`` the directory itself; None: it is among the temporary files. ``digest_of``: returns
+        the digest of a state, or raises ValueError; with it, a file that is damaged is not read.
 
-        Raises ValueError if ``directory`` cannot be created."""
+        Raises ValueError if ``directory`` cannot be created, or SwarmError if temporary files cannot."""
         self._every = every
         self._most = most
-        self._parent = directory
+        self._parent = scratch_directory() if every and directory is None else directory
         self._directory = directory if stays else None
         self._stays = stays
         self._digest_of = digest_of
@@ -97,9 +98,9 @@ class KeptCheckpoints:
         entry = self._kept.get(step)
         return None if entry is None else entry.kept
 
-    def keep(self, step: int, digest: bytes, data: bytes, lineage: Lineage = NEW_STATE) -> None:
+    def keep(self, step: int, digest: bytes, data: StateFile, lineage: Lineage = NEW_STATE) -> None:
         """Keep a state. Raises OSError if it cannot be written."""
-        self.keep_written(step, digest, lambda file: file.write(data), lineage)
+        self.keep_written(step, digest, data.write_to, lineage)
 
     def keep_written(
         self,
@@ -129,11 +130,7 @@ class KeptCheckpoints:
     def _newest(self, entries: Mapping[int, _Entry]) -> list[int]:
         return sorted(step for step, entry in entries.items() if not entry.is_extra)[-self._most :]
 
-    def _written(self, kept: Kept, write: Callable[[BinaryIO], object]) -> bytes | Path:
-        if self._parent is None:
-            file = io.BytesIO()
-            write(file)
-            return file.getvalue()
+    def _written(self, kept: Kept, write: Callable[[BinaryIO], object]) -> Path:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix=".rollback-", dir=self._parent))
         path = self._directory / file_name(kept)
@@ -150,11 +147,10 @@ class KeptCheckpoints:
         if entry is None:
             return
         kept = replace(entry.kept, lineage=Lineage(entry.kept.lineage.born, rollbacks, skipped_batches))
-        data = entry.data
-        if isinstance(data, Path):
-            with suppress(OSError):  # another process that shares the directory has renamed it, for instance
-                data = data.replace(data.with_name(file_name(kept)))
-        self._kept = {**self._kept, step: _Entry(kept, data, entry.is_extra)}
+        path = entry.path
+        with suppress(OSError):  # another process that shares the directory has renamed it, for instance
+            path = path.replace(path.with_name(file_name(kept)))
+        self._kept = {**self._kept, step: _Entry(kept, path, entry.is_extra)}
 
     def adopt(self, step: int, digest: bytes) -> None:
         """Take over the checkpoints that an earlier process has left in the directory, up to the one of this step and
@@ -174,7 +170,7 @@ class KeptCheckpoints:
                 if may_go_back or kept.step in self._spared:
                     found[kept.step] = _Entry(kept, path, is_extra=not may_go_back)
         self._kept = self._staying(found)
-        used = {entry.data for entry in self._kept.values()}
+        used = {entry.path for entry in self._kept.values()}
         _remove(files.keys() - used)
 
     def adopt_spared(self, moment: Moment) -> None:
@@ -196,18 +192,18 @@ class KeptCheckpoints:
         steps = self.digests()
         return self._kept[max(steps)].kept if steps else None
 
-    def read(self, digest: bytes) -> bytes | None:
+    def read(self, digest: bytes) -> StateFile | None:
         """Return the state with this digest; None if there is none, or it is damaged."""
         for entry in self._kept.values():
             if entry.kept.state_digest == digest:
-                return self._read_file(entry.data, digest) if isinstance(entry.data, Path) else entry.data
+                return self._open(entry.path, digest)
         return None
 
-    def _read_file(self, path: Path, digest: bytes) -> bytes | None:
+    def _open(self, path: Path, digest: bytes) -> StateFile | None:
         others = path.parent.glob(f"*.{digest.hex()}.safetensors")  # renamed by another process
         for each in (path, *others):
             with suppress(OSError):
-                data = each.read_bytes()
+                data = StateFile.open(each)
                 if self._digest_of is None or is_state(data, digest, self._digest_of):
                     return data
                 _logger.warning("the checkpoint %s is damaged, and is not used", each)
@@ -224,10 +220,7 @@ class KeptCheckpoints:
 
     def _replace(self, kept: dict[int, _Entry]) -> None:
         old, self._kept = self._kept, kept
-        still = {each.data for each in kept.values() if isinstance(each.data, Path)}
-        for each in old.values():
-            if isinstance(each.data, Path) and each.data not in still:
-                each.data.unlink(missing_ok=True)
+        _remove({each.path for each in old.values()} - {each.path for each in kept.values()})
 
     def _remove_older(self) -> None:
         """Remove the files of steps before all kept ones, which earlier processes have left."""
@@ -261,8 +254,8 @@ def stored_in(directory: Path) -> dict[Path, Kept]:
     return found
 
 
-def is_state(data: bytes, digest: bytes, digest_of: Callable[[bytes], bytes]) -> bool:
-    """Return whether this is the state of this digest."""
+def is_state(data: StateFile, digest: bytes, digest_of: Callable[[StateFile], bytes]) -> bool:
+    """Return whether this is the state of this digest. Raises OSError if it cannot be read."""
     try:
         return digest_of(data) == digest
     except ValueError:

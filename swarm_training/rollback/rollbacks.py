@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_training.averaging.group import Group
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Progress
@@ -49,7 +50,7 @@ class Rollbacks:
         self,
         config: TrainingConfig,
         orders: RollbackOrders,
-        fetch: Callable[[Progress, bytes], Awaitable[bytes]],
+        fetch: Callable[[Progress, bytes], Awaitable[StateFile]],
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         rng: random.Random,
         kept: KeptCheckpoints | None = None,
@@ -66,7 +67,7 @@ class Rollbacks:
         self._fetch = fetch
         self._in_thread = in_thread
         self._rng = rng
-        self._fetching: dict[bytes, asyncio.Task[bytes | None]] = {}  # by digest
+        self._fetching: dict[bytes, asyncio.Task[StateFile | None]] = {}  # by digest
         self._futile: set[bytes] = set()  # orders that were not carried out when they were due
         self._has_diverged = False
 
@@ -89,7 +90,7 @@ class Rollbacks:
             return True
         return bool(self.kept.digests()) and (is_lost or leader_of(view) is view.own)
 
-    async def checkpoint(self, group: Group, own: Progress, roster: Sequence[str], view: LocalView) -> bytes | None:
+    async def checkpoint(self, group: Group, own: Progress, roster: Sequence[str], view: LocalView) -> StateFile | None:
         """Return the state that a group goes back to, if that is justified; None: this peer has that state already.
 
         Raises:
@@ -109,10 +110,10 @@ class Rollbacks:
             raise RequestRejected("the leader wants to go back to another checkpoint than that of this peer")
         if is_here:
             return None
-        data: bytes | None = await self._in_thread(partial(self.kept.read, held))
+        data: StateFile | None = await self._in_thread(partial(self.kept.read, held))
         return data if data is not None else await self._fetched(held, group, view)
 
-    async def _fetched(self, digest: bytes, group: Group, view: LocalView) -> bytes:
+    async def _fetched(self, digest: bytes, group: Group, view: LocalView) -> StateFile:
         """Fetch a checkpoint. The fetch goes on if this meeting fails meanwhile: the next meeting may need it too."""
         if digest not in self._fetching:
             sources = {peer.peer_id: peer for peer in (*(member.record for member in group.members), *view.others)}
@@ -125,7 +126,7 @@ class Rollbacks:
             raise PeerUnavailable("no peer gives the checkpoint")
         return data
 
-    async def _fetch_from(self, sources: Sequence[Progress], digest: bytes) -> bytes | None:
+    async def _fetch_from(self, sources: Sequence[Progress], digest: bytes) -> StateFile | None:
         for source in sources:
             try:
                 return await self._fetch(source, digest)

@@ -17,6 +17,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints import checkpoint
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.model_files import ServableModel
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Kept, Lineage
@@ -34,7 +35,7 @@ class SavedState(Protocol):
 
     def write(self, file: BinaryIO) -> None: ...
 
-    def load(self, moment: Moment, data: bytes) -> None: ...
+    def load(self, moment: Moment, data: StateFile) -> None: ...
 
     def restart(
         self, moment: Moment, parameters: Sequence[Tensor], optimizer: Any, compressor: Mapping[str, Tensor]
@@ -88,7 +89,7 @@ def save_servable(
     return store.write(content, servable, spared)
 
 
-def load_newest(state: SavedState, directory: Path, digest_of: Callable[[bytes], bytes]) -> Moment | None:
+def load_newest(state: SavedState, directory: Path, digest_of: Callable[[StateFile], bytes]) -> Moment | None:
     """Load the newest checkpoint of the directory that is intact, and return its moment; None if there is none. Damaged
     ones cause a warning. ``digest_of``: see ``KeptCheckpoints``.
 
@@ -125,13 +126,14 @@ def load_newest(state: SavedState, directory: Path, digest_of: Callable[[bytes],
 
 
 def _load_file(
-    state: SavedState, moment: Moment, path: Path, digest: bytes, digest_of: Callable[[bytes], bytes]
+    state: SavedState, moment: Moment, path: Path, digest: bytes, digest_of: Callable[[StateFile], bytes]
 ) -> None:
     try:
-        data = path.read_bytes()
+        data = StateFile.open(path)
+        is_intact = is_state(data, digest, digest_of)
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be read, and is not used: {error.strerror}") from None
-    if not is_state(data, digest, digest_of):
+    if not is_intact:
         raise CheckpointError(f"the checkpoint {path} is damaged, and is not used")
     state.load(moment, data)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.record import OfferedCheckpoint
 from swarm_training.rollback.kept import is_state, stored_in
 
@@ -30,7 +31,7 @@ def copies_directory(directory: Path, keeper: int) -> Path:
 class StoredCheckpoints:
     """The checkpoints on this disk that have been found intact, to be given by digest."""
 
-    def __init__(self, directory: Path | None, digest_of: Callable[[bytes], bytes]) -> None:
+    def __init__(self, directory: Path | None, digest_of: Callable[[StateFile], bytes]) -> None:
         """Start with none. ``directory``: see above; None: nothing is there. ``digest_of``: see ``KeptCheckpoints``."""
         self.directory = directory
         self._digest_of = digest_of
@@ -50,7 +51,7 @@ class StoredCheckpoints:
     def check(self, path: Path, digest: bytes) -> bool:
         """Read a file. Return whether it is the state of this digest; if not, it is renamed, with a warning."""
         try:
-            if is_state(path.read_bytes(), digest, self._digest_of):
+            if is_state(StateFile.open(path), digest, self._digest_of):
                 self._intact[digest] = path
                 return True
         except OSError as error:
@@ -62,11 +63,11 @@ class StoredCheckpoints:
         _logger.warning("the checkpoint %s is damaged: an older one takes its place; it is %s now", path.name, aside)
         return False
 
-    def read(self, digest: bytes) -> bytes | None:
+    def read(self, digest: bytes) -> StateFile | None:
         """Return the state of this digest; None if there is none."""
         path = self._intact.get(digest)
         try:
-            return None if path is None else path.read_bytes()
+            return None if path is None else StateFile.open(path)
         except OSError:
             return None
 

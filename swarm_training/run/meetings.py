@@ -16,6 +16,7 @@ from swarm_training.averaging.attempt import InThread
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.averaging.rounds import Rounds
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor, Encoder
 from swarm_training.core.config import TrainingConfig
@@ -186,6 +187,10 @@ class Averager:
         if self._compression.encoder is not None:
             self._compression.encoder.forget()
 
+    def decided(self) -> None:
+        """Free what was averaged, because the result is decided."""
+        self._rounds.forget_vectors()
+
     def forget(self) -> None:
         """Discard the promises and the loss of the last step, which do not matter at the next one."""
         self._ballots = Ballots()
@@ -273,7 +278,7 @@ class Averager:
     def _make_round(self, group: Group, me: int, phase: int, vector: Tensor) -> AveragingRound:
         return AveragingRound(self._network, group, me, phase, vector, self._coding, self._clipping)
 
-    async def _checkpoint(self, group: Group) -> bytes | None:
+    async def _checkpoint(self, group: Group) -> StateFile | None:
         standing = self._standing
         return await self._rollbacks.checkpoint(group, standing.own, standing.roster, standing.view())
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
 from swarm_training.core.config import NUM_REPLICAS, TrainingConfig
 from swarm_training.core.moment import Moment
@@ -366,6 +367,7 @@ class TrainingPeer:
 
         ``shared``: the digest of an ``Offer`` with the part of the average that these peers need. ``squared_norm``: see
         ``show_norm``."""
+        self._averager.decided()
         offered = Kept(averaged.group.step, shared) if shared else None
         self._standing.update(decided=averaged.digest, shared=offered, squared_norm=squared_norm)
         self.gossip.tell(urgent=True)
@@ -564,7 +566,7 @@ class TrainingPeer:
             has_ended=bool(self.evaluator.reason_to_end),
         )
 
-    async def _checkpoint_of(self, source: Progress, digest: bytes) -> bytes:
+    async def _checkpoint_of(self, source: Progress, digest: bytes) -> StateFile:
         return await download_checkpoint(self._network, source, self._state, digest, self._in_thread)
 
     async def download(self) -> Downloaded | None:

@@ -1,4 +1,4 @@
-"""The trained state of a peer (parameters and optimizer): as a vector of gradients, as bytes and as a digest."""
+"""The trained state of a peer (parameters and optimizer): as a vector of gradients, as a file and as a digest."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from math import fsum, sqrt
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from swarm_models.checkpoints import safetensors_bytes
+from swarm_models.checkpoints.safetensors_file import FileTensor
+from swarm_protocol.wire.codec import all_finite
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.flat_state import load_optimizer
+from swarm_training.checkpoints.state_file import NO_STATE, StateFile, no_room, temporary_file
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.core.moment import Moment
 from swarm_training.numerics.reproducible import exact_sum, squared_norm
@@ -28,7 +30,6 @@ from swarm_training.optim.weight_average import AVERAGE, average_of, averaged_te
 _PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
 _CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 _PLAIN = (bool, int, float, str, type(None))
-_NO_STATE = "the state that a peer has sent is no safetensors file of a training run"
 
 
 class TrainedState:
@@ -203,39 +204,51 @@ class TrainedState:
             yield parameter, (start, stop)
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of everything that ``to_bytes`` contains."""
+        """Return the SHA-256 of everything that ``snapshot`` contains."""
         with self._lock:
             tensors, metadata = self._contents()
-            return _digest(tensors, metadata)
+            return _digest(sorted(tensors.items()), metadata)
 
     def is_finite(self) -> bool:
         """Return whether parameters, optimizer state and compressor state contain neither NaN nor infinity."""
         with self._lock:
-            return all(bool(torch.isfinite(tensor).all()) for tensor in self._contents()[0].values())
+            return all(map(all_finite, self._contents()[0].values()))
 
-    def to_bytes(self) -> tuple[Moment, bytes]:
-        """Return the moment, and the state as a safetensors file, which cannot contain code."""
-        with self._lock:
-            tensors, metadata = self._contents()
-            return self.moment, safetensors_bytes.to_bytes(tensors, {"optimizer": metadata})
+    def snapshot(self) -> tuple[Moment, StateFile]:
+        """Return the moment, and the state in a temporary safetensors file, which cannot contain code. Raise SwarmError
+        if it cannot be written."""
+        file = temporary_file()
+        try:
+            with self._lock:
+                self._write(file)
+                return self.moment, StateFile(file)
+        except OSError as error:
+            file.close()
+            raise no_room(error) from None
 
     def write(self, file: BinaryIO) -> None:
-        """Write the bytes of ``to_bytes`` to ``file`` without a copy in memory. Raise OSError if writing fails."""
+        """Write the content of ``snapshot`` to ``file``, one tensor at a time. Raise OSError if writing fails."""
         with self._lock:
-            tensors, metadata = self._contents()
-            safetensors_bytes.write(file, tensors, {"optimizer": metadata})
+            self._write(file)
 
-    def load(self, moment: Moment, data: bytes) -> None:
-        """Take over the state that ``to_bytes`` of another peer has returned.
+    def _write(self, file: BinaryIO) -> None:
+        tensors, metadata = self._contents()
+        safetensors_bytes.write(file, tensors, {"optimizer": metadata})
+
+    def load(self, moment: Moment, data: StateFile) -> None:
+        """Take over the state of another peer's ``snapshot``, one tensor at a time.
 
         Raises:
             ValueError: the data are not a state of these parameters; nothing has been changed then.
+            OSError: the file can no longer be read; only a part of the state has been taken over then.
         """
-        tensors, metadata = _parsed(data)
+        tensors, metadata = data.header()
         groups, scalars = _read_settings(metadata)
         self._check_fits(tensors, groups)
         compressed = {
-            name.removeprefix(_COMPRESSOR): each for name, each in tensors.items() if name.startswith(_COMPRESSOR)
+            name.removeprefix(_COMPRESSOR): data.tensor(each)
+            for name, each in tensors.items()
+            if name.startswith(_COMPRESSOR)
         }
         with self._lock, torch.no_grad():
             self._require_same_shapes(tensors)
@@ -243,10 +256,8 @@ class TrainedState:
             self._compressor.load_state_dict(compressed)
             self.moment = moment
             for number, parameter in enumerate(self.parameters):
-                parameter.copy_(tensors[f"{_PARAMETER}/{number}"])
-                self._optimizer.state[parameter] = self._state_of(number, parameter, tensors, scalars)
-                if not self._optimizer.state[parameter]:
-                    del self._optimizer.state[parameter]
+                parameter.copy_(data.tensor(tensors[f"{_PARAMETER}/{number}"]))
+                self._load_optimizer(number, parameter, data, tensors, scalars)
             self._share()
             for own, theirs in zip(self._optimizer.param_groups, settings, strict=True):
                 own.update(theirs)
@@ -293,7 +304,7 @@ class TrainedState:
             self._share()
             self.moment = moment
 
-    def _check_fits(self, tensors: Mapping[str, Tensor], groups: Sequence[Any]) -> None:
+    def _check_fits(self, tensors: Mapping[str, FileTensor], groups: Sequence[Any]) -> None:
         for number, parameter in enumerate(self.parameters):
             found = tensors.get(f"{_PARAMETER}/{number}")
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
@@ -301,7 +312,7 @@ class TrainedState:
         if len(groups) != len(self._optimizer.param_groups):
             raise ValueError("the state that a peer has sent has other groups of parameters than the optimizer")
 
-    def go_to(self, moment: Moment, data: bytes | None) -> None:
+    def go_to(self, moment: Moment, data: StateFile | None) -> None:
         """Take over the state of a checkpoint; None means the present state. Raise ValueError as ``load`` does."""
         if data is not None:
             self.load(moment, data)
@@ -310,7 +321,7 @@ class TrainedState:
                 self.restore()
                 self.moment = moment
 
-    def _require_same_shapes(self, tensors: Mapping[str, Tensor]) -> None:
+    def _require_same_shapes(self, tensors: Mapping[str, FileTensor]) -> None:
         """Raise ValueError if a tensor of optimizer state has another shape than the tensor that it replaces."""
         for number, parameter in enumerate(self.parameters):
             for key, own in self._optimizer.state.get(parameter, {}).items():
@@ -318,22 +329,30 @@ class TrainedState:
                 if isinstance(own, Tensor) and theirs is not None and theirs.shape != own.shape:
                     raise ValueError(f"the state that a peer has sent does not fit {key!r} of parameter {number}")
 
-    def _state_of(
-        self, number: int, parameter: nn.Parameter, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return a parameter's optimizer state. Tensors keep their device; new ones get its device, or CPU if 0-d."""
-        old = self._optimizer.state.get(parameter, {})
+    def _load_optimizer(
+        self,
+        number: int,
+        parameter: nn.Parameter,
+        data: StateFile,
+        tensors: Mapping[str, FileTensor],
+        scalars: Mapping[str, Any],
+    ) -> None:
+        """Load a parameter's optimizer state. Tensors keep their device; new ones get its device, or CPU if 0-d."""
+        old = self._optimizer.state.pop(parameter, {})
         state: dict[str, Any] = dict(scalars.get(str(number), {}))
         prefix = f"{_STATE}/{number}/"
-        for name, tensor in tensors.items():
+        for name, entry in tensors.items():
             if name.startswith(prefix):
                 key = name.removeprefix(prefix)
                 if key == AVERAGE and not self.average_decay:
                     continue  # the run has had an average before it was started again
-                before = old.get(key)
-                beside = torch.device("cpu") if tensor.dim() == 0 else parameter.device
-                state[key] = tensor.to(before.device if isinstance(before, Tensor) else beside, copy=True)
-        return state
+                before = old.pop(key, None)
+                beside = torch.device("cpu") if not entry.shape else parameter.device
+                device = before.device if isinstance(before, Tensor) else beside
+                del before  # its memory is free before the new one takes some
+                state[key] = data.tensor(entry).to(device)
+        if state:
+            self._optimizer.state[parameter] = state
 
     def _contents(self) -> tuple[dict[str, Tensor], str]:
         """Return all tensors by name, and the rest as JSON."""
@@ -398,24 +417,16 @@ def _shown_digest(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def digest_of(data: bytes) -> bytes:
-    """Return the digest of a state that ``to_bytes`` has returned. Raise ValueError if ``data`` is not such a state."""
-    tensors, metadata = _parsed(data)
-    return _digest(tensors, metadata)
+def digest_of(data: StateFile) -> bytes:
+    """Return the digest of a state. Raise ValueError if ``data`` is not such a state, OSError if it is unreadable."""
+    tensors, metadata = data.header()
+    return _digest(((name, data.tensor(entry)) for name, entry in sorted(tensors.items())), metadata)
 
 
-def require_finite(data: bytes) -> None:
+def require_finite(data: StateFile) -> None:
     """Raise ValueError unless ``data`` is a state whose numbers are all finite."""
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in _parsed(data)[0].values()):
+    if not all(all_finite(data.tensor(entry)) for entry in data.header()[0].values()):
         raise ValueError("it has numbers that are not finite")
-
-
-def _parsed(data: bytes) -> tuple[dict[str, Tensor], str]:
-    try:
-        tensors, metadata = safetensors_bytes.from_bytes(data)
-        return tensors, metadata["optimizer"]
-    except (SafetensorError, KeyError):
-        raise ValueError(_NO_STATE) from None
 
 
 def _read_settings(metadata: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
@@ -426,9 +437,9 @@ def _read_settings(metadata: str) -> tuple[list[dict[str, Any]], dict[str, dict[
         values = [value for group in groups for value in group.values()]
         plain_values = [value for state in scalars.values() for value in state.values()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(_NO_STATE) from None
+        raise ValueError(NO_STATE) from None
     if not all(map(_is_setting, values)) or not all(isinstance(value, _PLAIN) for value in plain_values):
-        raise ValueError(_NO_STATE)
+        raise ValueError(NO_STATE)
     return list(groups), scalars
 
 
@@ -438,11 +449,12 @@ def _is_setting(value: object) -> bool:
     )
 
 
-def _digest(tensors: Mapping[str, Tensor], metadata: str) -> bytes:
+def _digest(tensors: Iterable[tuple[str, Tensor]], metadata: str) -> bytes:
+    """Return the SHA-256 of named tensors, which come in the order of their names."""
     digest = hashlib.sha256(metadata.encode())
-    for name in sorted(tensors):
+    for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
@@ -467,7 +479,7 @@ def _as_were(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, A
     try:
         return {key: _as_was(before.get(key), value) for key, value in group.items() if key != "params"}
     except (TypeError, ValueError, ArithmeticError, RuntimeError):
-        raise ValueError(_NO_STATE) from None
+        raise ValueError(NO_STATE) from None
 
 
 def _as_was(before: object, value: object) -> object:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
-from swarm_protocol.wire.codec import parts_of
+from swarm_training.checkpoints.state_file import StateFile, no_room, temporary_file
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
@@ -29,6 +30,7 @@ _POLL_S = 0.02
 _STATE_FACTOR = 16  # bytes of parameters and optimizer state for each parameter; Adam in fp32 takes 12
 _AVERAGE_BYTES = 4  # for each parameter
 _SPARE_BYTES = 16 << 20
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Arrival:
 class Downloaded:
     source: str
     arrival: Arrival
-    data: bytes
+    data: StateFile
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,11 @@ class OfferedState:
 
     moment: Moment
     evaluations: EvaluationHistory
-    data: bytes
+    data: StateFile
 
 
 class Store(Protocol):
-    def read(self, digest: bytes) -> bytes | None:
+    def read(self, digest: bytes) -> StateFile | None:
         """Return the data with this digest, or None if there are none."""
 
 
@@ -88,13 +90,13 @@ class Offer:
         self._entry = digest, data
         return digest
 
-    def read(self, digest: bytes) -> bytes | None:
+    def read(self, digest: bytes) -> StateFile | None:
         own, data = self._entry
-        return data if own == digest else None
+        return StateFile.of(data) if own == digest else None
 
 
 class OwnOffer:
-    """The state that a peer which has not joined yet offers from its memory.
+    """The state that a peer which has not joined yet offers.
 
     Attributes:
         digest: the digest of the state; empty: there is no offer.
@@ -113,8 +115,8 @@ class OwnOffer:
     def withdraw(self) -> None:
         self.digest = b""
 
-    def read(self, digest: bytes) -> bytes | None:
-        return self._state.to_bytes()[1] if digest == self.digest else None
+    def read(self, digest: bytes) -> StateFile | None:
+        return self._state.snapshot()[1] if digest == self.digest else None
 
 
 class StateServer:
@@ -133,7 +135,7 @@ class StateServer:
 
     async def parts(self, arrived: Callable[[], Moment]) -> AsyncIterator[pb.StatePart]:
         """Yield the state's header and data. ``arrived`` returns the published moment, which may lag behind."""
-        moment, data = await self._in_thread(self._state.to_bytes)
+        moment, data = await self._in_thread(self._state.snapshot)
         while arrived() < moment:
             await asyncio.sleep(_POLL_S)
         if moment not in self._arrivals:
@@ -165,15 +167,16 @@ class StateServer:
         async for part in self._sent(pb.StateHeader(evaluations=_evaluations_to_proto(earlier)), data):
             yield part
 
-    async def _sent(self, header: pb.StateHeader, data: bytes) -> AsyncIterator[pb.StatePart]:
+    async def _sent(self, header: pb.StateHeader, data: StateFile) -> AsyncIterator[pb.StatePart]:
         state = self._state
         header.MergeFrom(
             pb.StateHeader(
-                size_bytes=len(data), parameters=state.shapes, optimizer=state.optimizer_name, common=state.common
+                size_bytes=data.size_bytes, parameters=state.shapes, optimizer=state.optimizer_name, common=state.common
             )
         )
         yield pb.StatePart(header=header)
-        for part in parts_of(data):
+        parts = data.parts()
+        while (part := await self._in_thread(partial(next, parts, None))) is not None:
             yield pb.StatePart(data=part)
 
 
@@ -213,7 +216,7 @@ async def download(network: Network, source: Progress, own: TrainedState, in_thr
 
 async def download_checkpoint(
     network: Network, source: Progress, own: TrainedState, digest: bytes, in_thread: InThread
-) -> bytes:
+) -> StateFile:
     """Download the checkpoint with that digest.
 
     Raises:
@@ -226,7 +229,7 @@ async def download_checkpoint(
 
 async def download_offered(
     network: Network, source: Progress, own: TrainedState, digest: bytes, in_thread: InThread
-) -> tuple[bytes, EvaluationHistory]:
+) -> tuple[StateFile, EvaluationHistory]:
     """Download the checkpoint with that digest, and the losses on held-out data that its owner knows. Raise the errors
     of ``download_checkpoint``."""
     request = pb.StateRequest(checkpoint=digest)
@@ -236,7 +239,7 @@ async def download_offered(
 
 async def download_replica(
     network: Network, source: Progress, digest: bytes, most_bytes: int, in_thread: InThread
-) -> bytes:
+) -> StateFile:
     """Download a checkpoint of a run that this peer, or the source, is not in. The parameters of that run are not
     known here, so only the digest is checked. Raise the errors of ``download_checkpoint``."""
     _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread)
@@ -246,14 +249,16 @@ async def download_replica(
 async def download_offer(
     network: Network, source: Progress, digest: bytes, most_bytes: int, in_thread: InThread
 ) -> bytes:
-    """Download the source's ``Offer``. Raise the errors of ``download_checkpoint``."""
-    _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread)
+    """Download the source's ``Offer`` into memory. Raise the errors of ``download_checkpoint``."""
+    received = io.BytesIO()  # its getvalue returns the data without a copy
+    await _receive(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread, received)
+    data: bytes = await in_thread(received.getvalue)
     if (await in_thread(partial(sha256, data))).digest() != digest:
         raise ValueError("the peer has sent something else than what was asked for")
     return data
 
 
-async def _checked(data: bytes, digest: bytes, in_thread: InThread) -> bytes:
+async def _checked(data: StateFile, digest: bytes, in_thread: InThread) -> StateFile:
     if await in_thread(partial(digest_of, data)) != digest:
         raise ValueError("the peer has sent another checkpoint than the one that was asked for")
     return data
@@ -266,22 +271,51 @@ async def _received(
     most_bytes: int,
     in_thread: InThread,
     expected: TrainedState | None = None,
-) -> tuple[pb.StateHeader, bytes]:
-    """Return the header and the data. ``expected``: a state whose model and settings the header must match."""
+) -> tuple[pb.StateHeader, StateFile]:
+    """Return the header, and the data in a temporary file. ``expected``: as for ``_header``.
+
+    Raises SwarmError if the file cannot be written."""
+    file = temporary_file()
+    try:
+        header = await _receive(network, source, request, most_bytes, in_thread, file, expected)
+        return header, StateFile(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+async def _receive(
+    network: Network,
+    source: Progress,
+    request: pb.StateRequest,
+    most_bytes: int,
+    in_thread: InThread,
+    file: BinaryIO,
+    expected: TrainedState | None = None,
+) -> pb.StateHeader:
+    """Write the data to a file. Return the header."""
     parts = network.state(source, request)
     header = await _header(parts, expected)
     if header.size_bytes > most_bytes:
         raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
-    received = io.BytesIO()  # its getvalue returns the data without a copy
     missing = header.size_bytes
     while missing > 0:
         async with asyncio.timeout(_IDLE_S):
             part = await anext(parts, None)
         if part is None or not part.data:
             raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
-        received.write(part.data)
+        await in_thread(partial(_write, file, part.data))
         missing -= len(part.data)
-    return header, await in_thread(received.getvalue)
+    return header
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    try:
+        file.write(data)
+        file.flush()
+    except OSError as error:
+        _logger.warning("%s", no_room(error))
+        raise no_room(error) from None
 
 
 async def _header(parts: AsyncIterator[pb.StatePart], expected: TrainedState | None) -> pb.StateHeader:

@@ -180,6 +180,7 @@ def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
         most_bytes,
         num_rooms,
         is_averaged=bool(file.optimizer.average_decay),
+        is_shared=bool(stage.shared),
     )
 
 

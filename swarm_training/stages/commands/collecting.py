@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_protocol.failures import any_error_as
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.checkpoints.whole_directory import whole_directory
 from swarm_training.commands.building import build_tokenizer
 from swarm_training.core.moment import Moment
@@ -96,7 +97,7 @@ async def collect(
         all_plans, is_given = plans(stages, step, best), best or step is not None
         for plan in (each for each in all_plans if is_given or is_last or (now and each.is_of_now(now))):
 
-            def fetch(own: TrainedState, source: Source, moment: Moment = plan.moment) -> bytes:
+            def fetch(own: TrainedState, source: Source, moment: Moment = plan.moment) -> StateFile:
                 return asyncio.run_coroutine_threadsafe(_fetched(network, source, own, moment), loop).result()
 
             try:
@@ -168,7 +169,7 @@ def _usual(sources: Sequence[Source]) -> Source:
     return max(sources, key=lambda source: (counts[source.digest], source.digest))
 
 
-async def _fetched(network: Network, source: Source, own: TrainedState, moment: Moment) -> bytes:
+async def _fetched(network: Network, source: Source, own: TrainedState, moment: Moment) -> StateFile:
     """Return a stage's state. Raises as ``download_checkpoint``; PeerUnavailable also if the peer has gone on."""
     if source.is_kept:
         return await download_checkpoint(network, source.peer, own, source.digest, asyncio.to_thread)
@@ -182,7 +183,7 @@ def write(
     file: RunFile,
     source: StageSource,
     plan: CollectionPlan,
-    fetch: Callable[[TrainedState, Source], bytes],
+    fetch: Callable[[TrainedState, Source], StateFile],
     directory: Path,
     averaged: bool = False,
 ) -> None:

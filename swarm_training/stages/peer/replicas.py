@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from swarm_protocol.errors import SwarmError
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.network import Network
 from swarm_training.core.record import PRESENT, Kept, Progress
 from swarm_training.run.peer import TrainingPeer
@@ -38,7 +39,7 @@ class Replicas:
         in_thread: InThread,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """Start without replicas. ``most_bytes``: the largest checkpoint of another stage; it passes through memory."""
+        """Start without replicas. ``most_bytes``: the largest checkpoint of another stage."""
         self._before, self._after = (index - 1) % num_stages, (index + 1) % num_stages
         self._is_alone = num_stages == 1
         self._peer = peer
@@ -54,7 +55,7 @@ class Replicas:
                 await self._keep(newest(peer.kept for peer in self._watch.records(self._before)))
             await asyncio.sleep(_LOOK_S)
 
-    async def fetch(self, step: int | None = None) -> tuple[Kept, bytes] | None:
+    async def fetch(self, step: int | None = None) -> tuple[Kept, StateFile] | None:
         """Fetch the own stage's newest checkpoint, or that of a given step, from a peer of the next stage. Return it
         and its state; None if there is none."""
         holders = self.holders()
@@ -91,7 +92,7 @@ class Replicas:
             return
         self._peer.show_replica()
 
-    async def download(self, wanted: Kept, sources: Iterable[Progress]) -> bytes | None:
+    async def download(self, wanted: Kept, sources: Iterable[Progress]) -> StateFile | None:
         """Return a checkpoint that one of these peers gives; None if none does."""
         digest = wanted.state_digest
         for source in sources:

@@ -403,6 +403,7 @@ class StagePeer:
             await self._report()
             losses = self._counting.loss()
             decided = await self._decision(vector)
+            del vector  # its memory is for the optimizer's gradient
             if isinstance(decided, WentBack):
                 await self._accept_rollback(decided)
             elif decided is not None:

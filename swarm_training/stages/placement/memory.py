@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from swarm_protocol.wire.constants import MIB
 from swarm_training.core.config import NUM_REPLICAS
+from swarm_training.runfile.memory import PROCESS_BYTES, STATE_BYTES, WEIGHT_BYTES, listed, mib, total
 
-PROCESS_BYTES = 512 * MIB  # what Python, torch and transformers take before there is a model
-_OPTIMIZERS = {"adamw": 8.0, "lamb": 8.0, "sgd": 0.0, "adamw8bit": 2.1, "lamb8bit": 2.1}  # states, bytes per parameter
-_WEIGHT = 4  # bytes of a parameter, and of its gradient: both are in fp32
-_MOST_PENDING, _FEWEST_PENDING = 16, 4  # micro-batches, if no memory limit is given
-_MUCH_BYTES, _KEPT_BYTES, _REQUEST_BYTES = 512 * MIB, 512 * MIB, 1024 * MIB
+_MOST_PENDING, _FEWEST_PENDING = 16, 2  # micro-batches, if no memory limit is given
+_MUCH_BYTES, _KEPT_BYTES, _REQUEST_BYTES = 384 * MIB, 512 * MIB, 1024 * MIB
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class StageNeeds:
         request_bytes: the least room for what trainers send, so that any micro-batch is taken.
         num_rooms: the number of rooms for requests; auditors have another one.
         is_averaged: whether the optimizer's state has the moving average of the weights.
+        is_shared: whether another stage has some of the parameters, so that a sum of both averages is needed.
     """
 
     num_trained: int
@@ -35,6 +34,7 @@ class StageNeeds:
     request_bytes: int
     num_rooms: int = 1
     is_averaged: bool = False
+    is_shared: bool = False
 
     @property
     def resting_bytes(self) -> float:
@@ -43,27 +43,22 @@ class StageNeeds:
 
     @property
     def stepping_bytes(self) -> float:
-        """Return the bytes per parameter in a step: also what is averaged, the average, and the optimizer's
-        gradient."""
-        return self.resting_bytes + 2 * self._sum_bytes + _WEIGHT
-
-    @property
-    def sending_bytes(self) -> float:
-        """Return the bytes per parameter when a joining peer takes the state: also two written copies of the state."""
-        return self.stepping_bytes + 2 * self._state_bytes
+        """Return the bytes per parameter in a step: also the average, and what is averaged, or after that the
+        optimizer's gradient. To give the state to a peer who joins takes no more."""
+        return self.resting_bytes + 2 * self._sum_bytes + (WEIGHT_BYTES if self.is_shared else 0)
 
     @property
     def needed_bytes(self) -> int:
         """Return all bytes that the peer needs, except those to compute a micro-batch."""
-        return PROCESS_BYTES + self.other_bytes + int(self.sending_bytes * self.num_trained)
+        return PROCESS_BYTES + self.other_bytes + int(self.stepping_bytes * self.num_trained)
 
     @property
     def gradient_bytes(self) -> int:
-        return self.num_trained * _WEIGHT
+        return self.num_trained * WEIGHT_BYTES
 
     @property
     def _state_bytes(self) -> float:
-        return _WEIGHT + _OPTIMIZERS[self.optimizer] + (_WEIGHT if self.is_averaged else 0)
+        return WEIGHT_BYTES + STATE_BYTES[self.optimizer] + (WEIGHT_BYTES if self.is_averaged else 0)
 
     @property
     def _sum_bytes(self) -> int:
@@ -74,21 +69,19 @@ class StageNeeds:
         stage at most."""
         trained = self.num_trained
         parts = {
-            "weights": _WEIGHT * trained + self.other_bytes,
-            "optimizer": int(_OPTIMIZERS[self.optimizer] * trained),
-            "average of the weights": _WEIGHT * trained if self.is_averaged else 0,
+            "weights": WEIGHT_BYTES * trained + self.other_bytes,
+            "optimizer": int(STATE_BYTES[self.optimizer] * trained),
+            "average of the weights": WEIGHT_BYTES * trained if self.is_averaged else 0,
             "gradients": self._sum_bytes * trained,
             "last result": self._sum_bytes * trained,
             "pending gradients": room.pending,
             "activations": room.kept,
             "requests": self.num_rooms * room.requests,
-            "while a peer joins": int((self.sending_bytes - self.resting_bytes) * trained),
+            "while it steps": int((self.stepping_bytes - self.resting_bytes) * trained),
         }
-        most = PROCESS_BYTES + sum(parts.values())
-        shown = ", ".join(f"{name} {_shown(size_bytes)}" for name, size_bytes in parts.items() if size_bytes)
-        checkpoint = _shown(int(self._state_bytes * trained))
+        checkpoint = mib(int(self._state_bytes * trained))
         return (
-            f"up to {_shown(most)}: {shown}, the process itself {_shown(PROCESS_BYTES)}; on disk up to "
+            f"up to {mib(total(parts))}: {listed(parts)}; on disk up to "
             f"{num_checkpoints} checkpoints of {checkpoint} each, and {NUM_REPLICAS} of the stage before"
         )
 
@@ -122,15 +115,11 @@ def room_of(needs: StageNeeds, memory_bytes: int | None) -> StageRoom:
     left = memory_bytes - needs.needed_bytes - least_requests
     if left < gradient:
         raise ValueError(
-            f"--memory is {_shown(memory_bytes)}: expected at least {_shown(least)} for a stage with "
-            f"{needs.num_trained} parameters, which takes {needs.sending_bytes + _WEIGHT:g} bytes of each with "
+            f"--memory is {mib(memory_bytes)}: expected at least {mib(least)} for a stage with "
+            f"{needs.num_trained} parameters, which takes {needs.stepping_bytes + WEIGHT_BYTES:g} bytes of each with "
             f"{needs.optimizer} and sums in {needs.sums}, and activations beside that; with more stages each has fewer"
         )
     pending = gradient * max(1, min(_MOST_PENDING, left // 2 // gradient))
     kept = min(_KEPT_BYTES, (left - pending) // 2)
     requests = min(_REQUEST_BYTES, (left - pending - kept) // needs.num_rooms) + needs.request_bytes
     return StageRoom(pending, kept, requests)
-
-
-def _shown(size_bytes: int) -> str:
-    return f"{-(-size_bytes // MIB)}MiB"

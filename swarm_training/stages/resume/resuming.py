@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MAX_OFFERS, Kept, OfferedCheckpoint, Progress
 from swarm_training.run.peer import TrainingPeer
@@ -24,7 +25,7 @@ SETTLE_S = 5.0  # without a new offer, until the best of them is taken: slower m
 PATIENCE_S = 30.0  # instead, if some stage has a newer checkpoint already
 _SAY_AGAIN_S = 60.0
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-Download = Callable[[Kept, Sequence[Progress]], Awaitable[bytes | None]]
+Download = Callable[[Kept, Sequence[Progress]], Awaitable[StateFile | None]]
 _logger = logging.getLogger(__name__)
 
 
@@ -39,7 +40,7 @@ class ResumedState:
 
     moment: Moment
     kept: Kept
-    data: bytes
+    data: StateFile
     skipped_batches: int = 0
 
 

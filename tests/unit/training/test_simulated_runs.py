@@ -294,7 +294,7 @@ def test_who_joins_takes_no_state_but_that_of_the_majority(lie: str) -> None:
         peers = await enter_all(world, 4, target=40)
         await all_done(start(peers, 2))
         state = SimulatedPeer.make(World(), 5, target=40).state
-        data = state.to_bytes()[1]
+        data = b"".join(state.snapshot()[1].parts())
         data = data if lie == "other" else b"x" * len(data)
         asked = []
 

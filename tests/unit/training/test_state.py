@@ -15,6 +15,7 @@ import torch
 
 from swarm_models.checkpoints import safetensors_bytes
 from swarm_training import Checkpoint, CheckpointDirectory, Moment, TrainingConfig, TrainingRun, load_optimizer
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.numerics.reproducible import squared_norm
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run import transfer
@@ -50,7 +51,7 @@ def test_who_loads_the_state_steps_on_with_the_same_bits(name: str, dtype: torch
     for _ in range(3):
         first.apply(torch.randn(first.length))
     second.apply(torch.randn(second.length))
-    second.load(*first.to_bytes())
+    second.load(*first.snapshot())
     assert second.step == 3 and second.digest() == first.digest()
     for _ in range(3):
         gradient = torch.randn(first.length)
@@ -124,8 +125,12 @@ def test_what_is_no_state_changes_nothing(spoil: Callable[[bytes], bytes]) -> No
     state, _ = make("Adam", 0)
     before = state.digest()
     with pytest.raises(ValueError, match="state that a peer has sent"):
-        state.load(Moment(0, 5), spoil(make("Adam", 1)[0].to_bytes()[1]))
+        state.load(Moment(0, 5), StateFile.of(spoil(content(make("Adam", 1)[0]))))
     assert state.digest() == before and state.step == 0
+
+
+def content(state: TrainedState) -> bytes:
+    return b"".join(state.snapshot()[1].parts())
 
 
 def spoiled(data: bytes, spoil: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> bytes:
@@ -156,7 +161,7 @@ def test_a_state_that_no_optimizer_can_have_changes_nothing(spoil: Callable[...,
     other.apply(torch.ones(other.length))
     before = state.digest()
     with pytest.raises(ValueError, match="state that a peer has sent"):
-        state.load(Moment(0, 5), spoiled(other.to_bytes()[1], spoil))
+        state.load(Moment(0, 5), StateFile.of(spoiled(content(other), spoil)))
     assert state.digest() == before and state.step == 1
 
 
@@ -166,7 +171,7 @@ def test_the_state_of_another_model_changes_nothing() -> None:
     wrong = TrainedState(other.parameters(), torch.optim.Adam(other.parameters()))
     before = state.digest()
     with pytest.raises(ValueError, match="does not fit parameter 0"):
-        state.load(Moment(0, 5), wrong.to_bytes()[1])
+        state.load(Moment(0, 5), wrong.snapshot()[1])
     assert state.digest() == before
 
 

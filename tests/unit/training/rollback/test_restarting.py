@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Kept
 from swarm_training.evaluation.policy import EvaluationHistory
@@ -59,13 +59,13 @@ def history_of(step: int) -> EvaluationHistory:
     return EvaluationHistory.of(HeldOutLoss(Moment(0, each), 1 / each, 7) for each in range(1, step + 1))
 
 
-async def restarted(steps: list[int], lies: tuple[int, ...] = ()) -> tuple[list[SimulatedPeer], dict[int, Any]]:
+async def restarted(steps: list[int], lies: tuple[int, ...] = ()) -> tuple[list[SimulatedPeer], dict[int, StateFile]]:
     """Peers that come back with checkpoints of these steps; the first of them founds the run. ``lies``: who offers what
     it does not have."""
     truth = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
-    saved: dict[int, bytes] = {}
+    saved: dict[int, StateFile] = {}
     for step in range(max(steps) + 1):
-        saved[step] = truth.state.to_bytes()[1]
+        saved[step] = truth.state.snapshot()[1]
         truth.state.apply(torch.full((truth.state.length,), float(step + 1)))
     world, peers = World(), []
     for number, step in enumerate(steps):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from swarm_protocol.access.access_control import AccessControl
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.orders import GoBack, ModeratorOrder, Orders
@@ -378,8 +379,8 @@ def test_where_nobody_holds_a_checkpoint_a_batch_that_is_lost_is_dropped() -> No
         await all_done(start(peers, usual, Moment(0, 4)))
         for peer in peers[1:]:
             peer.peer.rollbacks.kept.discard_after(-1)
-        peers[0].peer.rollbacks.kept.keep(3, b"odd".ljust(32), b"")
-        peers[1].peer.rollbacks.kept.keep(3, b"other".ljust(32), b"")
+        peers[0].peer.rollbacks.kept.keep(3, b"odd".ljust(32), StateFile.of(b""))
+        peers[1].peer.rollbacks.kept.keep(3, b"other".ljust(32), StateFile.of(b""))
         await all_done(start(peers, broken(4), Moment(1, 6)))
         require_gone_back(peers, Moment(1, 4), Moment(0, 4))
 

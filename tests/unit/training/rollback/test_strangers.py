@@ -12,6 +12,7 @@ import pytest
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_training.averaging.group import Group
+from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW, RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING
@@ -41,7 +42,7 @@ def giving(number: int, **fields: Any) -> tuple[SimulatedPeer, Any]:
     peer = SimulatedPeer.make(World(), number, target=4)
     state = peer.state
     header = pb.StateHeader(parameters=state.shapes, optimizer=state.optimizer_name, common=state.common, **fields)
-    return peer, Giving(header, state.to_bytes()[1])
+    return peer, Giving(header, b"".join(state.snapshot()[1].parts()))
 
 
 def test_a_checkpoint_is_taken_only_if_it_is_the_one() -> None:
@@ -103,7 +104,7 @@ def test_a_member_does_not_go_back_to_another_state_than_its_own_nor_by_losses_t
         world.dead.add(identity(1).peer_id)
         peer = SimulatedPeer.make(world, 0, target=4, config=config)
         kept = peer.peer.rollbacks.kept
-        kept.keep(10, b"d" * 32, b"state")
+        kept.keep(10, b"d" * 32, StateFile.of(b"state"))
         own = replace(record(0, step=20), state_digest=b"n" * 32)
         lost = record(1, step=20, state=MEETING, loss=inf, loss_samples=1)
         evidence = sign(lost, identity(1))
@@ -111,7 +112,8 @@ def test_a_member_does_not_go_back_to_another_state_than_its_own_nor_by_losses_t
         async def asked(step: int, digest: bytes, losses: pb.SignedProgress = evidence) -> bytes | None:
             parsed = Group.parse(group(pb.Rollback(step=step, state_digest=digest, losses=[losses])))
             view = replace(peer.peer.view(), own=own)
-            return await peer.peer.rollbacks.checkpoint(parsed, own, [lost.peer_id], view)
+            state = await peer.peer.rollbacks.checkpoint(parsed, own, [lost.peer_id], view)
+            return None if state is None else b"".join(state.parts())
 
         assert await asked(10, b"d" * 32) == b"state" and await asked(20, b"n" * 32) is None
         for step, digest in ((10, b"e" * 32), (20, b"e" * 32)):

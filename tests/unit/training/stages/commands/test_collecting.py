@@ -93,7 +93,7 @@ def test_nothing_is_left_of_a_checkpoint_for_which_there_is_no_room(tmp_path: Pa
     directory = tmp_path / "model"
     refused = nullcontext() if largest is None else pytest.raises(CannotWrite, match="File too large")
     with file_size_limit(largest), refused:
-        write(file, source, plan, lambda own, giver: own.to_bytes()[1], directory)
+        write(file, source, plan, lambda own, giver: own.snapshot()[1], directory)
     assert [path.name for path in tmp_path.iterdir()] == (["model"] if largest is None else [])
 
 

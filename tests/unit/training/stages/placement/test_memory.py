@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from swarm_protocol.wire.constants import MIB
-from swarm_training.stages.placement.memory import PROCESS_BYTES, StageNeeds, StageRoom, room_of
+from swarm_training.runfile.memory import PROCESS_BYTES
+from swarm_training.stages.placement.memory import StageNeeds, StageRoom, room_of
 
 NEEDS = StageNeeds(num_trained=40 << 20, other_bytes=0, optimizer="adamw", sums="fp32", request_bytes=8 * MIB)
 
@@ -16,23 +17,24 @@ NEEDS = StageNeeds(num_trained=40 << 20, other_bytes=0, optimizer="adamw", sums=
 @pytest.mark.parametrize(
     ("optimizer", "sums", "expected"),  # as the documentation has it
     [
-        ("adamw", "fp32", (20, 32, 56)),
-        ("adamw", "fp64", (28, 48, 72)),
-        ("sgd", "fp32", (12, 24, 32)),
-        ("adamw8bit", "fp32", (14.1, 26.1, 38.3)),
+        ("adamw", "fp32", (20, 28)),
+        ("adamw", "fp64", (28, 44)),
+        ("sgd", "fp32", (12, 20)),
+        ("adamw8bit", "fp32", (14.1, 22.1)),
     ],
 )
 def test_bytes_per_parameter(optimizer: str, sums: str, expected: tuple[float, ...]) -> None:
     needs = replace(NEEDS, optimizer=optimizer, sums=sums)
-    assert (needs.resting_bytes, needs.stepping_bytes, needs.sending_bytes) == pytest.approx(expected)
+    assert (needs.resting_bytes, needs.stepping_bytes) == pytest.approx(expected)
     averaged = replace(needs, is_averaged=True)
-    assert (averaged.resting_bytes, averaged.sending_bytes) == pytest.approx((expected[0] + 4, expected[2] + 12))
+    assert (averaged.resting_bytes, averaged.stepping_bytes) == pytest.approx((expected[0] + 4, expected[1] + 4))
+    assert replace(needs, is_shared=True).stepping_bytes == pytest.approx(expected[1] + 4)
     more = replace(needs, num_trained=2 * needs.num_trained, other_bytes=100)
     assert more.needed_bytes - needs.needed_bytes - 100 == pytest.approx(needs.num_trained * expected[-1], abs=2)
 
 
 def test_without_a_limit_as_much_is_kept_as_is_of_use() -> None:
-    assert room_of(NEEDS, None) == StageRoom(4 * 160 * MIB, 512 * MIB, 1024 * MIB)
+    assert room_of(NEEDS, None) == StageRoom(2 * 160 * MIB, 512 * MIB, 1024 * MIB)
     assert room_of(replace(NEEDS, num_trained=1 << 20), None).pending == 16 * 4 * MIB
     assert room_of(replace(NEEDS, request_bytes=2048 * MIB), None).requests == 2048 * MIB
 
@@ -59,14 +61,14 @@ def test_requests_of_auditors_are_counted_too() -> None:
 
 
 def test_what_is_left_of_the_memory_is_shared_out_and_never_exceeded() -> None:
-    least = PROCESS_BYTES + 56 * NEEDS.num_trained + NEEDS.gradient_bytes + NEEDS.request_bytes
+    least = PROCESS_BYTES + 28 * NEEDS.num_trained + NEEDS.gradient_bytes + NEEDS.request_bytes
     assert room_of(NEEDS, least) == StageRoom(NEEDS.gradient_bytes, 0, NEEDS.request_bytes)
     for memory in range(least, least + 8192 * MIB, 100 * MIB):
         room = room_of(NEEDS, memory)
         assert NEEDS.needed_bytes + room.pending + room.kept + room.requests <= memory
         assert room.pending >= NEEDS.gradient_bytes and room.requests >= NEEDS.request_bytes
     said = re.escape(f"--memory is 1024MiB: expected at least {least // MIB}MiB for a stage with 41943040 parameters")
-    with pytest.raises(ValueError, match=said + ".* takes 60 bytes of each with adamw"):
+    with pytest.raises(ValueError, match=said + ".* takes 32 bytes of each with adamw"):
         room_of(NEEDS, 1 << 30)
     with pytest.raises(ValueError, match="--memory is"):
         room_of(NEEDS, least - 1)
