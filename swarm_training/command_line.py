@@ -19,6 +19,7 @@ from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
 from swarm_protocol.process.invocation import add_common_flags, run_command
+from swarm_protocol.size import parse_size
 from swarm_training.commands.flags import (
     add_export_flags,
     add_joining_flags,
@@ -75,7 +76,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     join.add_argument(
         "--blocks", metavar="START:END", help="blocks of the stage to hold; else where the run is slowest"
     )
-    join.add_argument("--memory", metavar="SIZE", help="memory for a process with a stage, such as 4GiB")
+    join.add_argument("--memory", metavar="SIZE", help="memory that the process may take, such as 4GiB")
     join.add_argument("--batch-size", metavar="N|auto", help="samples to compute at once; else as in the run file")
     join.add_argument("--part", metavar="K/N", help="part of the data to read, if peers divide them")
     join.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, xpu or mps")
@@ -183,7 +184,7 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
     from swarm_protocol.access.tokens import Role
 
     if file.stages.count:
-        return join_staged(_required(stages), args, file, joining(args, file, Role.TRAINER))
+        return join_staged(_required(stages), args, file, joining(args, file, Role.TRAINER, locks=True))
     require_unstaged(args)
     if args.batch_size is not None:
         size = parse_batch_size(args.batch_size)
@@ -191,7 +192,8 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
         file = dataclasses.replace(file, batch=batch)
     part = None if args.part is None else parse_part(args.part)
     targets = [parse_report(text) for text in args.report]
-    who = joining(args, file, Role.TRAINER)
+    memory_bytes = None if args.memory is None else parse_size(args.memory)
+    who = joining(args, file, Role.TRAINER, locks=True)
 
     def run() -> None:
         from swarm_training.commands.joining import prepare, take_part
@@ -199,7 +201,7 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
         signals.unwind_on_signals()
         say = partial(print, flush=True)
         with closing(open_reports(targets, file.run.name)) as reports:
-            setup = prepare(file, who, part, args.device, say)
+            setup = prepare(file, who, part, args.device, say, memory_bytes)
             if targets:
                 setup = dataclasses.replace(setup, reports=reports)
             take_part(setup, who, backend.open_run, threading.Event(), say)

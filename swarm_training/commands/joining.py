@@ -22,7 +22,7 @@ from swarm_training.checkpoints.evaluations import read_evaluations, write_evalu
 from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
 from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
-from swarm_training.commands.batch_size import BatchSizeLimits, computing, find_batch_size, free_memory_bytes
+from swarm_training.commands.batch_size import BatchSizeLimits, Trial, computing, find_batch_size, free_memory_bytes
 from swarm_training.commands.building import (
     build_batches,
     build_held_out,
@@ -47,6 +47,7 @@ from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import averaged_tensors
 from swarm_training.reports.observing import RunObserver
 from swarm_training.reports.stepping import StepReports
+from swarm_training.runfile.memory import listed, mib, room_for_activations, total, volunteer_parts
 from swarm_training.runfile.settings import RunFile
 
 if TYPE_CHECKING:
@@ -284,28 +285,53 @@ def build_evaluation(
     )
 
 
-def fitting_batch_size(file: RunFile, model: nn.Module) -> int:
-    """Return the run file's batch size, or else what fits this machine. Raises ValueError if not one sample fits."""
-    if file.batch.size:
-        return file.batch.size
+def fitting_batch_size(file: RunFile, model: nn.Module, room_bytes: int | None = None) -> int:
+    """Return the run file's batch size, or else what fits this machine. ``room_bytes``: the memory for activations;
+    None: what is free. Raises ValueError if the batch size, or one sample, does not fit."""
+    size = file.batch.size
+    if size and room_bytes is None:
+        return size
     device = next(model.parameters()).device
 
     def loss(batch_size: int) -> torch.Tensor:
         return loss_of(model, torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
 
-    most = min(file.batch.max_size, file.local.batch_size or file.run.target_batch_size)
-    return find_batch_size(computing(model, loss), BatchSizeLimits(most, memory_bytes=free_memory_bytes(device)))
+    measured, costs = computing(model, loss), dict[int, int]()
+
+    def compute(batch_size: int) -> Trial:
+        trial = measured(batch_size)
+        costs[batch_size] = trial.memory_bytes
+        return trial
+
+    if size:
+        compute(size)
+    else:
+        most = min(file.batch.max_size, file.local.batch_size or file.run.target_batch_size)
+        room = free_memory_bytes(device) if room_bytes is None else room_bytes
+        size = find_batch_size(compute, BatchSizeLimits(most, memory_bytes=room))
+    if room_bytes is not None and costs[size] > room_bytes:
+        raise ValueError(
+            f"--memory leaves {mib(room_bytes)} for activations, and those of {size} samples at once take "
+            f"{mib(costs[size])}: expected more memory, --batch-size auto, or a smaller block_length"
+        )
+    return size
 
 
-def prepare(file: RunFile, who: Joining, part: DataShard | None, device: str, say: Say) -> TrainingSetup:
-    """Build everything before any peer is called. Raises ValueError if there is no such model, or no such data."""
+def prepare(
+    file: RunFile, who: Joining, part: DataShard | None, device: str, say: Say, memory_bytes: int | None = None
+) -> TrainingSetup:
+    """Build everything before any peer is called. ``memory_bytes``: the memory that the process may take; None: what
+    is free. Raises ValueError if there is no such model, no such data, or too little memory."""
     if device == "auto":
         device = best_device()
     named = named_device(device)
     tokenizer = build_tokenizer(file.model)
     model = build_model(file.model, len(tokenizer), file.data.block_length).to(named)
-    batch_size = fitting_batch_size(file, model)
+    parts = volunteer_parts(file, model)
+    room_bytes = None if memory_bytes is None else room_for_activations(parts, memory_bytes)
+    batch_size = fitting_batch_size(file, model, room_bytes)
     say(f"{batch_size} samples at once on {device}")
+    say(f"memory up to {mib(total(parts))} and activations: {listed(parts)}")
     reader = DataReader(file.run.name, who.identity.peer_id, part)
     cache = platformdirs.user_cache_path("swarm") / "tokens"
     batches = build_batches(file.data, reader, tokenizer, batch_size, cache)

@@ -63,7 +63,7 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
 
 def require_unstaged(args: argparse.Namespace) -> None:
     """Raise ValueError if there are flags that are only for runs in stages."""
-    for name, value in (("--as", args.role), ("--blocks", args.blocks), ("--memory", args.memory)):
+    for name, value in (("--as", args.role), ("--blocks", args.blocks)):
         if value is not None:
             raise ValueError(
                 f"{name} is for a run in stages, and {args.run_file} says no count under [stages]: expected none, as "

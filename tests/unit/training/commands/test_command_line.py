@@ -20,6 +20,7 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.net import identity as identity_module
 from swarm_protocol.net.identity import Identity
 from swarm_training import command_line
 from swarm_training.commands import joining as joining_module
@@ -201,7 +202,10 @@ def test_mistakes_end_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the following arguments are required: --to-step" in capsys.readouterr().err
 
 
-def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_joined_as_the_flags_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(identity_module, "_LOCK_WAIT_S", 0.0)
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(joining_module, "prepare", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(joining_module, "take_part", lambda *_arguments: None)
@@ -216,7 +220,11 @@ def test_a_run_is_joined_as_the_flags_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (who.checkpoint_every, who.rollback, who.max_norm) == (100, RollbackPolicy(patience=5), 0.5)
     assert who.average_decay == 0.75
     assert Grant.parse(who.token).name == "ada" and str(who.token) not in repr(who)
-    command_line.main(["join", str(path), "--membership", str(member), "--batch-size", "auto"], Network().backend())
+    again = ["join", str(path), "--membership", str(member), "--batch-size", "auto"]
+    assert "is in use by another process of this machine" in failing(again, capsys)[1]
+    who.identity.lock.close()
+    command_line.main([*again, "--memory", "1GiB"], Network().backend())
+    assert calls[1][-1] == 1 << 30 and calls[0][-1] is None
     assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None
 
 

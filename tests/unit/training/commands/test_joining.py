@@ -19,9 +19,10 @@ import swarm_training
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.net.identity import Identity
+from swarm_protocol.wire.constants import MIB
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
-from swarm_training.commands.batch_size import BatchSizeLimits
+from swarm_training.commands.batch_size import BatchSizeLimits, Trial
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Joining
@@ -37,6 +38,7 @@ from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 from swarm_training.optim.rules import Moments, UpdateRule, adamw_update, lamb_update
 from swarm_training.reports.stepping import StepReports
 from swarm_training.run.state import TrainedState
+from swarm_training.runfile.memory import listed, mib, total, volunteer_parts
 from swarm_training.runfile.settings import (
     OPTIMIZERS,
     BatchSettings,
@@ -154,7 +156,7 @@ def test_checkpoints_are_written_when_they_are_due(file: RunFile, tmp_path: Path
     assert found.data == {"taken": BATCH * len(run.shares), "part": 0, "parts": 1}
     assert found.config["optimizer"]["lr"] == 1e-2 and found.optimizer["state"][0]["step"] == STEPS
     assert said[0] == f"{BATCH} samples at once on cpu"
-    assert said[1] == f"others join by: --initial-peers {run.initial_peers[0]}"
+    assert said[1].startswith("memory up to ") and said[2] == f"others join by: --initial-peers {run.initial_peers[0]}"
     assert said[-1] == f"left the run after step {STEPS}"
     lines = [json.loads(line) for line in (checkpoints.path(STEPS) / "losses.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)) and lines[-1]["training"] == run.last_loss
@@ -508,3 +510,24 @@ def test_every_step_is_reported_with_the_loss_of_its_batch(file: RunFile) -> Non
     for step, (_, scalars) in enumerate(place.added):
         assert scalars["learning_rate"] == file.optimizer.rate(0)  # that of step 1, which the record says
         assert scalars["samples_per_s/total"] == 2.5 and scalars["bytes/sent"] == 7, step
+
+
+def test_what_does_not_fit_into_the_memory_is_listed(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample takes 10 MiB of activations."""
+
+    def prepare(memory: int, size: int = 6) -> list[str]:
+        said: list[str] = []
+        sized = replace(file, batch=BatchSettings(size=size))
+        joining.prepare(sized, who(), EVERYTHING, "cpu", said.append, memory)
+        return said
+
+    least = total(parts := volunteer_parts(file, prepared(file, []).model))
+    monkeypatch.setattr(joining, "computing", lambda _model, _loss: lambda n: Trial(n, 0.0, 10 * MIB * n))
+    with pytest.raises(ValueError, match=r"--memory is 256MiB: expected more than 51\dMiB, for weights \d+MiB, optim"):
+        prepare(256 * MIB)
+    with pytest.raises(ValueError, match=r"leaves 59MiB for activations, and those of 6 samples at once take 60MiB"):
+        prepare(least + 59 * MIB)
+    with pytest.raises(ValueError, match="those of 1 samples at once take 10MiB"):
+        prepare(least + 9 * MIB, size=0)
+    assert prepare(least + 60 * MIB)[1] == f"memory up to {mib(least)} and activations: {listed(parts)}"
+    assert prepare(least + 59 * MIB, size=0)[0] == "4 samples at once on cpu"
