@@ -49,20 +49,8 @@ _logger = logging.getLogger(__name__)
 Command = Callable[[], None]
 Train = Callable[[argparse.Namespace], Command]  # returns the command for `--train`; raises ValueError
 _TRAIN_FLAGS = [
-    *(
-        "train",
-        "then-serve",
-        "quant",
-        "blocks",
-        "initial-blocks",
-        "memory",
-        "device",
-        "host",
-        "port",
-        "dht-port",
-        "report",
-    ),
-    *("announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
+    *("train", "then-serve", "quant", "blocks", "initial-blocks", "memory", "device", "host", "port", "dht-port"),
+    *("report", "announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
 ]
 _FOLLOW_FLAGS = [
     *("follow", "group-key", "model", "gguf-file", "revision", "quant", "dtype", "weight-cache", "no-weight-cache"),

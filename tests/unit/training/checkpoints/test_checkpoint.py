@@ -237,7 +237,7 @@ def test_who_fails_while_writing_leaves_nothing_of_it(tmp_path: Path, monkeypatc
     def full(*_arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "_save", full)
     with pytest.raises(ValueError, match=r"cannot write the checkpoint .*step-000000002: No space left on device"):
         checkpoints.write(small(2))
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
