@@ -1,4 +1,4 @@
-"""The codecs of flat vectors: 8, 4, 2, about 1 or about a third of a byte per element."""
+"""The codecs of flat vectors: 8, 4, 2, about 1, about a half or about a third of a byte per element."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from swarm_protocol.codecs.sizes import INT8_BLOCK
 
 TWO_BIT = "2bit"
 _MAX_FLOAT16 = 65504.0
-_BLOCK = 64  # elements of a block of two bits each
+_BLOCK = 64  # elements of a block of two or four bits each
+_MOST_UNITS = 7  # of an element in four bits
 _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)  # of the elements in a byte
 
 
 class Codec(Protocol):
     """An encoding of vectors of n elements as bytes. Vectors are float64 for ``fp64``, float32 for all other codecs.
 
-    Values that are not finite stay not finite; in ``int8`` and ``2bit``, so does their whole block of 64 elements.
-    Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too.
+    Values that are not finite stay not finite; in ``int8``, ``int4`` and ``2bit``, so does their whole block of 64
+    elements. Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too, and in ``int4`` to 7 times
+    that range.
     """
 
     name: str
@@ -78,6 +80,35 @@ class _Int8:
         return -(-n // INT8_BLOCK) * (INT8_BLOCK + 4)
 
 
+class _Int4:
+    """A codec of blocks of 64 elements, each one of 15 multiples of a seventh of the block's largest magnitude. All
+    sevenths come first, in float16; then two elements per byte."""
+
+    name = "int4"
+    dtype = torch.float32
+
+    def encode(self, vector: Tensor) -> bytes:
+        flat = _flat(vector, self.dtype)
+        blocks = F.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
+        units = _half(blocks.abs().amax(1, keepdim=True) / _MOST_UNITS)
+        multiples = torch.where(units > 0, blocks / units.float(), 0.0).nan_to_num_(0.0)
+        codes = (multiples.round_().clamp_(-_MOST_UNITS, _MOST_UNITS) + _MOST_UNITS).to(torch.uint8).view(-1, 2)
+        return units.numpy().tobytes() + (codes[:, 0] | codes[:, 1] << 4).numpy().tobytes()
+
+    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
+        _check_size(self, data, n)
+        if not n:
+            return torch.empty(0)
+        num_blocks, found = -(-n // _BLOCK), bytearray(data)
+        units = torch.frombuffer(found, dtype=torch.float16, count=num_blocks).float()
+        packed = torch.frombuffer(found, dtype=torch.uint8, offset=2 * num_blocks)
+        codes = torch.stack([packed & 15, packed >> 4], 1).view(-1, _BLOCK).float()
+        return ((codes - _MOST_UNITS) * units[:, None]).view(-1)[:n].clone()
+
+    def size_bytes(self, n: int) -> int:
+        return -(-n // _BLOCK) * (_BLOCK // 2 + 2)
+
+
 class _TwoBit:
     """A codec of blocks of 64 elements, each a sign and one of two magnitudes of its block: the mean of those above
     the block's mean, and the mean of the others. All magnitudes come first, in float16; then four elements per byte.
@@ -122,6 +153,7 @@ _CODECS: dict[str, Codec] = {
         _Float("fp32", torch.float32),
         _Float("fp16", torch.float16),
         _Int8(),
+        _Int4(),
         _TwoBit(),
         _Float("fp64", torch.float64),
     )

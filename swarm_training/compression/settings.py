@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from swarm_training.core.config import AGGREGATIONS, check_max_samples
 
-CODECS = ("fp32", "fp16", "int8", "2bit")  # fp64 is for micro-batches that are counted exactly
+CODECS = ("fp32", "fp16", "int8", "int4", "2bit")  # fp64 is for micro-batches that are counted exactly
 _MAX_RANK = 1 << 16
 _LONGEST_S = 86400.0
 
@@ -37,7 +37,7 @@ class AveragingSettings:
         if self.codec not in CODECS:
             raise ValueError(f"codec is {self.codec!r}: expected one of {', '.join(CODECS)}")
         if self.error_feedback and self.codec == "fp32":
-            raise ValueError("error_feedback is true: expected codec fp16, int8 or 2bit with it; fp32 loses nothing")
+            raise ValueError("error_feedback is true: expected a codec other than fp32 with it, which loses nothing")
         if self.codec == "2bit" and not self.error_feedback:
             raise ValueError("codec is '2bit': expected error_feedback = true with it, since it loses most of a vector")
         if self.aggregation not in AGGREGATIONS:

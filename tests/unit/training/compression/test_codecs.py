@@ -24,6 +24,7 @@ def random(n: int, seed: int = 0, name: str = "fp32") -> torch.Tensor:
         ("fp32", lambda n: 4 * n),
         ("fp16", lambda n: 2 * n),
         ("int8", lambda n: -(-n // 64) * 68),
+        ("int4", lambda n: -(-n // 64) * 34),
         ("2bit", lambda n: -(-n // 64) * 20),
     ],
 )
@@ -43,13 +44,14 @@ def test_fp32_loses_nothing_and_fp16_rounds() -> None:
     assert torch.equal(codec_of("fp16").decode(codec_of("fp16").encode(x), 1000), x.half().float())
 
 
-def test_int8_errs_by_half_a_step_of_its_block() -> None:
-    x = random(1000) * torch.logspace(-6, 6, 1000)
-    codec = codec_of("int8")
+@pytest.mark.parametrize(("name", "most"), [("int8", 127), ("int4", 7)])
+def test_integers_err_by_half_a_step_of_their_block(name: str, most: int) -> None:
+    x = random(1000) * torch.logspace(-3, 3, 1000)
+    codec = codec_of(name)
     errors = (codec.decode(codec.encode(x), 1000) - x).abs()
     for start in range(0, 1000, 64):
         block = slice(start, start + 64)
-        assert errors[block].max() <= x[block].abs().max() / 254 * 1.001
+        assert errors[block].max() <= x[block].abs().max() / (2 * most) * 1.01
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
@@ -61,7 +63,7 @@ def test_what_is_not_finite_stays_so_and_spoils_at_most_its_block(name: str, val
     decoded = codec.decode(codec.encode(x), 256)
     assert not decoded[70].isfinite()
     assert decoded[:64].isfinite().all() and decoded[128:].isfinite().all()
-    if name not in ("int8", "2bit"):
+    if name not in ("int8", "int4", "2bit"):
         assert decoded[70].item() == value or math.isnan(value)
         assert decoded.isfinite().sum() == 255
 
@@ -120,8 +122,8 @@ def test_data_of_a_wrong_size_is_refused(name: str) -> None:
 
 
 def test_other_tensors_and_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="codec 'int4' is unknown: expected one of fp32, fp16, int8, 2bit, fp64"):
-        codec_of("int4")
+    with pytest.raises(ValueError, match="codec 'int2' is unknown: expected one of fp32, fp16, int8, int4, 2bit, fp64"):
+        codec_of("int2")
     with pytest.raises(ValueError, match="expected a flat float32 vector"):
         codec_of("fp32").encode(torch.zeros(2, 2))
     with pytest.raises(ValueError, match="expected a flat float32 vector"):
