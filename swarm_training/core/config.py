@@ -15,6 +15,7 @@ MAX_WINDOW = 4096  # losses; a joiner receives all of them in one message
 NUM_REPLICAS = 2  # checkpoints of the stage before that a peer keeps
 _MAX_NAME_CHARS = 200
 _MAX_EVERY = 1 << 40
+_LEAST_POLL_S = 0.1
 
 
 def check_run_name(name: str) -> None:
@@ -160,6 +161,11 @@ class TrainingConfig:
     rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
     evaluation: EvaluationPolicy = field(default_factory=EvaluationPolicy)  # as `Evaluation` of TrainingRun says
     ledger: str | None = None  # a file for all contributions; None: the knowledge of other peers is enough
+
+    @property
+    def poll_s(self) -> float:
+        """Return the seconds between two looks at whether a meeting can go on: tenths of a heartbeat."""
+        return max(_LEAST_POLL_S, self.heartbeat_s / 10)
 
     @property
     def common(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from swarm_training.pb import training_pb2 as pb
 _MAX_KNOWN_BYTES = 1 << 19
 _ASK_S = 30.0  # between two calls, each to one other peer; a newcomer calls at once
 _WAIT_S = 2.0  # before the next look, while there is no peer to ask
-_MAX_ASK_S = 600.0  # the longest pause, if nobody answers
+_MAX_ASK_S = 600.0  # the longest pause, while nobody answers or has anything new
 _TIMEOUT_S = 10.0
 _SIGNATURES_PER_S = 200.0  # checked in rounds of other peers: about 2 % of a core
 _logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Collector:
         self._liars: set[str] = set()
 
     async def run(self) -> None:
-        """Ask one peer at a time, and less often if nobody answers."""
+        """Ask one peer at a time, and less often while nobody answers or has anything new."""
         pause_s = _ASK_S
         while True:
             peers = [peer for peer in self._peers() if peer.is_reachable and peer.peer_id not in self._liars]
@@ -61,20 +61,20 @@ class Collector:
             if not peers or newest is None:
                 await asyncio.sleep(_WAIT_S)
                 continue
-            has_answered = await self._ask(self._rng.choice(peers), newest)
-            pause_s = _ASK_S if has_answered else min(2 * pause_s, _MAX_ASK_S)
+            has_news = await self._ask(self._rng.choice(peers), newest)
+            pause_s = _ASK_S if has_news else min(2 * pause_s, _MAX_ASK_S)
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
 
     async def _ask(self, peer: Progress, newest: Moment) -> bool:
+        """Fetch what the ledger lacks from this peer. Return whether the peer had anything new."""
         try:
-            await pull(self._ledger, lambda request: self._network.rounds(peer, request), self._take, newest)
+            return await pull(self._ledger, lambda request: self._network.rounds(peer, request), self._take, newest)
         except (SwarmError, TimeoutError) as error:
             _logger.debug("%s gives no rounds: %s", peer.peer_id, error)
-            return False
         except ValueError as error:
             self._liars.add(peer.peer_id)
             _logger.warning("%s has given a wrong round: %s", peer.peer_id, printable(str(error)))
-        return True
+        return False
 
     async def _take(self, data: bytes) -> bool:
         """Verify and keep a round, no faster than ``_SIGNATURES_PER_S`` allows. Return whether the round was new."""
@@ -83,14 +83,15 @@ class Collector:
         return await self._keep(data, round_)
 
 
-async def pull(ledger: Ledger, ask: Ask, take: Take, newest: Moment | None = None) -> None:
-    """Fetch the rounds that the ledger lacks, up to ``newest``, page by page.
+async def pull(ledger: Ledger, ask: Ask, take: Take, newest: Moment | None = None) -> bool:
+    """Fetch the rounds that the ledger lacks, up to ``newest``, page by page. Return whether there were any.
 
     Raises:
         ValueError: a round is not valid.
         SwarmError, TimeoutError: the peer that is asked does not answer.
     """
     is_new = has_more = True
+    has_news = False
     while is_new and has_more:
         since, known = ledger.seen(_MAX_KNOWN_BYTES)
         request = pb.RoundsRequest(since_rollbacks=since.rollbacks, since_step=since.step, known=known)
@@ -101,3 +102,5 @@ async def pull(ledger: Ledger, ask: Ask, take: Take, newest: Moment | None = Non
             await asyncio.sleep(0)
             if ledger.wants(data, newest):
                 is_new = await take(data) or is_new
+        has_news = has_news or is_new
+    return has_news

@@ -23,7 +23,6 @@ from swarm_training.core.network import MeetStream
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.rollback.judging import digest_of
 
-_WATCH_S = 0.2
 _ALIVE = pb.MeetRequest(alive=pb.Alive())
 MakeRound = Callable[[Group, int, int, Tensor], AveragingRound]
 
@@ -134,7 +133,7 @@ class MeetingClient:
         self._make_round = make_round
         self._checkpoint = checkpoint
         self._is_leader = is_leader
-        self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
+        self._heartbeat_s, self._silence_s, self._poll_s = config.heartbeat_s, config.silence_s, config.poll_s
         self._max_samples = config.max_samples
         self._replies: asyncio.Queue[pb.MeetReply] = asyncio.Queue()
         self._round: AveragingRound | None = None
@@ -196,7 +195,7 @@ class MeetingClient:
     async def _watch_leader(self) -> None:
         """Return once another peer should lead, unless a group has been formed."""
         while self._has_group or self._is_leader():
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(2 * self._poll_s)
 
     async def _act(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
         group = self._parse((await self._next("group")).group, Moment(join.rollbacks, join.step))

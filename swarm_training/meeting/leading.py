@@ -20,7 +20,6 @@ from swarm_training.meeting.leader import Leader, LeaderContext, MeetingState, R
 from swarm_training.pb import training_pb2 as pb
 
 MemberStream = MessageStream[pb.MeetReply, pb.MeetRequest]
-_TICK_S = 0.1
 _ALIVE = pb.MeetReply(alive=pb.Alive())
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Leading:
         self._context = context
         self._note = note
         self._referral = referral
-        self._heartbeat_s, self._silence_s = config.heartbeat_s, config.silence_s
+        self._heartbeat_s, self._silence_s, self._poll_s = config.heartbeat_s, config.silence_s, config.poll_s
         self._crediting = crediting
         self._numbers = count()
         self._gathering: Leader | None = None
@@ -127,10 +126,10 @@ class Leading:
     async def _tick(self, leader: Leader) -> None:
         """Tick the leader at intervals. Each member has such a task, so that ticking ends with the last member."""
         while True:
-            if _now() >= self._ticked_s.get(leader, 0.0) + _TICK_S:  # one task ticks for all
+            if _now() >= self._ticked_s.get(leader, 0.0) + self._poll_s:  # one task ticks for all
                 self._ticked_s[leader] = _now()
                 self._deliver(leader, leader.tick(self._context(), _now()))
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(self._poll_s)
 
     def _deliver(self, leader: Leader, replies: Replies) -> None:
         for peer_id, reply in replies:

@@ -131,16 +131,16 @@ class Gossip:
         self._failing_since_s.pop(peer.peer_id, None)
         self._since[peer.peer_id] = reply.until
         self._orders.take(reply.orders)
-        for record in reply.records:
-            self.note(record)
+        self.note(reply.records)
 
-    def note(self, record: pb.SignedProgress) -> None:
-        """Add a record to the table if it is valid."""
+    def note(self, records: Iterable[pb.SignedProgress]) -> None:
+        """Add those of the records that are valid to the table."""
         num_known = len(self._table.known())
-        try:
-            self._table.add(record, asyncio.get_running_loop().time())
-        except ValueError as error:
-            _logger.debug("ignored a record: %s", error)
+        for record in records:
+            try:
+                self._table.add(record, asyncio.get_running_loop().time())
+            except ValueError as error:
+                _logger.debug("ignored a record: %s", error)
         if len(self._table.known()) > num_known:
             self.tell()
 
@@ -154,8 +154,7 @@ class Gossip:
 
     async def _read(self) -> None:
         while True:
-            for record in await self._board.read():
-                self.note(record)
+            self.note(await self._board.read())
             if self._orders.digest():
                 self._orders.take(await self._board.read_orders())
             await asyncio.sleep(_READ_S if self._table.known() else _READ_ALONE_S)

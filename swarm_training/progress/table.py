@@ -16,9 +16,9 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import LocalView, majority_digest
 
 MAX_PEERS = 4096
-_SILENT_S = 60.0  # for this long a view lists a peer as silent
+_SILENT_S = 60.0  # for this long at least a view lists a peer as silent
 _KEPT_DIGESTS = 16  # steps of each peer
-_FORGET_S = 600.0  # records of peers silent for this long are dropped
+_FORGET_S = 600.0  # records of peers silent for this long at least are dropped
 _URGENT = (
     "state",
     "moment",
@@ -63,6 +63,7 @@ class ProgressTable:
         self._model = model
         self._own_id = own_id
         self._silence_s = silence_s
+        self._silent_s, self._forget_s = max(_SILENT_S, 2 * silence_s), max(_FORGET_S, 4 * silence_s)
         self._presume_gone_s = presume_gone_s
         self._max_samples = max_samples
         self._entries: dict[str, _Entry] = {}
@@ -209,7 +210,7 @@ class ProgressTable:
                 continue
             elif entry.record.state in PRESENT and self._is_heard(entry, now):
                 others.append(entry.record)
-            elif entry.record.state in PRESENT and silence_s < _SILENT_S:
+            elif entry.record.state in PRESENT and silence_s < self._silent_s:
                 silent.append(entry.record)
         others.sort(key=lambda peer: peer.peer_id)
         return LocalView(own, tuple(others), tuple(silent), frozenset(gone), self._max_samples)
@@ -232,7 +233,7 @@ class ProgressTable:
         return notes.get(entry.record.peer_id, -1) >= entry.record.version
 
     def _forget(self, now: float) -> None:
-        for peer_id in [peer for peer, entry in self._entries.items() if now - entry.heard_s > _FORGET_S]:
+        for peer_id in [peer for peer, entry in self._entries.items() if now - entry.heard_s > self._forget_s]:
             if peer_id != self._own_id:
                 self._known.discard(self._entries.pop(peer_id).signed.progress)
                 for notes in (self._digests, self._gone, self._suspects):

@@ -37,7 +37,6 @@ from swarm_training.progress.policy import LocalView
 from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.run.standing import PeerState, now, smoothed
 
-_RETRY_S = 0.1
 NO_LOSS = 0.0, 0
 _FAILURES = 2.0  # times ``silence_s`` before a leader that has failed is asked again
 _logger = logging.getLogger(__name__)
@@ -160,12 +159,12 @@ class Averager:
                 except Dismissed as dismissed:
                     _logger.debug("%s: %s", leader.peer_id, dismissed)
                     if dismissed.referral is not None:
-                        self._gossip.note(dismissed.referral)
+                        self._gossip.note([dismissed.referral])
                 except (SwarmError, ValueError, TimeoutError) as error:
                     _logger.debug("%s does not lead: %s", leader.peer_id, error)
                     self._standing.table.suspect(leader.peer_id)
                     self._unreachable_s[leader.peer_id] = now()
-            await asyncio.sleep(_RETRY_S * self._rng.uniform(0.5, 1.0))
+            await asyncio.sleep(self._config.poll_s * self._rng.uniform(0.5, 1.0))
 
     def _show_accepted(self) -> None:
         """Publish the accepted result if counting is exact: it makes others meet even if the batch is incomplete."""

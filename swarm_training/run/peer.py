@@ -586,7 +586,7 @@ class TrainingPeer:
                     raise
                 _logger.debug("%s does not give its state: %s", source.peer_id, error)
                 self.table.suspect(source.peer_id)
-        await asyncio.sleep(_RETRY_S)
+        await asyncio.sleep(self._config.poll_s)
         return None
 
     async def refuse(self, downloaded: Downloaded, error: ValueError) -> None:
@@ -600,7 +600,7 @@ class TrainingPeer:
         with suppress(TimeoutError):  # records of that step may still arrive
             async with asyncio.timeout(self._config.silence_s):
                 while self.table.majority_digest(arrival.moment) is None:
-                    await asyncio.sleep(_RETRY_S)
+                    await asyncio.sleep(self._config.poll_s)
         expected = self.table.majority_digest(arrival.moment)
         if expected is None:
             _logger.debug("no other peer is known to have been at %s", arrival.moment)

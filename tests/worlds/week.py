@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, nan
 from pathlib import Path
@@ -35,24 +35,25 @@ from tests.worlds.runs import Board, SimulatedPeer, World
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
-WORDS, BATCH = 32, 128
+WORDS, BATCH = 32, 256
 CONFIG = TrainingConfig(
     codec="2bit",
     chunk_elements=64,
     join_timeout_s=1800.0,
     restart_wait_s=600.0,
-    gossip_s=240.0,
-    heartbeat_s=240.0,
-    silence_s=540.0,
+    gossip_s=480.0,
+    heartbeat_s=480.0,
+    silence_s=1080.0,
     straggler_s=600.0,
     max_meeting_s=1800.0,
-    checkpoint_every=4,
+    checkpoint_every=2,
+    checkpoints_kept=3,
     rollback=RollbackPolicy(margin=1.0, patience=3, window=50, warmup=10),
 )
 _ZONES = 3  # of the earth, in which the volunteers live
 _OUTAGE_S = 2 * HOUR_S  # from a whole stop until the run starts again
-_DHT_S = 120.0
-_SAVE_EVERY = 2  # steps
+_DHT_S, _PUBLISHING_S = 120.0, 900.0
+_SAVE_EVERY = 1  # steps
 _LR = 0.003
 
 
@@ -70,7 +71,7 @@ class WeekPlan:
     volunteers: int = 20
     days: float = 7.0
     parameters: int = 20_000_000
-    round_h: float = 1.0
+    round_h: float = 2.0
     stops_h: tuple[float, ...] = (40.0, 120.0)
     bad_batch_h: float = 80.0
     seed: int = 0
@@ -177,11 +178,20 @@ class HomeLines:
         return came_s - now
 
 
+@dataclass
+class PatientBoard(Board):
+    """A DHT whose calls take minutes, because most of the simulation would be calls of an idle DHT."""
+
+    async def publish(self, record: pb.SignedProgress) -> None:
+        self.records[self.own] = record
+        await asyncio.sleep(_PUBLISHING_S)
+
+
 class PatientWorld(World):
-    """A world whose DHT takes minutes to answer, since most of the simulation would be calls of an idle DHT."""
+    """A world with such a DHT."""
 
     def board(self, own: str) -> Board:
-        return replace(super().board(own), latency_s=_DHT_S)
+        return PatientBoard(own, self.records, self.orders, _DHT_S)
 
 
 @dataclass
@@ -301,6 +311,7 @@ class Week:
 
         After a whole stop that is the first one of those that have a checkpoint.
         """
+        self._world.log.clear()  # a week of messages would fill the memory
         while volunteer.peer is None:
             peer = self._make(volunteer)
             disk = self._disk(volunteer)

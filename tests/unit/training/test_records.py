@@ -24,8 +24,8 @@ def signed(number: int = 1, **changes: object) -> pb.SignedProgress:
     return sign(record(number, **changes), identity(number))
 
 
-def table(**options: float) -> ProgressTable:
-    return ProgressTable("toy", b"m", identity(0).peer_id, 4.0, **options)
+def table(silence_s: float = 4.0, **options: float) -> ProgressTable:
+    return ProgressTable("toy", b"m", identity(0).peer_id, silence_s, **options)
 
 
 def test_a_record_survives_the_wire() -> None:
@@ -127,6 +127,17 @@ def test_who_is_silent_is_not_waited_for_and_counts_again_when_heard_of() -> Non
     assert not known.view(own, 20.0).others
     known.add(signed(version=7), 21.0)
     assert known.view(own, 21.0).others
+
+
+def test_a_silent_peer_is_listed_and_remembered_for_longer_if_silence_begins_late() -> None:
+    known, own, peer_id = table(silence_s=500.0), record(0), identity(1).peer_id
+    known.add(signed(), 0.0)
+    late = known.view(own, 600.0)
+    assert late.others == () and [peer.peer_id for peer in late.silent] == [peer_id]
+    known.add(signed(2), 1000.0)
+    assert known.record_of(peer_id) is not None
+    known.add(signed(2, version=9), 2100.0)
+    assert known.record_of(peer_id) is None
 
 
 def test_who_has_left_or_ended_is_gone() -> None:

@@ -11,7 +11,7 @@ from tests.worlds.week import DAY_S, Week, WeekPlan
 
 @SLOW
 def test_a_run_lasts_through_nights_stops_and_a_bad_batch(tmp_path: Path) -> None:
-    plan = WeekPlan(volunteers=3, days=0.75, parameters=10**6, stops_h=(5.0, 13.0), bad_batch_h=10.0)
+    plan = WeekPlan(volunteers=3, days=0.75, parameters=10**6, stops_h=(5.0, 13.0), bad_batch_h=10.0, round_h=1.0)
     result = simulate(Week(plan, tmp_path).live, 2 * DAY_S)
     assert result.final_states == 1 and not result.differing
     assert result.rollbacks == 3 and max(result.undone_steps) <= 5

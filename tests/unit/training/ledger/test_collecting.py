@@ -52,4 +52,6 @@ async def test_a_collector_waits_until_a_peer_can_be_asked_and_the_runs_moment_i
     newest = Moment(0, 6)
     await asyncio.sleep(3.0)
     assert network.asked == ["peer"]
+    await asyncio.sleep(7200.0)
+    assert 10 < len(network.asked) < 25  # soon once in about ten minutes, since there is nothing new
     collecting.cancel()
