@@ -28,7 +28,7 @@ from tests.worlds.runs import simulate
 from tests.worlds.week import DAY_S, HOUR_S, Week, WeekPlan, WeekResult
 
 assert ROOT.is_dir()
-QUICK = WeekPlan(volunteers=5, days=1.0, stops_h=(7.0, 18.0), bad_batch_h=14.0)
+QUICK = WeekPlan(volunteers=5, days=1.0, round_h=1.0, stops_h=(7.0, 18.0), bad_batch_h=14.0)
 COMPUTING = 0.7  # the least share of the time
 LOSS = 1.05  # the most, beside one process after the same samples
 
