@@ -15,7 +15,7 @@ from swarm_server.queueing.prompt_order import PromptOrder
 
 _PREFILLS_PER_TRAINING = 3  # prefill turns before a training turn, if both wait
 _OTHERS_PER_BACKGROUND = 7  # turns before a turn of background steps, if both wait
-_PROMPTS_BETWEEN = 3  # prefill turns between two decoding turns, while more prompts than decoding steps wait
+_PROMPTS_BETWEEN = 8  # prefill turns between two decoding turns, while more prompts than decoding steps wait
 _LEAST_ALONE = 16  # rows × positions: smaller decoding steps always share batches
 MAX_POSITIONS = 256  # rows × positions that a batch of decoding steps has at most
 
@@ -83,7 +83,7 @@ class WorkQueue:
     Within a kind, clients share the turns, and a client's users share the client's turns (see ``FairQueue``). A user's
     prompts run in the order of ``PromptOrder``, all other work in order of arrival. Decoding gets every second turn
     while other work waits, and all turns otherwise. Training gets one in four of the turns that decoding leaves.
-    While more prompts than decoding steps wait, decoding gets every fourth turn: a decoding batch takes about as long
+    While more prompts than decoding steps wait, decoding gets every ninth turn: a decoding batch takes about as long
     for many sessions as for few, so prompts that become decoding sessions sooner make all work shorter.
     Background work gets the turns for which nothing else waits, and else one turn of eight.
     """

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
-from math import sqrt
+from math import log2
+
+_SHORT = 4  # positions; waits of prompts with fewer grow nearly in proportion to the length
 
 
 @dataclass
@@ -22,9 +24,9 @@ class _Line:
 class PromptOrder:
     """The places of prompts that come in chunks. Each prompt keeps its place from the first chunk to the last.
 
-    A prompt's place is the virtual time at which it would end if all prompts shared the turns. Shares grow with the
-    square root of the length. This is self-clocked fair queueing (Golestani, 1994) of whole prompts instead of chunks,
-    like the fair sojourn protocol (Friedman and Henderson, 2003). Waits grow with the square root of a prompt's length.
+    A prompt's place is the virtual time at which it would end if all prompts shared the turns, with shares such that
+    waits grow with the logarithm of a prompt's length. This is self-clocked fair queueing (Golestani, 1994) of whole
+    prompts instead of chunks, like the fair sojourn protocol (Friedman and Henderson, 2003).
     A series of short prompts overtakes a long prompt only with less work than the long prompt has itself. Among equal
     prompts, the one that came first goes first.
 
@@ -46,7 +48,7 @@ class PromptOrder:
         ``length``: the number of positions still to be computed. It only counts if the prompt has no place yet.
         """
         line = self._lines.setdefault(self._users.setdefault(prompt, user), _Line())
-        return line.places.setdefault(prompt, (line.reached + sqrt(length), next(self._numbers)))
+        return line.places.setdefault(prompt, (line.reached + log2(1 + length / _SHORT), next(self._numbers)))
 
     def has_turn(self, prompt: Hashable) -> None:
         """Note that a chunk of the prompt is computed next."""

@@ -67,14 +67,14 @@ class TestTurns:
         assert [kind for kind in kinds[::2]] == [WorkKind.DECODE] * 8
         assert WorkKind.DECODE not in kinds[1::2]
 
-    def test_decoding_has_every_fourth_turn_while_more_prompts_than_steps_wait(self) -> None:
-        queue, kinds = filled(*(work(WorkKind.PREFILL, CHUNK) for _ in range(8))), []
-        for _ in range(12):
+    def test_decoding_has_every_ninth_turn_while_more_prompts_than_steps_wait(self) -> None:
+        queue, kinds = filled(*(work(WorkKind.PREFILL, CHUNK) for _ in range(10))), []
+        for _ in range(14):
             if not queue.count(WorkKind.DECODE):
                 queue.add(work())
             kinds.append(queue.next_batch()[0].kind)
         decode, prefill = WorkKind.DECODE, WorkKind.PREFILL
-        assert kinds == [decode, prefill, prefill, prefill] * 2 + [decode, prefill, decode, prefill]
+        assert kinds == [decode, *[prefill] * 8] + [decode, prefill] * 2 + [decode]
 
     def test_training_has_one_in_four_of_the_turns_that_decoding_leaves(self) -> None:
         queue, kinds = filled(*(call(WorkKind.TRAINING) for _ in range(4))), []
@@ -116,7 +116,7 @@ class TestTurns:
             served = queue.next_batch()[0].kind
             for kind in WorkKind:
                 waited[kind] = waited[kind] + 1 if kind in waiting and kind is not served else 0
-            assert max(waited.values()) < 10 and waited[WorkKind.DECODE] < 4
+            assert max(waited.values()) < 10 and waited[WorkKind.DECODE] < 9
 
 
 class TestBatches:
@@ -262,7 +262,7 @@ class TestPrompts:
             send()
         server.run(send, until=150_000)
         waits = [prompt.wait for prompt in done]
-        assert percentile(waits, 0.99) <= 5 * percentile(waits, 0.5)
+        assert percentile(waits, 0.99) <= 3 * percentile(waits, 0.5)
         medians = [percentile([one.wait for one in done if one.length == length], 0.5) for length in LENGTHS]
         assert medians == sorted(medians) and medians[-1] > 3 * medians[0]
 
