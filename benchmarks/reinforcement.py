@@ -3,10 +3,10 @@
     python benchmarks/reinforcement.py [--model DIR] [--completions 16] [--rounds 2] [--steps 2] [--json FILE]
     python benchmarks/reinforcement.py --quick     # the shipped model, one round, to see that it works
 
-Both train the same LoRA adapter with TRL's ``GRPOTrainer``: a step samples the completions of one prompt, and computes
-the gradient of their loss. Two servers hold half of the blocks each, in float32, one core each; the local model
-computes with as many threads as there are cores. Without ``--model``, it is SmolLM2-135M-Instruct (``smollm2``), which
-must be installed, in float32.
+Both train a LoRA adapter with TRL's ``GRPOTrainer``: a step samples the completions of one prompt, and computes the
+gradient of their loss. Two servers hold half of the blocks each, on one core each, in int8, as servers do by default.
+The local model computes in float32, with as many threads as there are cores. Without ``--model``, it is
+SmolLM2-135M-Instruct (``smollm2``), which must be installed.
 
 A row says how long the completions of a step take, and how long the rest, which is mostly the backward pass.
 """
@@ -29,9 +29,7 @@ from typing import Any
 
 import torch
 from common import even_spans, json_row, median_ratio, take_turns, write_json
-from datasets import Dataset
 from local_servers import local_servers
-from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from transformers import (
@@ -43,10 +41,16 @@ from transformers import (
     PrinterCallback,
 )
 from transformers.utils.logging import disable_progress_bar
-from trl import GRPOConfig, GRPOTrainer
 
 from swarm_client import DistributedModel
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, SMALL_CHAT_MODEL, locate
+
+try:
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as error:
+    raise SystemExit(f'{error.name} is not installed: pip install "swarm-lm[finetune,gguf]" trl') from None
 
 TARGET = 3.0
 QUESTION = "Tell me in one or two sentences why number {} is special, and where you would meet it in daily life."
@@ -125,12 +129,14 @@ def contestants(
     swarm = f"benchmark-{os.getpid()}"
     cores = sorted(os.sched_getaffinity(0))
     spans = even_spans(AutoConfig.from_pretrained(path).num_hidden_layers, 2)
-    options = ["--model", str(path), "--quant", "none", "--log-level", "warning"]
+    options = ["--model", str(path), "--quant", args.quant, "--log-level", "warning"]
     torch.set_num_threads(len(cores))
     pins = [cores[number % len(cores)] for number in range(2)]
     with (
         local_servers(swarm, spans, options, pins),
-        DistributedModel.from_pretrained(str(path), swarm=swarm) as remote,
+        DistributedModel.from_pretrained(
+            str(path), swarm=swarm, head_quant=args.head_quant, skip_padding=True
+        ) as remote,
     ):
         local = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         lora = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"]}
@@ -160,7 +166,9 @@ def main() -> None:
         "--model", type=Path, metavar="DIR", help="a checkpoint of float32; SmolLM2-135M-Instruct if none"
     )
     parser.add_argument("--completions", type=int, default=16, metavar="N", help="of the prompt of a step")
-    parser.add_argument("--new-tokens", type=int, default=48, metavar="N", help="the longest completion")
+    parser.add_argument("--new-tokens", type=int, default=128, metavar="N", help="the longest completion")
+    parser.add_argument("--quant", default="int8", help="of the servers' blocks: int8, int4 or none")
+    parser.add_argument("--head-quant", default="none", help="of the client's head: none or int8")
     parser.add_argument("--rounds", type=int, default=2, metavar="N")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="of each round")
     parser.add_argument(

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,14 +36,17 @@ def swarm_of(args: argparse.Namespace) -> str | None:
 
 @contextmanager
 def connected(
-    args: argparse.Namespace, name: str = DEFAULT_MODEL, spans: Sequence[str] = ("0:10", "10:20")
+    args: argparse.Namespace, name: str = DEFAULT_MODEL, spans: Sequence[str] = ("0:10", "10:20"), **options: Any
 ) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """The shipped model, or another one, and its tokenizer. The blocks are on servers, which have ``spans``."""
+    """The shipped model, or another one, and its tokenizer. The blocks are on servers, which have ``spans``.
+
+    ``options``: those of the client.
+    """
     torch.manual_seed(0)
     swarm = swarm_of(args)
     with (
         _servers(swarm, () if args.swarm or args.initial_peers else spans, name),
-        DistributedModel.from_pretrained(name, args.initial_peers, swarm) as model,
+        DistributedModel.from_pretrained(name, args.initial_peers, swarm, **options) as model,
     ):
         yield model, load_tokenizer(name)
 
