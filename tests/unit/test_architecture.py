@@ -83,9 +83,9 @@ LAYERS = {  # from the top: a room imports from those below it only
     ],
     "swarm_cli": [
         [DOOR],
-        ["up"],
+        ["up", "quantize"],
         ["commands"],
-        ["chat", "demo", "doctor", "finetune", "keys", "quantize"],
+        ["chat", "demo", "doctor", "finetune", "keys"],
     ],
     "swarm_server": [
         [DOOR],
