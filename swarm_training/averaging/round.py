@@ -189,11 +189,11 @@ class AveragingRound:
         }
         tasks = [*self._exchanges.values()]
         timers: list[asyncio.TimerHandle] = []
+        tasks.append(asyncio.create_task(self._own(attempt)))  # it encodes each mean soon, so that few take memory
         try:
             for number in attempt.own:
                 await asyncio.sleep(0)  # streams stay alive: a lone owner adds up the whole vector
                 attempt.put(number, self._me, self._part(number))
-            tasks.append(asyncio.create_task(self._own(attempt)))
             loop = asyncio.get_running_loop()
             timers += [loop.call_later(part * self.group.deadline_s, act) for part, act in attempt.deadlines]
             await asyncio.wait(tasks, timeout=_GIVE_UP * self.group.deadline_s)

@@ -142,9 +142,10 @@ class TrainedState:
 
     @staticmethod
     def _part_of(gradient: Tensor, parameter: nn.Parameter, span: tuple[int, int], scale: float) -> Tensor:
-        """Return a copy of the part of a whole gradient that is for this parameter, times ``scale``."""
+        """Return the part of a whole gradient that is for this parameter, times ``scale``; not a copy if need not be:
+        nobody uses the gradient after the step."""
         part = gradient[slice(*span)].view(parameter.shape)
-        return (part if scale == 1.0 else part * scale).to(parameter.device, parameter.dtype, copy=True)
+        return (part if scale == 1.0 else part * scale).to(parameter.device, parameter.dtype)
 
     @torch.no_grad()
     def drift(self) -> Tensor:

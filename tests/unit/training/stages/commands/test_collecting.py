@@ -90,10 +90,10 @@ def test_nothing_is_left_of_a_checkpoint_for_which_there_is_no_room(tmp_path: Pa
     source = stage_source(file)
     states = [build(file, source, index, training_config(file)).state for index in range(2)]
     plan = CollectionPlan(Moment(0, 0), tuple(Source(peer("a", 0), state.digest(), False) for state in states))
-    directory = tmp_path / "model"
+    directory, given = tmp_path / "model", {state.digest(): state.snapshot()[1] for state in states}
     refused = nullcontext() if largest is None else pytest.raises(CannotWrite, match="File too large")
     with file_size_limit(largest), refused:
-        write(file, source, plan, lambda own, giver: own.snapshot()[1], directory)
+        write(file, source, plan, lambda own, giver: given[giver.digest], directory)
     assert [path.name for path in tmp_path.iterdir()] == (["model"] if largest is None else [])
 
 

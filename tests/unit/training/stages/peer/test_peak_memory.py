@@ -75,6 +75,9 @@ def measure() -> None:
     world.optimizer_of = lambda stage: torch.optim.AdamW(stage.parameters)
 
     async def scenario() -> None:
+        warm = torch.nn.Parameter(torch.zeros(1))
+        warm.grad = torch.zeros(1)
+        torch.optim.AdamW([warm]).step()  # imports what torch needs for its first step
         before = memory("VmRSS")
         peer = stages.StageWorld(1, MICRO_BATCHES, CONFIG).make(0)
         await peer.stage_peer.join(look_s=0.0)
