@@ -104,7 +104,7 @@ def test_heartbeats_have_their_turn_while_a_lone_owner_adds_up_all_there_is() ->
         group, _ = group_of([1.0], [1])
         return await turns_during(reduce_all(World(), group, [torch.randn(400)]))
 
-    assert asyncio.run(run()) >= 2 * 100  # chunks: of adding up, and of encoding
+    assert asyncio.run(run()) >= 100  # chunks: between two turns, one is added up and one is encoded
 
 
 @pytest.mark.parametrize("late", [0, 2])
