@@ -76,7 +76,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     marker = pyfuncitem.get_closest_marker("run_by")
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    (marker.args[0] if marker else run)(pyfuncitem.obj(**arguments))
+    (marker.kwargs["function"] if marker else run)(pyfuncitem.obj(**arguments))
     return True
 
 

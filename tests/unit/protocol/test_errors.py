@@ -37,7 +37,7 @@ from swarm_protocol.wire.status import CUT_OFF, FirstStatus, end_with, from_stat
 from tests.unit.support import run, server_record
 from tests.worlds.virtual_time import run_virtually
 
-pytestmark = pytest.mark.run_by(run_virtually)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])

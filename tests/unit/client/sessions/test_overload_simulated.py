@@ -20,7 +20,7 @@ from tests.unit.client.sessions.test_stalls_simulated import claim
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, ToyScheduler, ToySession, model_output
 from tests.worlds.virtual_time import run_virtually
 
-pytestmark = pytest.mark.run_by(run_virtually)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
 NUM_SERVERS, NUM_STREAMS, PROMPT, NUM_STEPS = 4, 64, 16, 2

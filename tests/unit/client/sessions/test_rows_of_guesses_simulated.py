@@ -22,7 +22,7 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_survival_simulated import run
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, model_output
 
-pytestmark = pytest.mark.run_by(run)
+pytestmark = pytest.mark.run_by(function=run)
 ROWS = 8
 WHOLE_STEPS = 1 << 31  # prompts are not divided
 

@@ -185,7 +185,7 @@ class Slow(FakeConnection):
         return await super().bytes_per_s()
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_who_comes_while_a_rate_is_measured_waits_for_it_too() -> None:
     found, connections = links({"a": 1e4, "b": 1e4})
     connections.update(a=Slow(1e4), b=Slow(1e4))
@@ -198,7 +198,7 @@ async def test_who_comes_while_a_rate_is_measured_waits_for_it_too() -> None:
     assert connections["a"].num_measured == connections["b"].num_measured == 1
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_a_replacement_is_as_slow_as_others_until_it_is_measured() -> None:
     found, connections = links({"a": 1e4, "b": 1e4, "c": 1e9})
     found.see(BlockInput(PROMPT), ALL)
@@ -235,7 +235,7 @@ def error_of_int8(sample: torch.Tensor) -> float:
     return float((hidden / 9 - sample).norm() / sample.norm())
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize(("lengths", "expected"), [((1, 12, 9), 12), ((8,), 8), ((9, 40, 12), 16)])
 async def test_the_longest_prompt_so_far_is_the_sample(lengths: tuple[int, ...], expected: int) -> None:
     found, _ = links({"a": 1e4, "b": 1e4})
@@ -246,7 +246,7 @@ async def test_the_longest_prompt_so_far_is_the_sample(lengths: tuple[int, ...],
     assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[:1, :expected, :-1]), rel=1e-3)
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_a_prompt_of_a_few_positions_is_no_sample() -> None:
     """The first ones are unlike all others."""
     found, connections = links({"a": 1e4, "b": 1e4})
@@ -259,7 +259,7 @@ async def test_a_prompt_of_a_few_positions_is_no_sample() -> None:
     assert found.codec(None, chain()[0].server) == pb.INT4_BLOCKS
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize("past", [0, 3])
 async def test_padding_is_no_sample(past: int) -> None:
     """Nor is a row that is padding for the most part."""
@@ -273,7 +273,7 @@ async def test_padding_is_no_sample(past: int) -> None:
     assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[1:, 20:36]), rel=1e-3)
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_a_part_of_the_blocks_says_nothing_of_the_model() -> None:
     found, connections = links({"a": 1e4, "b": 1e4})
     found.see(BlockInput(PROMPT), Span(4, 8))
@@ -372,7 +372,7 @@ async def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.Mo
     assert found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_one_rate_is_measured_at_a_time() -> None:
     """They may share the client's own line."""
     found, connections = links({"a": 1e4, "b": 1e4})

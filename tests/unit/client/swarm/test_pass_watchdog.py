@@ -65,7 +65,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     run_virtually(leaving_nothing())
 
 
-pytestmark = pytest.mark.run_by(run)
+pytestmark = pytest.mark.run_by(function=run)
 
 
 @pytest.mark.parametrize(

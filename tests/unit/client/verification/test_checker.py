@@ -94,7 +94,7 @@ def test_what_cannot_be_checked_is_said_once(caplog) -> None:
     assert [record.message for record in caplog.records] == ["blocks 0:8 cannot be checked: no second server has them"]
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize(("blocks", "names"), [(("0:8",), "a"), (("0:4", "4:8"), "ab")])
 async def test_servers_that_nobody_can_check_are_looked_at_again_later(blocks: tuple[str, ...], names: str) -> None:
     swarm = Swarm(*blocks)
@@ -107,7 +107,7 @@ async def test_servers_that_nobody_can_check_are_looked_at_again_later(blocks: t
     assert checker.has_new(sample.hops)
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_servers_of_which_some_can_be_checked_are_looked_at_again_at_once() -> None:
     swarm = Swarm("0:4", "4:8", "0:4")
     checker, sample = Checker(swarm), swarm.sample("a", "b")  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ async def test_a_check_that_takes_long_goes_on_beside() -> None:
     assert events == [CheckVerdict(frozenset("a"))] and not checker.is_busy
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_servers_that_differ_are_doubted_once_an_hour_and_others_hear_of_it() -> None:
     swarm = Swarm("0:8", "0:8", lying={"b": scaled})
     checker = Checker(swarm)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ async def test_servers_that_differ_are_doubted_once_an_hour_and_others_hear_of_i
     assert swarm.spawned == ["doubt"] * 4
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_a_doubt_of_others_is_over_after_four_checks_and_is_heard_once_an_hour() -> None:
     swarm = Swarm("0:8", "0:8")
     checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ async def test_a_doubt_of_others_is_over_after_four_checks_and_is_heard_once_an_
     assert is_heard() and not swarm.spawned  # it is not told again as this client's own
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_doubts_of_others_neither_begin_the_record_of_a_server_nor_end_that_of_another() -> None:
     swarm = Swarm("0:8", "0:8")
     checker, sample = Checker(swarm), swarm.sample("a")  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     run_virtually(coroutine, limit_s=1000)
 
 
-pytestmark = pytest.mark.run_by(run)
+pytestmark = pytest.mark.run_by(function=run)
 
 
 def monitor(net: Net, model: str | None = None, *others: Net) -> Monitor:

@@ -14,7 +14,7 @@ from swarm_protocol.rpc.channels import PinnedChannels, translated
 from tests.worlds.identities import identity
 from tests.worlds.virtual_time import run_virtually
 
-pytestmark = pytest.mark.run_by(run_virtually)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 FINGERPRINT = bytes(32)
 
 

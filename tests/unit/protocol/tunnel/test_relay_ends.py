@@ -149,7 +149,7 @@ async def test_a_caller_to_whom_no_port_can_be_opened_goes_through_the_relay(mon
     server.close()
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_a_reservation_is_lost_at_once_when_the_relay_closes_its_stream() -> None:
     stream, writer = stream_of("relay")
     reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)
@@ -161,7 +161,7 @@ async def test_a_reservation_is_lost_at_once_when_the_relay_closes_its_stream() 
     assert reservation.lost.done() and writer.is_aborted
 
 
-@pytest.mark.run_by(run_virtually)
+@pytest.mark.run_by(function=run_virtually)
 async def test_a_reservation_is_lost_when_the_relay_does_not_answer_a_sign_of_life() -> None:
     stream, writer = stream_of("relay")
     reservation = RelayReservation("/relay", 0.1, "", stream, keepalive_s=300.0)

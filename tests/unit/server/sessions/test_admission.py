@@ -118,7 +118,7 @@ def run(coroutine: Coroutine) -> Any:
     return run_virtually(coroutine)
 
 
-pytestmark = pytest.mark.run_by(run)
+pytestmark = pytest.mark.run_by(function=run)
 
 
 class TestAdmission:

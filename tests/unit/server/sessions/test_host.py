@@ -21,7 +21,7 @@ from swarm_server.sessions.sessions import HostedSession, Reply
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net
 from tests.worlds.virtual_time import run_virtually
 
-pytestmark = pytest.mark.run_by(run_virtually)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 CLIENT = Caller("anna")
 
 

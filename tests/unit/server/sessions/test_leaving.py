@@ -12,7 +12,7 @@ from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.sessions.host import SessionManager
 from tests.worlds.virtual_time import run_virtually
 
-pytestmark = pytest.mark.run_by(run_virtually)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
 class Client:

@@ -152,7 +152,7 @@ def test_sessions_come_first() -> None:
 
 async def test_one_caller_does_not_take_all_places(source: Path) -> None:
     server = offered(source)
-    file = run(manifest_of(server)).manifest.files[0]
+    file = (await manifest_of(server)).manifest.files[0]
     held = [server.piece(CALLER, file.pieces[0]) for _ in range(4)]
     for parts in held:
         await anext(parts)
@@ -166,7 +166,7 @@ async def test_one_caller_does_not_take_all_places(source: Path) -> None:
 
 async def test_places_are_taken_before_the_disk_is_asked(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = offered(source)
-    file = run(manifest_of(server)).manifest.files[0]
+    file = (await manifest_of(server)).manifest.files[0]
     answered = asyncio.Event()
 
     async def held(*_args: Any) -> frozenset[int]:
@@ -219,7 +219,7 @@ def test_a_piece_that_is_in_two_files_is_sent_as_long_as_one_is_there(source: Pa
 
 async def test_offers_are_sent_while_all_places_of_pieces_are_taken(source: Path) -> None:
     server = offered(source, rate=LEAST_BYTES_PER_S)
-    file = run(manifest_of(server)).manifest.file("config.json")
+    file = (await manifest_of(server)).manifest.file("config.json")
     async with aclosing(server.piece(CALLER, file.pieces[0])) as parts:
         await anext(parts)
         with pytest.raises(PeerBusy, match="there are 1 pieces of weights being sent already"):

@@ -15,7 +15,7 @@ from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.pb import training_pb2 as pb
 from tests.worlds.virtual_time import run_virtually
 
-pytestmark = pytest.mark.run_by(run_virtually)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
 class EmptyNetwork:
