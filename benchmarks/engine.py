@@ -80,8 +80,9 @@ GOALS = {
             "tokens/s",
             target,
         )
-        for sessions, quant, target in ((1, "int8", 1.6), (1, "int4", 1.3), (8, "int8", 1.0))
+        for sessions, quant, target in ((1, "int8", 1.6), (1, "int4", 1.3), (8, "int8", 1.0), (16, "int8", 0.9))
     },
+    "group-prefill-int8": Goal(f"prefill {PREFILL}, int8, a group of two beside a chain of two", "tokens/s", 0.9),
     "decode-8-int8": Goal("decode, 8 sessions, int8", "tokens/s", 15.0),
     "decode-16-int8": Goal("decode, 16 sessions, int8", "tokens/s", 20.0),
     "batch": Goal(f"decode, one batch of {BATCH}, int8, beside the same in one lane", "tokens/s", 1.4),
@@ -317,15 +318,16 @@ def group_rows(args: argparse.Namespace) -> Iterator[Row]:
     path = make_model(args.model, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", "cpu"
     for name in (name for name in args.only if name.startswith("group-")):
-        _, _, sessions, quant = name.split("-")
+        kind, *sessions, quant = name.split("-")[1:]
         with ExitStack() as stack:
-            decoding = []
+            runs = []
             for num_servers, grouped in ((2, []), (1, ["--group-size", "2"])):
                 servers = stack.enter_context(fleet(path, num_servers, quant, *options, *grouped))
                 model = stack.enter_context(servers.client("int8"))
-                decoding.append(partial(decode, model, int(sessions), PROMPT, args.new_tokens))
-                decoding[-1]()  # warm-up
-            chain, group = decoding
+                decoding = [partial(decode, model, int(num), PROMPT, args.new_tokens) for num in sessions]
+                runs.append(partial(prefill, model) if kind == "prefill" else decoding[0])
+                runs[-1]()  # warm-up
+            chain, group = runs
             yield from compared(name, 2 * args.rounds + 1, chain, ("", group))
 
 

@@ -1,11 +1,12 @@
 """A group of two machines beside a chain of the same two, by the round-trip time between them.
 
-    python benchmarks/group_links.py [--rtts-ms 0.1 0.3 1] [--sessions 1 8] [--quant int8] [--json FILE]
+    python benchmarks/group_links.py [--rtts-ms 0.1 0.3 1 | --loopback] [--sessions 1 8] [--quant int8] [--json FILE]
 
 The two machines and the client are network namespaces with emulated links; each machine has a core of its own. Both the
 chain and the group run all the time, and take turns (A B A B) for each round-trip time. Needs root, iproute2,
 /dev/net/tun and a C compiler. The emulator of links and the client take time of the same cores. On a machine with two
-cores all numbers are therefore too low, and the group's more so, because it exchanges 4 messages per block.
+cores all numbers are therefore too low, and the group's more so, because it exchanges 4 messages per block. With
+``--loopback`` all three share this machine's loopback interface instead, without an emulator.
 
 ``network`` is a round trip that was measured beside each row, through the emulator. ``computed`` is the formula of
 ``swarm_server.group.payoff`` with that time.
@@ -24,12 +25,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from common import (
     Fleet,
     decode_tokens_per_s,
@@ -52,6 +54,7 @@ from swarm_server.machine.memory import hosted_bytes
 
 MACHINES = "first", "second"
 CLIENT = "client"
+T = TypeVar("T")
 PORT = 31400
 CACHE_TOKENS, PROMPT = 4096, 16
 QUICK = {"model": "bench-mid", "rounds": 1, "new_tokens": 8, "rtts_ms": [0.3], "sessions": [1]}
@@ -60,19 +63,39 @@ _PINGS = 200
 
 def main() -> int:
     args = parse()
-    if not has_lab(args.json, vars(args)):
+    if not args.loopback and not has_lab(args.json, vars(args)):
         return 0
+    torch.set_num_threads(1)  # idle threads spin on a core that the group needs
     path = make_model(args.model, args.models)
-    rows = []
-    with NetworkLab(dict.fromkeys((*MACHINES, CLIENT), Link())) as lab:
-        for row in lab.run(CLIENT, lambda: list(measured(args, path, lab))):
-            rows.append(row)
+    if args.loopback:
+        rows = list(measured(args, path, Loopback()))
+    else:
+        with NetworkLab(dict.fromkeys((*MACHINES, CLIENT), Link())) as lab:
+            rows = lab.run(CLIENT, lambda: list(measured(args, path, lab)))
     if args.json:
         write_json(args.json, vars(args), rows=rows)
     return 0
 
 
-def measured(args: argparse.Namespace, path: Path, lab: NetworkLab) -> Iterator[dict[str, Any]]:
+class Loopback:
+    """A stand-in for a ``NetworkLab`` whose hosts are all this machine, with links of no delay."""
+
+    addresses = dict.fromkeys((*MACHINES, CLIENT), "127.0.0.1")
+
+    def on(self, _host: str) -> list[str]:
+        return []
+
+    def run(self, _host: str, function: Callable[[], T]) -> T:
+        return function()
+
+    def set_link(self, _host: str, _link: Link) -> None:
+        pass
+
+
+Hosts = NetworkLab | Loopback
+
+
+def measured(args: argparse.Namespace, path: Path, lab: Hosts) -> Iterator[dict[str, Any]]:
     """Runs on the client's host, where the links of the two machines change under their feet."""
     with contextlib.ExitStack() as stack:
         models = {
@@ -85,13 +108,14 @@ def measured(args: argparse.Namespace, path: Path, lab: NetworkLab) -> Iterator[
         for rtt_ms, sessions in itertools.product(args.rtts_ms, args.sessions):
             for machine in MACHINES:
                 lab.set_link(machine, Link(delay_ms=rtt_ms / 4))  # a path passes two links
+            link = "loopback" if args.loopback else f"RTT {rtt_ms:g} ms"
             network_s = round_trip_s(lab)
             contestants = {name: partial(decode, model, sessions, args.new_tokens) for name, model in models.items()}
             values = take_turns(2 * args.rounds + 1, contestants)
             rates, room = (bytes_per_s,) * len(MACHINES), (inf,) * len(MACHINES)
             payoff = Payoff(block_bytes(path, args.quant), (network_s,), (network_s,), rates, room)
             row = json_row(
-                f"RTT {rtt_ms:g} ms, {sessions} session{'s'[: sessions > 1]}, {args.quant}",
+                f"{link}, {sessions} session{'s'[: sessions > 1]}, {args.quant}",
                 statistics.median(values["group"]),
                 beside=statistics.median(values["chain"]),
                 ratio=median_ratio(values["group"], values["chain"]),
@@ -124,14 +148,14 @@ def client(fleet: Fleet) -> Iterator[PreTrainedModel]:
 
 
 @contextlib.contextmanager
-def chain(args: argparse.Namespace, path: Path, lab: NetworkLab) -> Iterator[Fleet]:
+def chain(args: argparse.Namespace, path: Path, lab: Hosts) -> Iterator[Fleet]:
     spans = even_spans(SHAPES[path.name]["num_hidden_layers"], len(MACHINES))
     with servers(args, path, lab, spans, []) as fleet:
         yield fleet
 
 
 @contextlib.contextmanager
-def group(args: argparse.Namespace, path: Path, lab: NetworkLab) -> Iterator[Fleet]:
+def group(args: argparse.Namespace, path: Path, lab: Hosts) -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory() as directory:
         key, address = f"{directory}/group.key", f"{lab.addresses[MACHINES[0]]}:{PORT}"
         common = ["--group-key", key]
@@ -143,9 +167,7 @@ def group(args: argparse.Namespace, path: Path, lab: NetworkLab) -> Iterator[Fle
 
 
 @contextlib.contextmanager
-def servers(
-    args: argparse.Namespace, path: Path, lab: NetworkLab, spans: list[str], more: list[str]
-) -> Iterator[Fleet]:
+def servers(args: argparse.Namespace, path: Path, lab: Hosts, spans: list[str], more: list[str]) -> Iterator[Fleet]:
     """One server per span, on the machines and cores in their order."""
     swarm = f"group-links-{os.getpid()}-{len(spans)}"
     hosts = [(lab.on(machine), lab.addresses[machine]) for machine in MACHINES]
@@ -156,7 +178,7 @@ def servers(
 
 
 @contextlib.contextmanager
-def follower(args: argparse.Namespace, path: Path, lab: NetworkLab, flags: list[str], key: Path) -> Iterator[None]:
+def follower(args: argparse.Namespace, path: Path, lab: Hosts, flags: list[str], key: Path) -> Iterator[None]:
     """The second machine's process; it starts as soon as the leader has made the key."""
     pinned = ["taskset", "--cpu-list", str(cores()[1]), sys.executable, "-m", "swarm_server", *flags]
     command = [*lab.on(MACHINES[1]), *pinned, "--model", str(path), "--quant", args.quant, "--log-level", "warning"]
@@ -188,7 +210,7 @@ def cores() -> list[int]:
     return [found[number % len(found)] for number in range(len(MACHINES))]
 
 
-def round_trip_s(lab: NetworkLab) -> float:
+def round_trip_s(lab: Hosts) -> float:
     """Return the median time of one byte between the two machines, there and back, over TCP."""
     server = lab.run(MACHINES[1], lambda: socket.create_server((lab.addresses[MACHINES[1]], 0)))
     with server, lab.run(MACHINES[0], lambda: socket.create_connection(server.getsockname())) as near:
@@ -217,6 +239,7 @@ def _echo(connection: socket.socket) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rtts-ms", nargs="+", type=float, default=[0.1, 0.3, 1.0], metavar="MS")
+    parser.add_argument("--loopback", action="store_true", help="without emulated links; --rtts-ms has no effect")
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 8], metavar="N")
     parser.add_argument("--quant", default="int8", choices=QUANTS)
     parser.add_argument("--model", default="bench-1b", choices=SHAPES)
@@ -228,6 +251,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         vars(args).update(QUICK)
+    if args.loopback:
+        args.rtts_ms = [0.0]
     return args
 
 
