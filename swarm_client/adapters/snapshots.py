@@ -70,6 +70,11 @@ class AdapterSnapshot:
         self._adapter = Adapter(b"") if added is None else _copied(added.adapter)
         self._parts: dict[Span, AdapterPart | None] = {}
 
+    @property
+    def name(self) -> str:
+        """Return the name of the adapter that servers loaded at their start; empty if there is none."""
+        return self._name
+
     def part(self, span: Span) -> AdapterPart | None:
         """Return the part in these blocks; None if nothing is added to them."""
         if self._name:

@@ -46,6 +46,10 @@ class _Pool:
         self._joined[:] = [torch.cat(self._joined)]
         return self._joined[0][which]
 
+    def features(self, which: torch.Tensor, num: int) -> torch.Tensor:
+        """Return the first ``num`` numbers of these entries' hidden states, [entries, num]."""
+        return torch.cat([hidden[:, :num] for hidden in self._hidden])[which]
+
     @property
     def num_added(self) -> int:
         """Return the number of blocks that have additions at some position."""
@@ -166,6 +170,10 @@ class Journal:
             additions=None if additions is None else additions.view(*entries.shape, *additions.shape[1:]),
             joined=joined.view(entries.shape) if bool(joined.any()) else None,
         )
+
+    def features(self, row: int, num_positions: int, num: int) -> torch.Tensor:
+        """Return the first ``num`` numbers of the hidden states of a row's first positions, [positions, num]."""
+        return self.pool.features(self.entries[row, :num_positions], num)
 
     def compacted(self) -> Journal:
         """Return the journal in a new pool, without the entries that no row uses any more."""

@@ -14,24 +14,28 @@ import torch
 
 from swarm_client.routing.routing import Costs
 from swarm_protocol.dht.records import SwarmView
+from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import PAGE_TOKENS
 
 MAX_PAGED = 64 * PAGE_TOKENS  # positions of one prompt; few prompts differ only after so many
-_MAX_KEPT = 16384  # pages of all prompts, about 2 MB
+NUM_FEATURES = 16  # of a position; tokens whose embeddings begin with the same 16 numbers are equal in practice
+_MAX_KEPT = 16384  # pages of all prompts, about 5 MB
 _KEEP_S = 600.0  # servers evict pages that nobody has used for long
-_NUM_FEATURES = 16  # of a position; tokens whose embeddings begin with the same 16 numbers are equal in practice
 # The time to compute a page again counts once in so many tokens of the answer, beside their own time.
 _ANSWER_TOKENS = 32
 
+ComputedPart = tuple[str, Span]  # a server's peer id, and the blocks that it computes in a chain
 
-def pages_of(hidden: torch.Tensor) -> tuple[bytes, ...]:
+
+def pages_of(features: torch.Tensor, adapter: str) -> tuple[bytes, ...]:
     """Return a digest for each full page of a prompt; each digest stands for the page and all pages before it.
 
-    hidden: [positions, hidden_size], the inputs of the first block.
+    Args:
+        features: [positions, NUM_FEATURES], the beginnings of the first block's inputs, for ``MAX_PAGED`` positions.
+        adapter: the name of the adapter that servers add to the blocks; empty if there is none.
     """
-    pages = hidden[:MAX_PAGED, :_NUM_FEATURES].detach().to(torch.float32).cpu().split(PAGE_TOKENS)
-    digest, digests = hashlib.sha256(), []
-    for page in pages:
+    digest, digests = hashlib.sha256(adapter.encode()), []
+    for page in features.detach().to("cpu", torch.float32).split(PAGE_TOKENS):
         if len(page) == PAGE_TOKENS:
             digest.update(page.contiguous().numpy().data)
             digests.append(digest.digest()[:8])
@@ -39,32 +43,47 @@ def pages_of(hidden: torch.Tensor) -> tuple[bytes, ...]:
 
 
 class SentPrompts:
-    """The pages of recent prompts, with the servers that have computed them."""
+    """The pages of recent prompts, with the parts of chains that have computed them."""
 
     def __init__(self) -> None:
-        self._servers: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # by page: peer ids, and when it was sent
+        self._parts: OrderedDict[bytes, dict[ComputedPart, float]] = OrderedDict()  # by page, with the last time
 
-    def add(self, peer_ids: Iterable[str], pages: Sequence[bytes], time_s: float) -> None:
-        """Record that the servers get a prompt with these pages now."""
-        sent = dict.fromkeys(peer_ids, time_s)
+    def add(self, parts: Iterable[ComputedPart], pages: Sequence[bytes], time_s: float) -> None:
+        """Record that these parts of a chain get a prompt with these pages now."""
+        sent = dict.fromkeys(parts, time_s)
         for page in pages:
-            self._servers.setdefault(page, {}).update(sent)
-            self._servers.move_to_end(page)
-        while len(self._servers) > _MAX_KEPT:
-            self._servers.popitem(last=False)
+            recent = {part: sent_s for part, sent_s in self._parts.pop(page, {}).items() if time_s - sent_s <= _KEEP_S}
+            self._parts[page] = recent | sent
+        while len(self._parts) > _MAX_KEPT:
+            self._parts.popitem(last=False)
 
-    def num_known(self, pages: Sequence[bytes], time_s: float) -> dict[str, int]:
-        """Return how many positions of a prompt each server probably still has, by peer id."""
-        known: dict[str, int] = {}
+    def forget(self, peer_id: str) -> None:
+        """Forget what the server has computed, because it has failed."""
+        for parts in self._parts.values():
+            for part in [part for part in parts if part[0] == peer_id]:
+                del parts[part]
+
+    def num_known(self, pages: Sequence[bytes], time_s: float) -> dict[ComputedPart, int]:
+        """Return how many positions of a prompt each part of a chain probably still has."""
+        known: dict[ComputedPart, int] = {}
         for number, page in enumerate(pages):
-            for peer_id, sent_s in self._servers.get(page, {}).items():
-                if time_s - sent_s <= _KEEP_S and known.get(peer_id, 0) == number * PAGE_TOKENS:
-                    known[peer_id] = (number + 1) * PAGE_TOKENS
+            for part, sent_s in self._parts.get(page, {}).items():
+                if time_s - sent_s <= _KEEP_S and known.get(part, 0) == number * PAGE_TOKENS:
+                    known[part] = (number + 1) * PAGE_TOKENS
         return known
 
 
-def with_prompts(costs: Costs, view: SwarmView, num_known: Mapping[str, int]) -> Costs:
-    """Return the costs of a session whose prompt some servers know: every other server must compute more of it."""
-    most = max((num_known.get(server.peer_id, 0) for server in view.servers), default=0)
-    repeated = {server.peer_id: (most - num_known.get(server.peer_id, 0)) / _ANSWER_TOKENS for server in view.servers}
-    return replace(costs, repeated_tokens={peer_id: num for peer_id, num in repeated.items() if num})
+def with_prompts(costs: Costs, view: SwarmView, blocks: Span, num_known: Mapping[ComputedPart, int]) -> Costs:
+    """Return the costs of a session over ``blocks`` whose prompt some servers know: others must compute more of it.
+
+    A server keeps a prompt for exactly the blocks that it computed. A session is expected to use all blocks that it can
+    of each server.
+    """
+    known: dict[str, int] = {}
+    for server in view.servers:
+        start, end = max(server.span.start, blocks.start), min(server.span.end, blocks.end)
+        if start < end:
+            known[server.peer_id] = num_known.get((server.peer_id, Span(start, end)), 0)
+    most = max(known.values(), default=0)
+    repeated = {peer_id: (most - num) / _ANSWER_TOKENS for peer_id, num in known.items() if num < most}
+    return replace(costs, repeated_tokens=repeated)

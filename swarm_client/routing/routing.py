@@ -79,7 +79,7 @@ class Costs:
         num_tokens: the positions that pass at a time; one in decoding.
         prices: factors on the computing time, by peer id; 1 if there is none.
         queues_s: the time for work that this client has given to servers and they have not done, by peer id.
-        repeated_tokens: the positions that a server computes per token although other servers have them, by peer id.
+        repeated_tokens: prompt positions that other servers need not compute, per token of the answer, by peer id.
         newcomers: servers whose announced speed is not trusted.
     """
 

@@ -42,7 +42,7 @@ class Opening:
         reserve_tokens: the positions per row to lease at once; ``spare_tokens`` are leased in addition.
         asked_s: the time at which the session first asked for room; None stands for now.
         num_copies, copy_tokens: the rows that will become copies of these, and the room that each of them needs.
-        prompt_pages: the digests of the positions that the hops are about to get, see ``Swarm.chain``.
+        prompt_pages: the pages of the positions that the hops are about to get, see ``Swarm.chain``.
         sent_number, changed_number, records_past, last_number: see ``Open`` in protos/swarm.proto.
     """
 

@@ -13,7 +13,7 @@ from swarm_client.failover.failover import CallProgress, FailoverState
 from swarm_client.failover.journal import Journal
 from swarm_client.failover.replay import HopProgress, Taken
 from swarm_client.routing.compression import known_to
-from swarm_client.routing.prompts import MAX_PAGED, pages_of
+from swarm_client.routing.prompts import MAX_PAGED, NUM_FEATURES, pages_of
 from swarm_client.sessions.admission import AdmissionWait
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
@@ -96,10 +96,21 @@ class HopReplacer:
         """
         rows = call.after
         opening = self._terms.opening(rows.batch_size, rows.length, sent_number, num_copies=call.num_copies)
-        pages = pages_of(rows.reordered([0]).read(0, min(rows.length, MAX_PAGED)).hidden[0])
+        pages = self._pages_of(rows)
         hops = await self._opened(blocks, replace(opening, prompt_pages=pages), None, None)
         assert hops is not None  # there were no hops that would have to be given up
+        parts = [(hop.hop.server.peer_id, hop.span) for hop in hops]
+        self._swarm.prompts.add(parts, pages, now_s())
         return hops
+
+    def _pages_of(self, rows: Journal) -> tuple[bytes, ...]:
+        """Return the pages of the first row; none if servers cannot share them with other sessions.
+
+        Servers share no recurrent states. An adapter of the client's own may change from one session to the next.
+        """
+        if self._swarm.traits.has_states or self._opener.adapter.tensors:
+            return ()
+        return pages_of(rows.features(0, MAX_PAGED, NUM_FEATURES), self._opener.adapter.name)
 
     def replay_all(self, call: SessionCall, hops: list[HopSession]) -> list[OutgoingStep]:
         """Return the steps that bring new hops up to date: the history, then the call's own steps."""

@@ -9,7 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
@@ -61,6 +61,19 @@ def closed_error() -> NoSwarm:
     return NoSwarm("the model was closed: load it again to go on")
 
 
+@dataclass(frozen=True)
+class BlockTraits:
+    """The properties of a model's blocks that a client must know.
+
+    Attributes:
+        routed: the blocks choose among experts.
+        has_states: some blocks keep a recurrent state, so that servers keep no prompts.
+    """
+
+    routed: bool = False
+    has_states: bool = False
+
+
 class Swarm:
     """The servers of one model. All methods but the constructor run on the background loop."""
 
@@ -71,7 +84,7 @@ class Swarm:
         revision: str,
         num_blocks: int,
         *,
-        routed: bool = False,
+        traits: BlockTraits = BlockTraits(),
         caller: ClientIdentity | None = None,
         dht: Dht | None = None,
         connect: Connect | None = None,
@@ -79,14 +92,13 @@ class Swarm:
         """Set up without a connection. ``dht`` and ``connect`` replace the network; ``connect()`` joins it.
 
         ``caller``: the identity that has joined the ``dht`` already; ``close`` closes it too.
-        ``routed``: the model's blocks choose among experts.
         """
         self._caller = caller = caller or ClientIdentity(config)
         self.config = config
         self.model = model
         self.revision = revision
         self.num_blocks = num_blocks
-        self.routed = routed
+        self.traits = traits
         self.wanted = Wanted(revision, num_blocks, config.allowed_servers, config.blocked_servers, config.adapter)
         self._connect = connect or caller.connect
         self._discovery = Discovery(config, caller.join, dht)
@@ -111,7 +123,7 @@ class Swarm:
         self.lateness = Lateness()
         self._salt = secrets.token_bytes(16)  # keeps secret which of many identities this client counts
         self._last_chains: dict[Span, Route] = {}
-        self._sent_prompts = SentPrompts()
+        self.prompts = SentPrompts()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.sessions = OpenSessions()
 
@@ -202,8 +214,8 @@ class Swarm:
             on_wait: called with the reason why there is no chain, and with the seconds that the wait may last.
             on_choice: called with the chain before any other choice is made.
             pushes: servers will send hidden states directly to one another.
-            prompt_pages: the digests of a new session's prompt, see ``routing.prompts``. Servers that have computed a
-                prompt which begins alike are preferred, unless they are loaded.
+            prompt_pages: the pages of a new session's prompt, see ``routing.prompts``. Servers that have computed a
+                prompt that begins alike are preferred, unless they are loaded.
 
         Raises:
             NoRoute: after that time, some block is served by no server or only by servers to avoid; the message names
@@ -211,21 +223,20 @@ class Swarm:
             AccessDenied: some block is served only by servers that do not accept this client.
         """
         is_session = like is None and need_tokens > 0
-        num_known = self._sent_prompts.num_known(prompt_pages, now_s())
-        keep = self._last_chains.get(blocks, ()) if is_session and not num_known else ()
+        num_known = self.prompts.num_known(prompt_pages, now_s())
+        keep = self._last_chains.get(blocks, ()) if is_session else ()
 
         def choose(servers: SwarmView, optimistic: bool) -> list[Route]:
             costs = self._costs_among(servers, optimistic, need_tokens, pushes)
             if need_tokens > 0:
                 costs = with_own_load(costs, servers, (session.load for session in self.sessions))
-            costs = with_prompts(costs, servers, num_known)
-            return [fastest_chain(servers, blocks, costs, keep)]
+            costs = with_prompts(costs, servers, blocks, num_known)
+            return [fastest_chain(servers, blocks, costs, () if costs.repeated_tokens else keep)]
 
         (chain,) = await self._when_there_is(choose, blocks, avoid, timeout_s, like, on_wait)
         if on_choice is not None:
             on_choice(chain)
         if is_session:
-            self._sent_prompts.add([hop.server.peer_id for hop in chain], prompt_pages, now_s())
             self._last_chains[blocks] = chain
             if pushes:
                 await self.links.prepare([chain])
@@ -418,6 +429,7 @@ class Swarm:
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
         self._backoff.add(error.peer_id, now_s(), expires_at)
         self._trust.remove(error.peer_id)
+        self.prompts.forget(error.peer_id)
         self.progress.forget(error.peer_id)
         self._rtts.forget(error.peer_id)
         self._servers.pop(error.peer_id, None)  # not closed: other sessions may still use it

@@ -58,7 +58,7 @@ class AccusationClient:
         record = self._swarm.record_of(liar)
         if record is None:
             return False
-        shown = not self._swarm.routed and await self._show(record, span, hidden_size)  # see ``Evidence.excess``
+        shown = not self._swarm.traits.routed and await self._show(record, span, hidden_size)  # see ``Evidence.excess``
         if not shown:
             await self.doubt(liar)
         return shown
@@ -102,7 +102,7 @@ class AccusationClient:
                 return None
             for _ in range(_ATTEMPTS // _QUESTIONS):
                 evidence = await self._evidence(record, judge.span, seed, hidden_size)
-                excess = evidence.excess(right, kind_of(judge.server), self._swarm.routed)
+                excess = evidence.excess(right, kind_of(judge.server), self._swarm.traits.routed)
                 if excess is not None and excess >= 1:
                     return evidence
         return None
@@ -175,7 +175,7 @@ class AccusationClient:
         contradictions = 0
         for server in _alike_first(servers, accused, self._chance)[:_WITNESSES]:
             output = await self._answer(Hop(server, statement.span), evidence.inputs)
-            excess = None if output is None else evidence.excess(output, kind_of(server), self._swarm.routed)
+            excess = None if output is None else evidence.excess(output, kind_of(server), self._swarm.traits.routed)
             if excess is not None and excess < 1:
                 self._slanderers.add(publisher)
                 return True

@@ -180,7 +180,7 @@ class Checker:
         for _ in range(_ATTEMPTS):
             try:
                 self.price = price_of(await self._swarm.usable_servers())
-                verdict = await SampleCheck(self._swarm, sample, self._swarm.routed, self._chance).run()
+                verdict = await SampleCheck(self._swarm, sample, self._swarm.traits.routed, self._chance).run()
                 break
             except PeerError as error:
                 _logger.info("a check was not made: %s", error)

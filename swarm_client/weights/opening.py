@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.swarm.caller import ClientIdentity
-from swarm_client.swarm.swarm import Swarm
+from swarm_client.swarm.swarm import BlockTraits, Swarm
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, check_source, locate
+from swarm_models.checkpoints.describing import has_states
 from swarm_models.checkpoints.family import has_experts
 from swarm_models.checkpoints.files import HubUnreachable
 from swarm_models.sharing.obtaining import SharingSwarm, open_from_swarm
@@ -58,7 +59,9 @@ class ModelOpening:
             checkpoint.name,
             checkpoint.revision,
             checkpoint.family.num_blocks,
-            routed=has_experts(checkpoint.config),
+            traits=BlockTraits(
+                routed=has_experts(checkpoint.config), has_states=has_states(checkpoint.family, checkpoint.config)
+            ),
             caller=self._caller,
             dht=self._dht,
         )

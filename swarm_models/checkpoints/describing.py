@@ -107,6 +107,13 @@ def _describe(config: PreTrainedConfig) -> Family:
     return _probe(base, family, config)
 
 
+def has_states(family: Family, config: PreTrainedConfig) -> bool:
+    """Return whether some blocks keep a recurrent state. Servers then compute prompts that begin alike separately."""
+    return bool(family.base_class._is_stateful) or not STATE_TYPES.isdisjoint(
+        getattr(config, "layer_types", None) or ()
+    )
+
+
 def _unsupported(config: PreTrainedConfig, why: str) -> UnsupportedModel:
     untested = untested_transformers()
     advice = f" ({untested})" if untested else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
@@ -341,15 +342,17 @@ def test_who_waits_for_a_connection_when_all_are_closed_hears_of_it() -> None:
 
 
 def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
+    blocks = Span(0, 8)
     net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.001, "b": 0.05})
 
     async def story(swarm: Swarm) -> None:
-        async def chosen(pages: list[bytes], avoid: tuple[str, ...] = ()) -> list[str]:
-            chain = await swarm.chain(Span(0, 8), 8, avoid, prompt_pages=pages)
-            return [hop.server.peer_id for hop in chain]
+        async def chosen(*pages: bytes) -> list[str]:
+            return [hop.server.peer_id for hop in await swarm.chain(blocks, 8, prompt_pages=pages)]
 
-        assert await chosen([b"one", b"two"], avoid=("a",)) == ["b"]
-        assert await chosen([b"other"]) == ["a"]
-        assert await chosen([b"one", b"end"]) == ["b"]
+        swarm.prompts.add([("b", blocks)], [b"one", b"two"], now_s())
+        assert await chosen(b"other") == ["a"]
+        assert await chosen(b"one", b"end") == ["b"]
+        swarm.failed(PeerUnavailable("it is gone", "b", blocks))
+        assert await chosen(b"one", b"end") == ["a"]
 
     play(net, story)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from swarm_client.swarm.swarm import BlockTraits
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_client.verification.accusations import AccusationClient
 from swarm_protocol.dht.records import ServerRecord
@@ -31,7 +32,7 @@ def identities() -> Iterator[list[Identity]]:
 class World:
     """A swarm of servers, of which some lie, seen by one client; ``banned``: by it."""
 
-    model, revision, routed, closed, sessions = "model", "revision", False, False, ()
+    model, revision, traits, closed, sessions = "model", "revision", BlockTraits(), False, ()
 
     def __init__(self, identities: list[Identity], *blocks: str, lying: dict[int, Lying] | None = None) -> None:
         self.identities = identities[: len(blocks)]
@@ -132,7 +133,7 @@ def test_who_signs_no_lie_and_whom_nobody_can_show_is_doubted(identities) -> Non
     assert sorted(world.told) == sorted((world.peer_id(number), world.peer_id(0)) for number in (1, 2))
     shown = World(identities, "0:8", "0:8", lying={0: zeros})
     assert shown.tell(0, "0:8") and not shown.told
-    shown.routed = True
+    shown.traits = BlockTraits(routed=True)
     assert not shown.tell(0, "0:8") and shown.told == [(shown.peer_id(1), shown.peer_id(0))] and len(shown.accused) == 1
 
 

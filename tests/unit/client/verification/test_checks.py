@@ -13,6 +13,7 @@ from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.links import Links
+from swarm_client.swarm.swarm import BlockTraits
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_client.verification.checks import SampleCheck, SampledAnswer
 from swarm_client.verification.references import others, references
@@ -63,7 +64,7 @@ def zeros(hidden: torch.Tensor) -> torch.Tensor:
 class Servers:
     """A swarm as a check sees it. ``lying``: what servers make of their answers, by peer id."""
 
-    config, routed = ClientConfig(), False
+    config, traits = ClientConfig(), BlockTraits()
 
     def __init__(self, *blocks: str, lying: dict[str, Lying] | None = None, gone: str = "") -> None:
         names = "abcdefgh"
