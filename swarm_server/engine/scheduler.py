@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.core.counters import Counters
 from swarm_server.engine.session_state import Session, SessionStep
@@ -203,7 +204,7 @@ class Scheduler:
         arrived, self._arrived = self._arrived, []
         if arrived and not self._add(arrived):
             for work in arrived:
-                work.deliver(_shutting_down())
+                _hand_over(work, _shutting_down())
 
     def _add(self, arrived: Sequence[WorkItem]) -> bool:
         """Add work to the queue. Return False if the thread ends, and computes nothing more."""
@@ -278,7 +279,7 @@ class Scheduler:
     def _deliver_all(self, done: Sequence[tuple[WorkItem, Any]]) -> None:
         for work, result in done:
             self._count_out(work)
-            work.deliver(result)
+            _hand_over(work, result)
 
     def _run(self, batch: list[WorkItem]) -> list[Any]:
         """Return each result, or the exception that ended its work."""
@@ -291,6 +292,12 @@ class Scheduler:
                 return [error]
             _logger.warning("a batch of %d sessions failed; computing them one by one", len(batch))
             return [result for work in batch for result in self._run([work])]
+
+
+def _hand_over(work: WorkItem, result: Any) -> None:
+    """Deliver a result. If that fails, log the error: the other results of the batch must still be delivered."""
+    with logged_errors(_logger, "the result of a step could not be delivered"):
+        work.deliver(result)
 
 
 def _future() -> asyncio.Future[Any]:

@@ -8,11 +8,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected, SessionLost
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox, may_be_bundled
@@ -56,14 +58,16 @@ class ReplyBundle:
                 await otherwise(replies)
 
         def put(reply: pb.KeyedReply) -> bool:
-            has_room = self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES
-            return has_room and self._outbox.put_small(reply)
+            return self._has_room() and self._outbox.put_small(reply)
 
         self.num_sessions += 1
         try:
-            yield Reply(reply, put)
+            yield Reply(reply, self._has_room, put)
         finally:
             self.num_sessions -= 1
+
+    def _has_room(self) -> bool:
+        return self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES
 
 
 def _is_answer(replies: Sequence[pb.SessionReply]) -> bool:
@@ -143,36 +147,55 @@ class StepTasks:
         try:
             hosted.require_number(step.number)
             arriving = ArrivingTensor(arrivals, hosted.start(step), waits=True)
-        except (RequestRejected, PeerBusy):
+        except Exception:  # a task meets the same error, and tells the client
             return False
-
-        def end(result: Result) -> None:
+        try:
+            end = partial(self._ended, hosted, step, arriving, done)
+            has_begun = arriving.complete and hosted.begin(step, arriving.tensor(), end)
+        except Exception:  # as above
+            has_begun = False
+        if has_begun:
+            self._without_task += 1
+        else:
             arriving.close()
-            if isinstance(result, BaseException):
-                failing = asyncio.ensure_future(self._fail(hosted, step, result, done))
-                self._failing.add(failing)
-                failing.add_done_callback(self._failing.discard)
-            else:
-                self._end(hosted, result, done)
+        return has_begun
 
-        if not (arriving.complete and hosted.begin(step, arriving.tensor(), end)):
-            arriving.close()
-            return False
-        self._without_task += 1
-        return True
+    def _ended(
+        self,
+        hosted: HostedSession,
+        step: pb.Step,
+        arriving: ArrivingTensor,
+        done: Callable[[bool], None],
+        result: Result,
+    ) -> None:
+        arriving.close()
+        if isinstance(result, asyncio.CancelledError):  # the server ends
+            self._count_out(hosted)
+        elif isinstance(result, BaseException):
+            failing = asyncio.ensure_future(self._fail(hosted, step, result, done))
+            self._failing.add(failing)
+            failing.add_done_callback(self._failing.discard)
+        else:
+            self._count_out(hosted)
+            done(result)
 
-    def _end(self, hosted: HostedSession, could_be: bool, done: Callable[[bool], None]) -> None:
+    def _count_out(self, hosted: HostedSession) -> None:
         self._without_task -= 1
         if not self._without_task:
             self._idle.set()
         _count_down(self._under_way, hosted)
         _count_down(self._of_client, hosted.client.peer_id)
-        done(could_be)
 
     async def _fail(
         self, hosted: HostedSession, step: pb.Step, error: BaseException, done: Callable[[bool], None]
     ) -> None:
-        self._end(hosted, await _has_told(hosted, step, error), done)
+        could_be = False
+        try:
+            with logged_errors(_logger, "a client could not be told that its step failed"):
+                could_be = await _has_told(hosted, step, error)
+        finally:
+            self._count_out(hosted)
+        done(could_be)
 
     async def _compute(
         self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]

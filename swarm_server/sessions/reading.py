@@ -75,9 +75,10 @@ class StepReader:
 
     async def _finish(self, step: pb.Step, arriving: ArrivingTensor) -> None:
         if arriving.complete:
+            payload = arriving.tensor()
             self._step = self._arriving = None
             # Even if this stream ends, the step stays reserved in memory until it is computed.
-            if not await self._hosted.step(step, arriving.tensor(), arriving.close):
+            if not await self._hosted.step(step, payload, arriving.close):
                 self._has_refused(step)
 
     async def _refuse(self, step: pb.Step, error: RequestRejected | PeerBusy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected
+from swarm_protocol.failures import logged_errors, undone_on_error
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput, unstacked
@@ -29,6 +31,7 @@ from swarm_server.sessions.services import SpanServices
 
 Send = Callable[[list[pb.SessionReply]], Awaitable[None]]
 Result = bool | BaseException  # of a step: whether it was not refused, or the error with which the server failed
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,12 @@ class Reply:
 
     Attributes:
         send: sends the messages of one reply.
+        has_room: returns whether ``put`` would send a small reply now.
         put: sends an output or a failure later, together with those of other sessions; returns False if it cannot.
     """
 
     send: Send
+    has_room: Callable[[], bool] = lambda: False
     put: Callable[[pb.KeyedReply], bool] = lambda _reply: False
 
 
@@ -83,6 +88,7 @@ class HostedSession:
         self._routed.set()
         self._last_time = now_s()
         self._copier: Replicator | None = None
+        self._rest: asyncio.Task[bool] | None = None  # ends a step that began without a task
         self._is_bundled = bool(request.bundle_key)
         self._pusher = self._pusher_to(request.next, 0) if request.HasField("next") else None
 
@@ -194,10 +200,11 @@ class HostedSession:
         return not (self.closed or self._turn.locked()) and self._routed.is_set()
 
     def begin(self, request: pb.Step, payload: torch.Tensor, on_end: Callable[[Result], None]) -> bool:
-        """Begin a step like ``step``, but without a task, which takes as long as the rest.
+        """Begin a step like ``step``, but without a task. A task would take as long as all else that is done here.
 
-        Return False, and change nothing, if the step needs a task: if the session is not idle, or if the step was there
+        Return False, and begin nothing, if the step needs a task: if the session is not idle, or if the step was there
         before, is to be refused, or brings what was computed elsewhere. ``on_end`` is called when the step is done.
+        An error leaves the session idle.
         """
         if not self.is_idle or request.number <= self.number or request.HasField("stored"):
             return False
@@ -211,15 +218,21 @@ class HostedSession:
             self._turn.release()
             return False
         self.claim.begin()
-        self._services.scheduler.start(
-            self.session,
-            step,
-            partial(self._computed, request, payload, on_end),
-            self.client.peer_id,
-            self._user,
-            is_background=self._is_background,
-        )
+        with undone_on_error(self._undo_begin):
+            self._services.scheduler.start(
+                self.session,
+                step,
+                partial(self._computed, request, payload, on_end),
+                self.client.peer_id,
+                self._user,
+                is_background=self._is_background,
+            )
         return True
+
+    def _undo_begin(self) -> None:
+        self.claim.end(self._used_bytes)
+        self._computing.release()
+        self._turn.release()
 
     def _computed(
         self,
@@ -240,12 +253,13 @@ class HostedSession:
             on_end(True)
             return
         if isinstance(output, torch.Tensor):
-            rest = asyncio.ensure_future(self._pass_on(request, output))
+            self._rest = asyncio.ensure_future(self._pass_on(request, output))
         else:
-            rest = asyncio.ensure_future(self._in_turn(request, payload, output))
-        rest.add_done_callback(partial(self._ended, on_end))
+            self._rest = asyncio.ensure_future(self._in_turn(request, payload, output))
+        self._rest.add_done_callback(partial(self._ended, on_end))
 
     def _ended(self, on_end: Callable[[Result], None], done: asyncio.Task[bool]) -> None:
+        self._rest = None
         self._turn.release()
         on_end(asyncio.CancelledError() if done.cancelled() else done.exception() or done.result())
 
@@ -255,8 +269,12 @@ class HostedSession:
             return False
         if request.number <= self._sent_number:
             return True
+        if not self._reply.has_room():
+            return False
         keyed = pb.KeyedReply(session_key=self.key)
-        return not self._fill(keyed.reply.output, request, output) and self._reply.put(keyed)
+        with logged_errors(_logger, "an output could not be bundled"):
+            return not self._fill(keyed.reply.output, request, output) and self._reply.put(keyed)
+        return False
 
     async def _send_on(self, request: pb.Step, output: torch.Tensor) -> None:
         """Send the last block's outputs on, unless they were sent before; then each block's, if they are wanted."""

@@ -214,6 +214,22 @@ class TestFailures:
         assert isinstance(b, ZeroDivisionError)
         assert engine.batches == [["first"], ["a", "b", "c"], ["a"], ["b"], ["c"], ["later"]]
 
+    async def test_of_a_receiver_leaves_the_other_results_of_the_batch(
+        self, scheduler: Scheduler, engine: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first, received = await held(scheduler, engine), []
+
+        def broken(_result: Any) -> None:
+            raise MemoryError
+
+        scheduler.start("a", step(), broken)
+        scheduler.start("b", step(), received.append)
+        await asyncio.sleep(0)
+        engine.gate.set()
+        await asyncio.gather(first, scheduler.step("later", step()))
+        assert (received, scheduler.num_waiting) == (["b"], 0)
+        assert "could not be delivered" in caplog.text
+
     async def test_of_calls_go_to_their_caller(self, scheduler: Scheduler) -> None:
         for submit in (scheduler.call, scheduler.train):
             with pytest.raises(ZeroDivisionError):

@@ -27,6 +27,7 @@ CUT = pb.Tensor(dtype=pb.FLOAT32, shape=[8], size_bytes=32, data=bytes(16))
 CLIENT = Caller("client")
 KEY = bytes(16)
 FATAL = 66  # the step that cannot be computed
+BROKEN = 67  # the step that cannot even begin
 
 
 class FakeSession:
@@ -60,6 +61,8 @@ class FakeSession:
                 self.taken.append(step.number)
             on_end(RuntimeError("out of memory") if step.number == FATAL else True)
 
+        if step.number == BROKEN:
+            raise RuntimeError("out of memory")
         assert acquired_at_once(self.turn)
         asyncio.get_running_loop().call_later(0, end)
         return True
@@ -67,7 +70,7 @@ class FakeSession:
     async def step(self, step: pb.Step, _payload: torch.Tensor, on_done: Callable[[], None]) -> bool:
         await self.gate.wait()
         async with self.turn:
-            if step.number == FATAL:
+            if step.number in (FATAL, BROKEN):
                 on_done()
                 raise RuntimeError("out of memory")
             self.taken.append(step.number)
@@ -187,8 +190,9 @@ def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
         (pushed((KEY, 101)), "far ahead"),
         (pushed((KEY, 1), hidden=CUT), "is incomplete"),
         (pushed((KEY, FATAL)), "the server failed"),
+        (pushed((KEY, BROKEN)), "the server failed"),
     ],
-    ids=["far-ahead", "cut-off", "failed"],
+    ids=["far-ahead", "cut-off", "failed", "not-begun"],
 )
 def test_what_cannot_be_a_step_is_refused_to_its_client_alone(message: pb.PushBundle, reason: str) -> None:
     async def story() -> None:
@@ -212,6 +216,20 @@ def test_a_step_that_fails_because_its_session_was_closed_is_not_refused() -> No
         assert server.session.refused == []
         assert [(step.number, step.lost) for step in server.sent] == [(FATAL, False)]
         assert server.arrivals.used_bytes == 0
+
+    run(story())
+
+
+def test_a_stream_ends_though_its_client_cannot_be_told_why_a_step_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        server = Story()
+
+        async def broken(_number: int, _error: Exception) -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(server.session, "refuse", broken)
+        await server.push(pushed((KEY, FATAL)), pushed((KEY, 2)))
+        assert [(step.number, step.lost) for step in server.sent] == [(FATAL, True), (2, False)]
 
     run(story())
 

@@ -64,7 +64,7 @@ class Story:
         request = pb.Open(contract=contract, session_key=key, batch_size=1, reserve_tokens=reserve_tokens)
         request.user, request.is_background = user, is_background
         request.num_copies, request.copy_tokens = copies
-        return await self.host.open(request, CLIENT, Reply(self.reply, self.put_reply))
+        return await self.host.open(request, CLIENT, Reply(self.reply, lambda: self.has_bundle, self.put_reply))
 
     @property
     def answers(self) -> list[tuple[str, int]]:
@@ -121,6 +121,38 @@ def test_a_step_that_begins_without_a_task_ends_like_any_other() -> None:
         assert [reply.session_key for reply in story.put] == [hosted.key]
         assert [story.put[0].reply.output, story.replies[3].output] == expected
         assert hosted.is_idle and hosted.number == 2
+
+    run_virtually(scenario())
+
+
+def test_a_step_whose_output_cannot_be_bundled_ends_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        story = Story()
+        hosted = await story.open(4)
+
+        def broken(_reply: pb.KeyedReply) -> bool:
+            raise MemoryError
+
+        monkeypatch.setattr(hosted, "_reply", Reply(story.reply, lambda: True, broken))
+        assert await story.begun(hosted, step(1, 0, 4.0)) is True
+        assert hosted.is_idle and story.answers == [("output", 1)]
+
+    run_virtually(scenario())
+
+
+def test_an_error_before_a_step_has_begun_leaves_the_session_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        story = Story()
+        hosted = await story.open(4)
+
+        def broken(*_arguments: object, **_named: object) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hosted._services.scheduler, "start", broken)
+            with pytest.raises(MemoryError):
+                await story.begun(hosted, step(1, 0, 4.0))
+        assert await story.begun(hosted, step(1, 0, 4.0)) is True
 
     run_virtually(scenario())
 
