@@ -1,4 +1,4 @@
-"""The processes of a group on one machine: the leader, which is the server, and the followers that it starts."""
+"""The processes of a group: followers, here or on other machines, and the leader of those that a server starts here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LeftOut(SwarmError):
 
 
 class Dismissal(enum.IntEnum):
-    """What a follower does that has no place in the group."""
+    """An instruction to a follower that has no place in the group."""
 
     WAIT = 0  # until the leader has a place for it
     LEAVE = 1  # because the group is faster without it
@@ -181,8 +181,11 @@ def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int
         signal.signal(number, signal.SIG_IGN)  # drains, and then closes the links
     link = MemberLink(connection, memory_file, 1)
     os.close(memory_file)
-    with make_loader() as load, suppress(SwarmError):  # of which the leader tells
-        follow(load, link)
+    try:
+        with make_loader() as load, suppress(LeftOut, HandshakeFailed):  # the leader has logged these
+            follow(load, link)
+    except SwarmError as error:
+        raise SystemExit(f"a member of the group on this machine cannot go on: {error}") from None
 
 
 def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda _place: None) -> None:

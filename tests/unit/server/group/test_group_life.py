@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from types import SimpleNamespace
 import pytest
 
 from swarm_protocol.dht.records import GroupCandidate
+from swarm_protocol.errors import CheckpointError
 from swarm_server import group_life
 from swarm_server.core.config import ServerConfig
-from swarm_server.group import following, forming, links
+from swarm_server.group import following, forming, links, members
 from swarm_server.group.following import Follower
 from swarm_server.group.forming import GroupLeader
 from swarm_server.group.handshake import HandshakeFailed, Hello
@@ -105,6 +107,18 @@ def test_followers_without_a_place_are_told_why(caplog: pytest.LogCaptureFixture
         dismissed("the group would reach only little", Dismissal.LEAVE)()
     with pytest.raises(HandshakeFailed, match=r"cannot follow .*: this member has loaded other weights"):
         dismissed("this member has loaded other weights", Dismissal.END)()
+
+
+def test_a_follower_on_this_machine_says_why_it_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def follow(_load: object, _link: object) -> None:
+        raise CheckpointError("the file is gone")
+
+    monkeypatch.setattr(members, "MemberLink", lambda *_ends: None)
+    monkeypatch.setattr(members, "follow", follow)
+    monkeypatch.setattr(members.signal, "signal", lambda *_arguments: None)
+    own, theirs = socket.socketpair()
+    with own, theirs, pytest.raises(SystemExit, match="on this machine cannot go on: the file is gone"):
+        members._follow(lambda: nullcontext(None), own, os.dup(theirs.fileno()))
 
 
 def test_a_process_that_is_left_out_lets_nobody_in_any_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
