@@ -4,60 +4,103 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch.nn import functional
 
+from swarm_protocol.wire.adapters import Adapter, LowRank
+from swarm_protocol.wire.constants import MIB
 from swarm_server.adapters.lora import AdapterLayout, PlacedAdapter
 
 _MOST_SLOTS = 4  # layouts of adapters that have programs at a time
-STEPS_TO_PAY = 8  # steps with adapters of one layout after which programs are worth their making: about 0.1 s
+_MOST_BYTES = 512 * MIB  # of all slots together
+_MOST_COUNTED = 64  # layouts without a slot whose steps are counted
+_COLUMNS = 16  # a product is computed in groups of so many columns, and slowly for the columns that are left
+STEPS_TO_PAY = 8  # steps with adapters of one layout after which a slot and its programs have paid for their making
 
 
 class AdapterSlot:
     """The tensors of one layout of adapters, which hold the values of one adapter at a time.
 
+    Their ranks are filled up with zeros to a multiple of 16, which changes no sum.
+
     Attributes:
         adapter: an adapter with the slot's tensors.
-        num_steps: how many steps have asked for the slot.
+        size_bytes: the size of these tensors.
     """
 
     def __init__(self, adapter: PlacedAdapter) -> None:
+        """Create a slot that holds this adapter."""
         with torch.inference_mode(False):
-            self.adapter = PlacedAdapter.of(b"", adapter.adapter.mapped(_with_contiguous_columns))
-        self.num_steps = 0
-        self._key = adapter.key
+            parts = tuple(_filled_up(part) for part in adapter.adapter.low_rank)
+            self.adapter = PlacedAdapter.of(b"", Adapter(b"", parts))
+        self.size_bytes = _padded_bytes(adapter)
+        self._key = self._asked = adapter.key
 
-    def place(self, adapter: PlacedAdapter) -> None:
-        """Copy the adapter's values into the slot, unless they are there. Its layout must be the slot's."""
-        if adapter.key != self._key:
-            for tensor, values in zip(self.adapter.adapter.tensors, adapter.adapter.tensors, strict=True):
-                tensor.copy_(values)
+    def holds(self, adapter: PlacedAdapter) -> bool:
+        """Return whether the slot holds the adapter, whose layout must be the slot's.
+
+        An adapter that is asked for twice in a row takes the place of the one before. If adapters alternate, copying
+        each would take longer than what a program saves.
+        """
+        if adapter.key != self._key and adapter.key == self._asked:
+            for slot, part in zip(self.adapter.adapter.low_rank, adapter.adapter.low_rank, strict=True):
+                slot.a[: len(part.a)].copy_(part.a)
+                slot.b[:, : len(part.a)].copy_(part.b)
             self._key = adapter.key
+        self._asked = adapter.key
+        return adapter.key == self._key
 
 
 class AdapterSlots:
     """The slots of the layouts that were used last."""
 
     def __init__(self, forget: Callable[[AdapterSlot], None]) -> None:
-        """Create no slots yet. ``forget`` is called with each slot that is dropped: its programs are of no use."""
+        """Create no slots yet. ``forget`` is called with each slot that is dropped, and must drop its programs."""
         self._slots: OrderedDict[AdapterLayout, AdapterSlot] = OrderedDict()
+        self._num_steps: OrderedDict[AdapterLayout, int] = OrderedDict()  # of layouts that have no slot
         self._forget = forget
 
     def slot_of(self, adapter: PlacedAdapter) -> AdapterSlot | None:
-        """Return a slot that holds the adapter; None if adapters of its layout are not used often enough yet."""
-        slot = self._slots.get(adapter.layout)
-        if slot is None:
-            if len(self._slots) == _MOST_SLOTS:
-                self._forget(self._slots.popitem(last=False)[1])
-            slot = self._slots[adapter.layout] = AdapterSlot(adapter)
-        self._slots.move_to_end(adapter.layout)
-        slot.num_steps += 1
-        if slot.num_steps < STEPS_TO_PAY:
-            return None
-        slot.place(adapter)
+        """Return the slot for the adapter's layout; None if such adapters are too large or too rare."""
+        slot = self._slots.get(adapter.layout) or self._new_slot(adapter)
+        if slot is not None:
+            self._slots.move_to_end(adapter.layout)
         return slot
 
+    def _new_slot(self, adapter: PlacedAdapter) -> AdapterSlot | None:
+        num_steps = self._num_steps.pop(adapter.layout, 0) + 1
+        size_bytes = _padded_bytes(adapter)
+        if num_steps < STEPS_TO_PAY or size_bytes > _MOST_BYTES:
+            self._num_steps[adapter.layout] = num_steps
+            if len(self._num_steps) > _MOST_COUNTED:
+                self._num_steps.popitem(last=False)
+            return None
+        while len(self._slots) == _MOST_SLOTS or self._used_bytes + size_bytes > _MOST_BYTES:
+            self._forget(self._slots.popitem(last=False)[1])
+        slot = self._slots[adapter.layout] = AdapterSlot(adapter)
+        return slot
 
-def _with_contiguous_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose transpose is contiguous, as ``Opcode.MATRIX_PRODUCT`` takes it."""
-    return matrix.t().clone(memory_format=torch.contiguous_format).t()
+    @property
+    def _used_bytes(self) -> int:
+        return sum(slot.size_bytes for slot in self._slots.values())
+
+
+def _padded_bytes(adapter: PlacedAdapter) -> int:
+    """Return how many bytes a slot for this adapter takes."""
+    return sum(
+        (len(part.a) + _num_missing(part)) * (part.a.shape[1] + len(part.b)) * part.a.itemsize
+        for part in adapter.adapter.low_rank
+    )
+
+
+def _num_missing(part: LowRank) -> int:
+    return -len(part.a) % _COLUMNS
+
+
+def _filled_up(part: LowRank) -> LowRank:
+    """Return a copy with a multiple of 16 as its rank, and transposes that ``Opcode.MATRIX_PRODUCT`` takes."""
+    a = functional.pad(part.a.t(), (0, _num_missing(part))).clone(memory_format=torch.contiguous_format)
+    b = functional.pad(part.b.t(), (0, 0, 0, _num_missing(part))).clone(memory_format=torch.contiguous_format)
+    return replace(part, a=a.t(), b=b.t())

@@ -81,7 +81,7 @@ class StepGraphs:
             return None
         slot = None if adapter is None else self._slots.slot_of(adapter)
         linear = None if slot is None and adapter is not None else self._linear(blocks, slot)
-        if linear is None:
+        if linear is None or (slot is not None and adapter is not None and not slot.holds(adapter)):
             return None
         assembled = self._program(blocks, slot, linear, num_rows * num_new)
         flat = hidden if num_new == 1 else [rows.reshape(-1, 1, rows.shape[2]) for rows in hidden]

@@ -240,6 +240,9 @@ def test_weights_of_another_kind_have_no_programs(tmp_path) -> None:
     assert Engine(stack).ways.refusal == "products are not the kernel's"
 
 
+NUM_TURNS = STEPS_TO_PAY // 2 + 1  # of two steps each
+
+
 def adapter_of(rank: int, *, seed: int) -> Adapter:
     """Beside every query and value projection."""
     generator = torch.Generator().manual_seed(seed)
@@ -267,16 +270,17 @@ def test_adapters_of_one_layout_take_turns_in_the_same_programs(llama: BlockStac
             for seed, adapter in enumerate((*placed, None))
         ]
         others = [Generation.open(engine, budget, adapter=adapter, shares=False) for adapter in rare]
-        steps = [[each] for each in everyone] * (STEPS_TO_PAY + 2)
+        steps = [[each] for each in everyone for _ in range(2)] * NUM_TURNS
         steps += [everyone, *([each] for each in (*others, *often))]
         return [output for together in steps for output in run(engine, *((each, each.step(1)) for each in together))]
 
     results = []
     for engine.ways in with_and_without:
         results.append(outputs())
-    own_turns = STEPS_TO_PAY + 2
-    assert counted.steps == (2 * own_turns - STEPS_TO_PAY + 1) + (own_turns - STEPS_TO_PAY + 1) + own_turns
-    assert len(counted.graphs._captured) == 1  # the other layouts have come since, so only what has no adapter is left
+    before = STEPS_TO_PAY // 4  # turns until the second adapter has the slot; then each has it for one step of a turn
+    # In the end, the second and the third adapter still have a slot.
+    assert counted.steps == (1 + 2 * (NUM_TURNS - before)) + (2 * NUM_TURNS - STEPS_TO_PAY + 1) + 2 * NUM_TURNS + 2
+    assert len(counted.graphs._captured) == 3  # two layouts, and no adapter; the rare layouts have no programs
     assert not torch.allclose(results[1][0], results[1][1], rtol=0.1)  # the adapters matter
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).abs().max() <= ALL * theirs.abs().max()
