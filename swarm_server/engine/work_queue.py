@@ -16,6 +16,7 @@ from swarm_server.queueing.prompt_order import PromptOrder
 _PREFILLS_PER_TRAINING = 3  # prefill turns before a training turn, if both wait
 _OTHERS_PER_BACKGROUND = 7  # turns before a turn of background steps, if both wait
 _PROMPTS_BETWEEN = 8  # prefill turns between two decoding turns, while more prompts than decoding steps wait
+_CALLS_PER_DECODING = 8  # short calls that do not use up a decoding turn
 _LEAST_ALONE = 16  # rows × positions: smaller decoding steps always share batches
 MAX_POSITIONS = 256  # rows × positions that a batch of decoding steps has at most
 
@@ -85,6 +86,7 @@ class WorkQueue:
     while other work waits, and all turns otherwise. Training gets one in four of the turns that decoding leaves.
     While more prompts than decoding steps wait, decoding gets every ninth turn: a decoding batch takes about as long
     for many sessions as for few, so prompts that become decoding sessions sooner make all work shorter.
+    Short calls have decoding turns, too; up to eight of them come before a turn counts as used.
     Background work gets the turns for which nothing else waits, and else one turn of eight.
     """
 
@@ -99,6 +101,7 @@ class WorkQueue:
         self._waiting = [FairQueue[WorkItem](num_levels=2) for _ in WorkKind]  # by kind
         self._prompts = PromptOrder()  # keyed by the id() of each session
         self._num_others = _PROMPTS_BETWEEN  # turns since the last decoding
+        self._num_calls = 0  # short calls since the last decoding step
         self._num_prefills = 0  # since the last training
         self._num_urgent = 0  # turns since the last background work
 
@@ -135,8 +138,11 @@ class WorkQueue:
         kind = self._next_kind()
         self._num_urgent = 0 if kind is WorkKind.BACKGROUND else self._num_urgent + 1
         if kind is WorkKind.DECODE:
-            self._num_others = 0
-            return self._batch(kind, MAX_POSITIONS, max(_LEAST_ALONE, self._chunk_positions // 4))
+            batch = self._batch(kind, MAX_POSITIONS, max(_LEAST_ALONE, self._chunk_positions // 4))
+            self._num_calls = self._num_calls + 1 if batch[0].step is None else 0
+            if self._num_calls % _CALLS_PER_DECODING == 0:
+                self._num_others = 0
+            return batch
         self._num_others += 1
         if kind is not WorkKind.BACKGROUND:
             self._num_prefills = 0 if kind is WorkKind.TRAINING else self._num_prefills + 1

@@ -76,6 +76,14 @@ class TestTurns:
         decode, prefill = WorkKind.DECODE, WorkKind.PREFILL
         assert kinds == [decode, *[prefill] * 8] + [decode, prefill] * 2 + [decode]
 
+    def test_short_calls_do_not_use_up_the_turns_of_decoding_steps(self) -> None:
+        """Prompts go on though calls come without end: they wait for eight of them at most."""
+        calls = [call(WorkKind.DECODE) for _ in range(30)]
+        queue = filled(*(work(WorkKind.PREFILL, CHUNK) for _ in range(100)), *calls[:7], work(), *calls[7:])
+        kinds = ["call" if batch[0].step is None else batch[0].kind.name for batch in batches(queue)]
+        assert kinds[:8] == ["call"] * 7 + ["DECODE"]
+        assert kinds[8:] == (["PREFILL"] * 8 + ["call"] * 8) * 2 + ["PREFILL"] * 8 + ["call"] * 7 + ["PREFILL"] * 76
+
     def test_training_has_one_in_four_of_the_turns_that_decoding_leaves(self) -> None:
         queue, kinds = filled(*(call(WorkKind.TRAINING) for _ in range(4))), []
         for _ in range(16):
