@@ -83,7 +83,10 @@ class StepReplays:
         seen: Sequence[int],
         adapter: PlacedAdapter | None = None,
     ) -> torch.Tensor | None:
-        """Compute a step like ``StepGraphs.run``, but without an adapter; ``blocks`` must be on one device."""
+        """Compute a step like ``StepGraphs.run``; ``blocks`` must be on one device.
+
+        Return None for a step with an adapter.
+        """
         num_rows, num_new = positions.shape
         if (
             adapter is not None
