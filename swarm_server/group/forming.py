@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shlex
 import statistics
 import time
@@ -28,7 +29,7 @@ _logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 _ANNOUNCE_S = 5.0
 _REJOIN_S = 5.0  # for the followers of a group that has ended to come back
-_BACK_S = 600.0  # for which a follower is left out that has made a group slow
+_BACK_S = 600.0  # for which a slow follower is left out, or none comes after one that did not pay
 
 
 class GroupRefused(SwarmError):
@@ -52,6 +53,8 @@ class GroupLeader:
         self._config, self._lobby, self._key, self._clock = config, lobby, key, clock
         self._group: RemoteGroup | None = None  # the last one
         self._left_out: dict[str, float] = {}  # names of followers, and until when
+        self._told: set[MemberLink] = set()  # followers that wait and know that they are left out
+        self._again_s = -inf  # before which no group forms for the sake of those who wait
 
         if config.group is None:
             self.lead()
@@ -102,7 +105,6 @@ class GroupLeader:
         if self._group is not None and self._group.slow:
             self._left_out[self._group.slow] = self._clock() + _BACK_S
         links = self._gathered(still_wanted)
-        self._tell_left_out()
         self._lobby.take(links)
         with undone_on_error(lambda: _close_all(links)):
             block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
@@ -117,9 +119,9 @@ class GroupLeader:
         """Return whether a follower waits that could join the group, or another leader that this one should follow."""
         if not self.leads:
             return True
-        return (
-            self._group is not None and self._group.links.members < self._config.group_size and bool(self._eligible())
-        )
+        if self._group is None or self._group.links.members >= self._config.group_size:
+            return False
+        return bool(self._eligible()) and self._clock() >= self._again_s
 
     def _chosen(self, links: Sequence[MemberLink], payoff: Payoff) -> Sequence[int]:
         """Return the numbers of the followers with which the group is fastest; all if the user forces it."""
@@ -137,11 +139,20 @@ class GroupLeader:
             _logger.warning("%d of %d followers are left out: %s", len(left_out), len(links), reason)
             _dismiss_all(left_out, Dismissal.LEAVE, reason)
             _close_all(left_out)
+            self._left_out |= dict.fromkeys((link.name for link in left_out), inf)
+            self._again_s = self._clock() + _BACK_S
         return chosen
 
     def _eligible(self) -> list[MemberLink]:
-        now = self._clock()
-        links = [link for link in self._lobby.waiting() if self._left_out.get(link.name, now) <= now]
+        """Return the followers that may join the group, and tell the others that wait why they may not."""
+        now, waiting, links = self._clock(), self._lobby.waiting(), []
+        self._told &= set(waiting)
+        for link in waiting:
+            if (left_s := self._left_out.get(link.name, now) - now) <= 0:
+                links.append(link)
+            elif link not in self._told:
+                self._told.add(link)
+                _tell_left_out(link, left_s)
         return links[: self._config.group_size - 1]
 
     def _gathered(self, still_wanted: Callable[[], bool]) -> list[MemberLink]:
@@ -156,12 +167,13 @@ class GroupLeader:
             time.sleep(_LOOK_S)
         return links
 
-    def _tell_left_out(self) -> None:
-        now = self._clock()
-        for link in self._lobby.waiting():
-            if (left_s := self._left_out.get(link.name, now) - now) > 0:
-                reason = f"it has made the group slow for long, and may have a place again in {left_s / 60:.0f} minutes"
-                dismiss(link, Dismissal.WAIT, reason)
+
+def _tell_left_out(link: MemberLink, left_s: float) -> None:
+    if left_s == inf:
+        dismiss(link, Dismissal.LEAVE, "the group is faster without this follower")
+        return
+    left = f"it may have a place again in {math.ceil(left_s / 60)} min"
+    dismiss(link, Dismissal.WAIT, f"this follower has made the group slow for long; {left}")
 
 
 def _dismiss_all(links: Sequence[MemberLink], dismissal: Dismissal, reason: str) -> None:

@@ -109,6 +109,35 @@ def test_followers_without_a_place_are_told_why(caplog: pytest.LogCaptureFixture
         dismissed("this member has loaded other weights", Dismissal.END)()
 
 
+class WaitingLink:
+    """Stands for the link to a follower that waits in the lobby."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def close(self) -> None:
+        pass
+
+
+def test_followers_that_are_left_out_are_told_once_and_start_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, Dismissal, str]] = []
+    monkeypatch.setattr(forming, "dismiss", lambda link, *order: told.append((link.name, *order)))
+    slow, near, far = map(WaitingLink, ("slow", "near", "far"))
+    now_s, waiting = 0.0, [slow, near]
+    lobby = SimpleNamespace(waiting=lambda: waiting, open=lambda: None)
+    leader = GroupLeader(ServerConfig(group_size=3), lobby, KEY, lambda: now_s)
+    leader._group, leader._left_out = SimpleNamespace(links=SimpleNamespace(members=2)), {"slow": 20.0}
+    assert leader.should_form_again() and leader.should_form_again()
+    assert [each[:2] for each in told] == [("slow", Dismissal.WAIT)] and told[0][2].endswith("in 1 min")
+    leader._chosen([near, far], SimpleNamespace(best_followers=lambda _count: [0]))
+    assert not leader.should_form_again()
+    now_s, waiting = 600.0, [WaitingLink("far")]
+    assert not leader.should_form_again()
+    assert [each[:2] for each in told[1:]] == [("far", Dismissal.LEAVE)] * 2
+    waiting.append(near)
+    assert leader.should_form_again()
+
+
 def test_a_follower_on_this_machine_says_why_it_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def follow(_load: object, _link: object) -> None:
         raise CheckpointError("the file is gone")
