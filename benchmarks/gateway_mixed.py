@@ -80,7 +80,7 @@ class Mixed:
 
     @classmethod
     def of(cls, streams: Sequence[MixedStream], seconds: float, recoveries: int, cpu_s: Sequence[float]) -> Mixed:
-        """``cpu_s``: processor time of each server, and of the gateway last."""
+        """Sum up the streams. ``cpu_s``: processor time of each server, and of the gateway last."""
         many = [stream for stream in streams if stream.key == KEYS[0]]
         few = [first for stream in streams if stream.key == KEYS[1] for first in stream.firsts_s]
         firsts = [first for stream in many for first in stream.firsts_s]

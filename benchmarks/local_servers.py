@@ -31,6 +31,7 @@ class LocalServer:
 
     @property
     def cpu_s(self) -> float:
+        """Return the processor time of all threads so far, in seconds."""
         return cpu_s_of(self.pid)
 
     @property
@@ -43,9 +44,8 @@ class LocalServer:
 
 
 def cpu_s_of(pid: int) -> float:
-    """Return the processor time of all threads of a process so far, in seconds."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    """Return the processor time of a process so far, in seconds, with that of threads that have ended."""
+    return time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) returns
 
 
 @contextlib.contextmanager
