@@ -11,7 +11,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
 import torch
@@ -33,13 +33,34 @@ def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None =
         return file.read()
 
 
-def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors on any device to a safetensors file, one at a time to save memory; they must not change meanwhile.
+def write(
+    file: BinaryIO,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    value_of: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> None:
+    """Write tensors on any device to a safetensors file, one at a time to save memory. They must not change meanwhile,
+    unless ``value_of`` returns a copy: it is called with each tensor just before that is written.
 
     Raises:
         ValueError: a tensor has a dtype that the format does not know.
         OSError: the file cannot be written.
     """
+    header, ordered = _layout(tensors, metadata)
+    write_all(file, header)
+    for _, tensor in ordered:
+        write_all(file, value_of(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def size_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> int:
+    """Return the size of the file that ``write`` writes, without reading the tensors. Raises the same ValueError."""
+    return len(_layout(tensors, metadata)[0]) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _layout(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[tuple[str, Tensor]]]:
+    """Return the beginning of the file, and the tensors in the order in which their data follow."""
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     # The widest dtype comes first, so that each tensor begins at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -51,9 +72,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
-    _write(file, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
-    for _, tensor in ordered:
-        _write(file, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded, ordered
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -79,7 +98,7 @@ def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
         size = int.from_bytes(data[:LENGTH_BYTES], "little")
         return load(data), json.loads(data[LENGTH_BYTES:][:size]).get(METADATA, {})
     with _anonymous_file() as file:
-        _write(file, data)
+        write_all(file, data)
         with safe_open(f"/proc/self/fd/{file.fileno()}", "pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
 
@@ -91,7 +110,8 @@ def _anonymous_file() -> BinaryIO:
     return tempfile.TemporaryFile(buffering=0)
 
 
-def _write(file: BinaryIO, data: bytes | memoryview) -> None:
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all of the data to a file, which may have no buffer. Raises OSError if the file cannot be written."""
     rest = memoryview(data)
     while rest:  # one system call writes 2 GB at most
         rest = rest[file.write(rest) :]

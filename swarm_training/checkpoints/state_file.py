@@ -12,23 +12,28 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from swarm_models.checkpoints.safetensors_bytes import write_all
 from swarm_models.checkpoints.safetensors_file import FileTensor, read_header_of
 from swarm_protocol.errors import CheckpointError, SwarmError
-from swarm_protocol.process.scratch import scratch_directory
 from swarm_protocol.wire.constants import PART_BYTES
 
 NO_STATE = "the state that a peer has sent is no safetensors file of a training run"
 
 
+class UnreadableState(SwarmError, OSError):
+    """The file of a state can no longer be read, because its disk fails for instance."""
+
+
 class StateFile:
-    """An open file with a state. It stays readable if its name is changed or removed, and is closed when nobody uses it
-    any more. Several threads may read it.
+    """An open file with a state. The file stays readable if its name is changed or removed, and is closed when nobody
+    uses the state any more. Several threads may read it; they raise UnreadableState if the disk fails.
 
     Attributes:
         size_bytes: the size of the file.
@@ -52,20 +57,20 @@ class StateFile:
         return cls(io.BytesIO(data))
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the content in the parts in which it travels. Raises OSError if the disk fails."""
+        """Yield the content in the parts in which it travels."""
         for start in range(0, self.size_bytes, PART_BYTES):
             yield bytes(self._read(start, min(PART_BYTES, self.size_bytes - start)))
 
     def write_to(self, file: BinaryIO) -> None:
-        """Copy the content to another file. Raises OSError if the disk fails, or is full."""
+        """Copy the content to another file. Raises OSError if one of the disks fails, or is full."""
         for part in self.parts():
-            file.write(part)
+            write_all(file, part)
 
     def header(self) -> tuple[dict[str, FileTensor], str]:
         """Return the tensors by name, without their data, and the settings of the optimizer as JSON. Raises ValueError
         if the file is no state."""
         try:
-            with self._lock:
+            with self._lock, _readable():
                 self._file.seek(0)
                 tensors, metadata = read_header_of(self._file, Path("state"))
         except CheckpointError:
@@ -75,7 +80,7 @@ class StateFile:
         return tensors, settings
 
     def tensor(self, entry: FileTensor) -> Tensor:
-        """Read one of the tensors of ``header`` into memory of its own. Raises OSError if the disk fails."""
+        """Read one of the tensors of ``header`` into memory of its own."""
         data = torch.empty(entry.size_bytes, dtype=torch.uint8)
         self._read_into(entry.offset, data.numpy().data)
         return data.view(entry.dtype).reshape(entry.shape)
@@ -88,19 +93,27 @@ class StateFile:
     def _read_into(self, start: int, data: memoryview) -> None:
         done = 0
         while done < len(data):
-            with self._lock:
+            with self._lock, _readable():
                 self._file.seek(start + done)
                 count = self._file.readinto(data[done:])  # type: ignore[attr-defined]
-            if not count:
-                raise OSError("the file has become shorter")
+                if not count:
+                    raise OSError("it has become shorter")
             done += count
 
 
-def temporary_file() -> BinaryIO:
-    """Open a file without a name in the directory for temporary files. It is removed when it is closed. Raises
-    SwarmError if there is no such directory, or it is full."""
+@contextmanager
+def _readable() -> Iterator[None]:
     try:
-        return tempfile.TemporaryFile(dir=scratch_directory())
+        yield
+    except OSError as error:
+        raise UnreadableState(f"the file of a state cannot be read: {error.strerror or error}") from None
+
+
+def temporary_file() -> BinaryIO:
+    """Open a file without a name and a buffer in the directory for temporary files: nothing is left to be written when
+    it is closed, and then it is removed. Raises SwarmError if there is no such directory, or it is full."""
+    try:
+        return tempfile.TemporaryFile(buffering=0)
     except OSError as error:
         raise no_room(error) from None
 

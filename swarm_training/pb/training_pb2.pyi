@@ -399,10 +399,12 @@ class FetchRequest(_message.Message):
     def __init__(self, group: _Optional[str] = ..., phase: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ("checkpoint",)
+    __slots__ = ("checkpoint", "header_only")
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    HEADER_ONLY_FIELD_NUMBER: _ClassVar[int]
     checkpoint: bytes
-    def __init__(self, checkpoint: _Optional[bytes] = ...) -> None: ...
+    header_only: bool
+    def __init__(self, checkpoint: _Optional[bytes] = ..., header_only: bool = ...) -> None: ...
 
 class StatePart(_message.Message):
     __slots__ = ("header", "data")

@@ -65,7 +65,7 @@ def save(
         checkpoints.adopt(moment.step, digest)
         checkpoints.keep_written(moment.step, digest, state.write, kept.lineage)
     except OSError as error:
-        raise ValueError(f"cannot write a checkpoint to {directory}: {error.strerror}") from None
+        raise ValueError(f"cannot write a checkpoint to {directory}: {error.strerror or error}") from None
     return directory / file_name(kept)
 
 
@@ -132,7 +132,8 @@ def _load_file(
         data = StateFile.open(path)
         is_intact = is_state(data, digest, digest_of)
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read, and is not used: {error.strerror}") from None
+        reason = error.strerror or error
+        raise CheckpointError(f"the checkpoint {path} cannot be read, and is not used: {reason}") from None
     if not is_intact:
         raise CheckpointError(f"the checkpoint {path} is damaged, and is not used")
     state.load(moment, data)

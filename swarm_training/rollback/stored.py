@@ -55,7 +55,7 @@ class StoredCheckpoints:
                 self._intact[digest] = path
                 return True
         except OSError as error:
-            _logger.warning("the checkpoint %s cannot be read, and is not used: %s", path, error.strerror)
+            _logger.warning("the checkpoint %s cannot be read, and is not used: %s", path, error.strerror or error)
             return False
         aside = path.with_name(f"{_DAMAGED}{path.name}")
         with suppress(OSError):

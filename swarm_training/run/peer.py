@@ -216,7 +216,7 @@ class TrainingPeer:
                     data, evaluations = await download_offered(
                         self._network, source, self._state, best.state_digest, self._in_thread
                     )
-                    return OfferedState(moment_of(best), evaluations, data)
+                    return OfferedState(moment_of(best), best.state_digest, evaluations, data)
                 except (SwarmError, TimeoutError, ValueError) as error:
                     _logger.warning("%s does not give the checkpoint that it offers: %s", source.peer_id, error)
             without.add(best.state_digest)
@@ -589,8 +589,8 @@ class TrainingPeer:
         await asyncio.sleep(self._config.poll_s)
         return None
 
-    async def refuse(self, downloaded: Downloaded, error: ValueError) -> None:
-        """Suspect the source of a download that is not a valid state."""
+    async def refuse(self, downloaded: Downloaded, error: Exception) -> None:
+        """Suspect the source of a download that is not a valid state, or can no longer be read."""
         _logger.warning("%s has not given its state: %s", downloaded.source, error)
         self.table.suspect(downloaded.source)
 
@@ -667,7 +667,8 @@ class TrainingPeer:
         self._standing.require_admitted(peer_id)
         server = self._state_server
         wanted = request.checkpoint
-        async for part in server.checkpoint_parts(wanted) if wanted else server.parts(lambda: self.own.moment):
+        newest = partial(server.parts, lambda: self.own.moment, request.header_only)
+        async for part in server.checkpoint_parts(wanted) if wanted else newest():
             yield part
 
     async def rounds(self, peer_id: str, request: pb.RoundsRequest) -> pb.RoundsReply:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarm_training.checkpoints.state_file import UnreadableState
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.evaluation.evaluation import Evaluation
@@ -21,7 +22,7 @@ from swarm_training.optim.local_steps import InnerSteps, LocalSteps
 from swarm_training.progress import policy
 from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.state import TrainedState, digest_of, require_finite
+from swarm_training.run.state import TrainedState, require_finite
 
 PeerCalls = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
@@ -96,9 +97,9 @@ class GradientAccumulator:
             try:
                 require_finite(newer.data)
                 self._state.load(newer.moment, newer.data)
-            except ValueError as error:
+            except (ValueError, UnreadableState) as error:
                 _logger.warning("the checkpoint of step %d that a peer offers is not used: %s", step, error)
-                refused.add(digest_of(newer.data))
+                refused.add(newer.digest)
                 continue
             _logger.warning("the run goes on from the checkpoint of step %d, which another peer has", step)
             resumed_at, evaluations = newer.moment, newer.evaluations
@@ -112,7 +113,7 @@ class GradientAccumulator:
             return
         try:
             self._state.load(downloaded.arrival.moment, downloaded.data)
-        except ValueError as error:
+        except (ValueError, UnreadableState) as error:
             yield self._peer.refuse(downloaded, error)
             return
         self._clear()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from swarm_models.checkpoints import safetensors_bytes
 from swarm_models.checkpoints.safetensors_file import FileTensor
+from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.wire.codec import all_finite
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.flat_state import load_optimizer
@@ -142,8 +143,8 @@ class TrainedState:
 
     @staticmethod
     def _part_of(gradient: Tensor, parameter: nn.Parameter, span: tuple[int, int], scale: float) -> Tensor:
-        """Return the part of a whole gradient that is for this parameter, times ``scale``; not a copy if need not be:
-        nobody uses the gradient after the step."""
+        """Return the part of a whole gradient that is for this parameter, times ``scale``. This is a
+        view where device, dtype and scale allow it: nobody reads the gradient later."""
         part = gradient[slice(*span)].view(parameter.shape)
         return (part if scale == 1.0 else part * scale).to(parameter.device, parameter.dtype)
 
@@ -215,33 +216,63 @@ class TrainedState:
         with self._lock:
             return all(map(all_finite, self._contents()[0].values()))
 
-    def snapshot(self) -> tuple[Moment, StateFile]:
-        """Return the moment, and the state in a temporary safetensors file, which cannot contain code. Raise SwarmError
-        if it cannot be written."""
+    def measured(self) -> tuple[Moment, int]:
+        """Return the moment, and the size in bytes of what ``snapshot`` writes then."""
+        with self._lock:
+            tensors, metadata = self._contents()
+            return self.moment, safetensors_bytes.size_bytes(tensors, {"optimizer": metadata})
+
+    def snapshot(self, waits: bool = True) -> tuple[Moment, StateFile]:
+        """Return the moment, and the state in a temporary safetensors file, which cannot contain code. ``waits``:
+        whether the next step waits until the file is written.
+
+        Raises:
+            SwarmError: the file cannot be written.
+            PeerUnavailable: a step that did not wait has changed the state.
+        """
         file = temporary_file()
         try:
-            with self._lock:
-                self._write(file)
-                return self.moment, StateFile(file)
+            moment = self._write(file) if waits else self._write_beside(file)
+            return moment, StateFile(file)
         except OSError as error:
             file.close()
             raise no_room(error) from None
+        except BaseException:
+            file.close()
+            raise
 
     def write(self, file: BinaryIO) -> None:
         """Write the content of ``snapshot`` to ``file``, one tensor at a time. Raise OSError if writing fails."""
-        with self._lock:
-            self._write(file)
+        self._write(file)
 
-    def _write(self, file: BinaryIO) -> None:
-        tensors, metadata = self._contents()
-        safetensors_bytes.write(file, tensors, {"optimizer": metadata})
+    def _write(self, file: BinaryIO) -> Moment:
+        with self._lock:
+            tensors, metadata = self._contents()
+            safetensors_bytes.write(file, tensors, {"optimizer": metadata})
+            return self.moment
+
+    def _write_beside(self, file: BinaryIO) -> Moment:
+        """Write the state without the lock, except while one tensor is copied: disks can be slow."""
+
+        def value_of(tensor: Tensor) -> Tensor:
+            with self._lock:
+                if self.moment != moment:
+                    raise PeerUnavailable("the run has gone on; ask again")
+                return tensor.detach().to("cpu", copy=True)
+
+        with self._lock:
+            moment = self.moment
+            tensors, metadata = self._contents()
+        safetensors_bytes.write(file, tensors, {"optimizer": metadata}, value_of)
+        return moment
 
     def load(self, moment: Moment, data: StateFile) -> None:
         """Take over the state of another peer's ``snapshot``, one tensor at a time.
 
         Raises:
             ValueError: the data are not a state of these parameters; nothing has been changed then.
-            OSError: the file can no longer be read; only a part of the state has been taken over then.
+            UnreadableState: the file can no longer be read; only a part of the state has been taken over then, and the
+                moment is still that of before.
         """
         tensors, metadata = data.header()
         groups, scalars = _read_settings(metadata)
@@ -255,13 +286,13 @@ class TrainedState:
             self._require_same_shapes(tensors)
             settings = [_as_were(*pair) for pair in zip(self._optimizer.param_groups, groups, strict=True)]
             self._compressor.load_state_dict(compressed)
-            self.moment = moment
             for number, parameter in enumerate(self.parameters):
                 parameter.copy_(data.tensor(tensors[f"{_PARAMETER}/{number}"]))
                 self._load_optimizer(number, parameter, data, tensors, scalars)
             self._share()
             for own, theirs in zip(self._optimizer.param_groups, settings, strict=True):
                 own.update(theirs)
+            self.moment = moment
 
     def checkpoint(self, run: str, model: nn.Module) -> Checkpoint:
         """Return the shared state as a checkpoint of a model that has the parameters. Its tensors are those in use,
@@ -356,14 +387,14 @@ class TrainedState:
             self._optimizer.state[parameter] = state
 
     def _contents(self) -> tuple[dict[str, Tensor], str]:
-        """Return all tensors by name, and the rest as JSON."""
-        tensors = {f"{_PARAMETER}/{number}": each.detach().cpu() for number, each in enumerate(self.shared_parameters)}
-        tensors |= {f"{_COMPRESSOR}{name}": each.cpu() for name, each in self._compressor.state_dict().items()}
+        """Return all tensors by name, on their devices and not copied, and the rest as JSON."""
+        tensors = {f"{_PARAMETER}/{number}": each.detach() for number, each in enumerate(self.shared_parameters)}
+        tensors |= {f"{_COMPRESSOR}{name}": each for name, each in self._compressor.state_dict().items()}
         scalars: dict[str, dict[str, Any]] = {}
         for number, parameter in enumerate(self.parameters):
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    tensors[f"{_STATE}/{number}/{key}"] = value.detach().cpu()
+                    tensors[f"{_STATE}/{number}/{key}"] = value.detach()
                 elif isinstance(value, _PLAIN):
                     scalars.setdefault(str(number), {})[key] = value
                 else:
@@ -419,7 +450,8 @@ def _shown_digest(tensors: Iterable[Tensor]) -> str:
 
 
 def digest_of(data: StateFile) -> bytes:
-    """Return the digest of a state. Raise ValueError if ``data`` is not such a state, OSError if it is unreadable."""
+    """Return the digest of a state. Raise ValueError if ``data`` is not such a state, UnreadableState if the
+    disk fails."""
     tensors, metadata = data.header()
     return _digest(((name, data.tensor(entry)) for name, entry in sorted(tensors.items())), metadata)
 
@@ -451,11 +483,11 @@ def _is_setting(value: object) -> bool:
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]], metadata: str) -> bytes:
-    """Return the SHA-256 of named tensors, which come in the order of their names."""
+    """Return the SHA-256 of named tensors on any device, which come in the order of their names."""
     digest = hashlib.sha256(metadata.encode())
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from math import isfinite
 from typing import Any, BinaryIO, Protocol
+from weakref import WeakValueDictionary
 
+from swarm_models.checkpoints.safetensors_bytes import write_all
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_training.checkpoints.state_file import StateFile, no_room, temporary_file
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
@@ -26,10 +29,13 @@ from swarm_training.run.state import TrainedState, digest_of
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _REMEMBERED = 4  # steps
 _IDLE_S = 10.0  # the longest wait for a part
+_DISK_BYTES_PER_S = 20e6  # a giver writes or reads the whole state at least so fast before it sends some of it
+_MOST_SNAPSHOTS = 3  # whole states that a giver has among its temporary files
 _POLL_S = 0.02
 _STATE_FACTOR = 16  # bytes of parameters and optimizer state for each parameter; Adam in fp32 takes 12
 _AVERAGE_BYTES = 4  # for each parameter
 _SPARE_BYTES = 16 << 20
+_GONE_ON = "the run has gone on; ask again"
 _logger = logging.getLogger(__name__)
 
 
@@ -69,6 +75,7 @@ class OfferedState:
     """A state that a peer offers to a run which starts again, with the losses on held-out data up to its moment."""
 
     moment: Moment
+    digest: bytes
     evaluations: EvaluationHistory
     data: StateFile
 
@@ -105,6 +112,8 @@ class OwnOffer:
 
     def __init__(self, state: TrainedState) -> None:
         self._state = state
+        self._lock = threading.Lock()
+        self._written: WeakValueDictionary[bytes, StateFile] = WeakValueDictionary()
         self.digest = b""
         self.evaluations = EvaluationHistory()
 
@@ -116,7 +125,52 @@ class OwnOffer:
         self.digest = b""
 
     def read(self, digest: bytes) -> StateFile | None:
-        return self._state.snapshot()[1] if digest == self.digest else None
+        with self._lock:  # several peers read one file
+            if digest != self.digest:
+                return None
+            if (data := self._written.get(digest)) is None:
+                self._written[digest] = data = self._state.snapshot()[1]
+            return data
+
+
+class _Snapshots:
+    """The files with the newest states of a peer. All who download the state of one moment share a file."""
+
+    def __init__(self, state: TrainedState, in_thread: InThread) -> None:
+        self._state = state
+        self._in_thread = in_thread
+        self._writing: dict[Moment, asyncio.Task[StateFile]] = {}
+        self._written: WeakValueDictionary[Moment, StateFile] = WeakValueDictionary()
+        self._is_overtaken = False
+
+    async def at(self, moment: Moment) -> StateFile:
+        """Return the state of ``moment``. Raises PeerUnavailable if the run has gone on, or too many files are in use;
+        SwarmError if the file cannot be written."""
+        if (data := self._written.get(moment)) is not None:
+            return data
+        if moment not in self._writing:
+            if len(self._writing) + len(self._written) >= _MOST_SNAPSHOTS:
+                raise PeerUnavailable("the peer gives as many states as it can; ask again later")
+            self._writing[moment] = asyncio.ensure_future(self._write(moment))
+        data = await asyncio.shield(self._writing[moment])  # others may wait for it too
+        return data
+
+    async def _write(self, moment: Moment) -> StateFile:
+        """Write the state while the run goes on. If that has failed because of a step, steps wait the next time."""
+        try:
+            found: Moment
+            data: StateFile
+            found, data = await self._in_thread(partial(self._state.snapshot, waits=self._is_overtaken))
+            if found != moment:
+                raise PeerUnavailable(_GONE_ON)
+        except PeerUnavailable:
+            self._is_overtaken = True
+            raise
+        finally:
+            del self._writing[moment]
+        self._is_overtaken = False
+        self._written[moment] = data
+        return data
 
 
 class StateServer:
@@ -126,6 +180,7 @@ class StateServer:
         self._state = state
         self._kept = kept
         self._in_thread = in_thread
+        self._snapshots = _Snapshots(state, in_thread)
         self._arrivals: dict[Moment, Arrival] = {}
 
     def remember(self, arrival: Arrival) -> None:
@@ -133,13 +188,14 @@ class StateServer:
         while len(self._arrivals) > _REMEMBERED:
             del self._arrivals[next(iter(self._arrivals))]
 
-    async def parts(self, arrived: Callable[[], Moment]) -> AsyncIterator[pb.StatePart]:
-        """Yield the state's header and data. ``arrived`` returns the published moment, which may lag behind."""
-        moment, data = await self._in_thread(self._state.snapshot)
+    async def parts(self, arrived: Callable[[], Moment], header_only: bool = False) -> AsyncIterator[pb.StatePart]:
+        """Yield the state's header, before its data are written to a file, and the data. ``arrived`` returns the
+        published moment, which may lag behind."""
+        moment, size_bytes = await self._in_thread(self._state.measured)
         while arrived() < moment:
             await asyncio.sleep(_POLL_S)
         if moment not in self._arrivals:
-            raise PeerUnavailable("the run has gone on; ask again")
+            raise PeerUnavailable(_GONE_ON)
         arrival = self._arrivals[moment]
         header = pb.StateHeader(
             step=moment.step,
@@ -153,8 +209,10 @@ class StateServer:
             evaluations=_evaluations_to_proto(arrival.evaluations),
             has_ended=arrival.has_ended,
         )
-        async for part in self._sent(header, data):
-            yield part
+        yield self._header(header, size_bytes)
+        if not header_only:
+            async for part in self._data(await self._snapshots.at(moment)):
+                yield part
 
     async def checkpoint_parts(self, digest: bytes) -> AsyncIterator[pb.StatePart]:
         """Yield a checkpoint's header and data. Raise RequestRejected if this peer has none with that digest."""
@@ -164,17 +222,20 @@ class StateServer:
         else:
             raise RequestRejected("this peer does not have the checkpoint")
         earlier = kept.evaluations if isinstance(kept, OwnOffer) else EvaluationHistory()
-        async for part in self._sent(pb.StateHeader(evaluations=_evaluations_to_proto(earlier)), data):
+        yield self._header(pb.StateHeader(evaluations=_evaluations_to_proto(earlier)), data.size_bytes)
+        async for part in self._data(data):
             yield part
 
-    async def _sent(self, header: pb.StateHeader, data: StateFile) -> AsyncIterator[pb.StatePart]:
+    def _header(self, header: pb.StateHeader, size_bytes: int) -> pb.StatePart:
         state = self._state
         header.MergeFrom(
             pb.StateHeader(
-                size_bytes=data.size_bytes, parameters=state.shapes, optimizer=state.optimizer_name, common=state.common
+                size_bytes=size_bytes, parameters=state.shapes, optimizer=state.optimizer_name, common=state.common
             )
         )
-        yield pb.StatePart(header=header)
+        return pb.StatePart(header=header)
+
+    async def _data(self, data: StateFile) -> AsyncIterator[pb.StatePart]:
         parts = data.parts()
         while (part := await self._in_thread(partial(next, parts, None))) is not None:
             yield pb.StatePart(data=part)
@@ -182,7 +243,7 @@ class StateServer:
 
 async def compare(network: Network, source: Progress, own: TrainedState) -> None:
     """Request only the header, and check that the source trains the same model. Raise the errors of ``download``."""
-    await _header(network.state(source, pb.StateRequest()), own)
+    await _header(network.state(source, pb.StateRequest(header_only=True)), _IDLE_S, own)
 
 
 async def download(network: Network, source: Progress, own: TrainedState, in_thread: InThread) -> Downloaded:
@@ -295,13 +356,16 @@ async def _receive(
 ) -> pb.StateHeader:
     """Write the data to a file. Return the header."""
     parts = network.state(source, request)
-    header = await _header(parts, expected)
+    patience_s = _IDLE_S + most_bytes / _DISK_BYTES_PER_S
+    header = await _header(parts, patience_s if request.checkpoint else _IDLE_S, expected)
     if header.size_bytes > most_bytes:
         raise PeerUnavailable("the peer offers a state that is too large", source.peer_id)
     missing = header.size_bytes
+    limit_s = _IDLE_S + missing / _DISK_BYTES_PER_S
     while missing > 0:
-        async with asyncio.timeout(_IDLE_S):
+        async with asyncio.timeout(limit_s):
             part = await anext(parts, None)
+        limit_s = _IDLE_S
         if part is None or not part.data:
             raise PeerUnavailable("the peer has sent only some of its state", source.peer_id)
         await in_thread(partial(_write, file, part.data))
@@ -311,16 +375,15 @@ async def _receive(
 
 def _write(file: BinaryIO, data: bytes) -> None:
     try:
-        file.write(data)
-        file.flush()
+        write_all(file, data)
     except OSError as error:
         _logger.warning("%s", no_room(error))
         raise no_room(error) from None
 
 
-async def _header(parts: AsyncIterator[pb.StatePart], expected: TrainedState | None) -> pb.StateHeader:
+async def _header(parts: AsyncIterator[pb.StatePart], limit_s: float, expected: TrainedState | None) -> pb.StateHeader:
     """Receive the header. ``expected``: a state whose model and settings the header must match."""
-    async with asyncio.timeout(_IDLE_S):
+    async with asyncio.timeout(limit_s):
         header = (await anext(parts)).header
     if expected is not None:
         _require_same(header, expected)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_protocol.errors import PeerMoved
 from swarm_protocol.process.routine import end_tasks
+from swarm_training.checkpoints.state_file import UnreadableState
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.bitmap import contains
 from swarm_training.core.moment import Moment
@@ -299,7 +300,7 @@ class StagePeer:
         moment = downloaded.arrival.moment
         try:
             digest = await self._take_over(partial(self._state.load, moment, downloaded.data))
-        except ValueError as error:
+        except (ValueError, UnreadableState) as error:
             await self.peer.refuse(downloaded, error)
             return False
         is_right = await self.peer.loaded(downloaded, digest)

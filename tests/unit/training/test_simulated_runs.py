@@ -298,7 +298,7 @@ def test_who_joins_takes_no_state_but_that_of_the_majority(lie: str) -> None:
         data = data if lie == "other" else b"x" * len(data)
         asked = []
 
-        async def lying(_: Any) -> AsyncIterator[pb.StatePart]:
+        async def lying(*_: Any) -> AsyncIterator[pb.StatePart]:
             asked.append(lie)
             shapes, optimizer = state.shapes, state.optimizer_name
             yield pb.StatePart(
