@@ -50,9 +50,13 @@ def volunteer(
     own_part = None if part is None else parse_part(part)
     files = [None if path is None else Path(path) for path in (membership, identity)]
     who = joining_as(Role.TRAINER, file, initial_peers, *files, locks=True)
-    trained = prepare(file, who, own_part, device, say)
     try:
-        take_part(trained, who, BACKEND.open_run, threading.Event(), say)
-    except KeyboardInterrupt:  # raised by "interrupt the kernel": the model is still wanted
-        say("stopped")
-    return trained.model
+        trained = prepare(file, who, own_part, device, say)
+        try:
+            take_part(trained, who, BACKEND.open_run, threading.Event(), say)
+        except KeyboardInterrupt:  # raised by "interrupt the kernel": the model is still wanted
+            say("stopped")
+        return trained.model
+    finally:
+        if who.identity.lock is not None:  # a notebook keeps the last error, and with it the identity
+            who.identity.lock.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.net import identity as identity_module
 from swarm_protocol.net.identity import Identity
-from swarm_training import command_line
+from swarm_training import command_line, volunteering
 from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
 from swarm_training.compression.settings import AveragingSettings
@@ -226,6 +227,20 @@ def test_a_run_is_joined_as_the_flags_say(
     command_line.main([*again, "--memory", "1GiB"], Network().backend())
     assert calls[1][-1] == 1 << 30 and calls[0][-1] is None
     assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None
+
+
+def test_a_membership_is_free_again_after_an_error_that_a_notebook_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity_module, "_LOCK_WAIT_S", 0.0)
+    wrong_data = Mock(side_effect=ValueError("there are no such data"))
+    monkeypatch.setattr(volunteering, "prepare", wrong_data)
+    path, member = run_file(tmp_path, organiser=True), membership(tmp_path, Role.TRAINER)
+    kept = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such data") as caught:
+            volunteering.volunteer(path, [PEER], membership=member)
+        kept.append(caught)
 
 
 def test_an_order_is_signed_by_a_moderator_and_valid(tmp_path: Path) -> None:
