@@ -14,7 +14,7 @@ from swarm_protocol.codecs.sizes import INT8_BLOCK
 TWO_BIT = "2bit"
 _MAX_FLOAT16 = 65504.0
 _BLOCK = 64  # elements of a block of two or four bits each
-_MOST_UNITS = 7  # of an element in four bits
+_MOST_UNITS = 7  # the largest multiple of a unit that four bits hold
 _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)  # of the elements in a byte
 
 
@@ -22,8 +22,7 @@ class Codec(Protocol):
     """An encoding of vectors of n elements as bytes. Vectors are float64 for ``fp64``, float32 for all other codecs.
 
     Values that are not finite stay not finite; in ``int8``, ``int4`` and ``2bit``, so does their whole block of 64
-    elements. Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too, and in ``int4`` to 7 times
-    that range.
+    elements. Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too.
     """
 
     name: str
@@ -82,7 +81,7 @@ class _Int8:
 
 class _Int4:
     """A codec of blocks of 64 elements, each one of 15 multiples of a seventh of the block's largest magnitude. All
-    sevenths come first, in float16; then two elements per byte."""
+    sevenths come first, in float32; then two elements per byte."""
 
     name = "int4"
     dtype = torch.float32
@@ -90,8 +89,8 @@ class _Int4:
     def encode(self, vector: Tensor) -> bytes:
         flat = _flat(vector, self.dtype)
         blocks = F.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
-        units = _half(blocks.abs().amax(1, keepdim=True) / _MOST_UNITS)
-        multiples = torch.where(units > 0, blocks / units.float(), 0.0).nan_to_num_(0.0)
+        units = blocks.abs().amax(1, keepdim=True) / _MOST_UNITS
+        multiples = torch.where(units > 0, blocks / units, 0.0).nan_to_num_(0.0)
         codes = (multiples.round_().clamp_(-_MOST_UNITS, _MOST_UNITS) + _MOST_UNITS).to(torch.uint8).view(-1, 2)
         return units.numpy().tobytes() + (codes[:, 0] | codes[:, 1] << 4).numpy().tobytes()
 
@@ -100,13 +99,13 @@ class _Int4:
         if not n:
             return torch.empty(0)
         num_blocks, found = -(-n // _BLOCK), bytearray(data)
-        units = torch.frombuffer(found, dtype=torch.float16, count=num_blocks).float()
-        packed = torch.frombuffer(found, dtype=torch.uint8, offset=2 * num_blocks)
+        units = torch.frombuffer(found, dtype=torch.float32, count=num_blocks)
+        packed = torch.frombuffer(found, dtype=torch.uint8, offset=4 * num_blocks)
         codes = torch.stack([packed & 15, packed >> 4], 1).view(-1, _BLOCK).float()
         return ((codes - _MOST_UNITS) * units[:, None]).view(-1)[:n].clone()
 
     def size_bytes(self, n: int) -> int:
-        return -(-n // _BLOCK) * (_BLOCK // 2 + 2)
+        return -(-n // _BLOCK) * (_BLOCK // 2 + 4)
 
 
 class _TwoBit:
