@@ -20,7 +20,8 @@ from swarm_training.pb import training_pb2 as pb
 _MAX_KNOWN_BYTES = 1 << 19
 _ASK_S = 30.0  # between two calls, each to one other peer; a newcomer calls at once
 _WAIT_S = 2.0  # before the next look, while there is no peer to ask
-_MAX_ASK_S = 600.0  # the longest pause, while nobody answers or has anything new
+_MAX_ASK_S = 600.0  # the longest pause, while nobody answers or has anything new, and no step lacks its round
+_MOST_STEPS = 4096  # since the last call, in which a missing round is looked for
 _TIMEOUT_S = 10.0
 _SIGNATURES_PER_S = 200.0  # checked in rounds of other peers: about 2 % of a core
 _logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class Collector:
         self._liars: set[str] = set()
 
     async def run(self) -> None:
-        """Ask one peer at a time, and less often while nobody answers or has anything new."""
+        """Ask one peer at a time, and less often while nobody answers or has anything new. A peer that has missed the
+        round of a step, for instance because it has loaded a state, asks soon again."""
         pause_s = _ASK_S
         while True:
             peers = [peer for peer in self._peers() if peer.is_reachable and peer.peer_id not in self._liars]
@@ -63,7 +65,22 @@ class Collector:
                 continue
             has_news = await self._ask(self._rng.choice(peers), newest)
             pause_s = _ASK_S if has_news else min(2 * pause_s, _MAX_ASK_S)
-            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.5))
+            if await self._misses_round(newest, min(pause_s * self._rng.uniform(0.5, 1.5), _MAX_ASK_S)):
+                pause_s = _ASK_S
+
+    async def _misses_round(self, asked: Moment, pause_s: float) -> bool:
+        """Wait, and look now and then whether a step since ``asked`` has no round. Return whether there is one; else
+        False at the end of the pause."""
+        while pause_s > 0:
+            await asyncio.sleep(min(pause_s, _ASK_S))
+            pause_s -= _ASK_S
+            newest = self._newest()
+            if newest is not None and newest != asked:
+                first = asked.step if asked.rollbacks == newest.rollbacks else newest.step - 1
+                steps = range(max(first, newest.step - _MOST_STEPS, 0), newest.step)
+                if not all(self._ledger.knows(Moment(newest.rollbacks, step)) for step in steps):
+                    return True
+        return False
 
     async def _ask(self, peer: Progress, newest: Moment) -> bool:
         """Fetch what the ledger lacks from this peer. Return whether the peer had anything new."""

@@ -96,6 +96,10 @@ class Ledger:
         """Return the newest moment of the known rounds; None if there are none."""
         return max(self._steps, default=None)
 
+    def knows(self, moment: Moment) -> bool:
+        """Return whether there is a round of this moment."""
+        return moment in self._steps
+
     def wants(self, data: bytes, newest: Moment | None) -> bool:
         """Return whether a round is worth verifying: it is new, of a moment that is kept, and not after ``newest``.
 

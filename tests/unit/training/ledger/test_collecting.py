@@ -55,3 +55,18 @@ async def test_a_collector_waits_until_a_peer_can_be_asked_and_the_runs_moment_i
     await asyncio.sleep(7200.0)
     assert 10 < len(network.asked) < 25  # soon once in about ten minutes, since there is nothing new
     collecting.cancel()
+
+
+async def test_who_has_missed_a_round_asks_within_a_minute_though_nobody_had_anything_new_for_hours() -> None:
+    network: Any = EmptyNetwork()
+    ledger = Ledger("run", LedgerLimits(max_samples=1000))
+    newest = Moment(0, 6)
+    peers = [Progress("run", "peer", address="192.0.2.1:1")]
+    collector = Collector(ledger, network, lambda: peers, lambda: newest, never, never, random.Random(0))
+    collecting = asyncio.ensure_future(collector.run())
+    await asyncio.sleep(14400.0)
+    asked = len(network.asked)
+    newest = Moment(0, 7)
+    await asyncio.sleep(60.0)
+    assert len(network.asked) > asked
+    collecting.cancel()
