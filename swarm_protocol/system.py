@@ -12,6 +12,7 @@ from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CPU_INFO = Path("/proc/cpuinfo")
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _SYSCTL_S = 5.0
 _FEW_FILES, _MANY_FILES = 1024, 4096
 
@@ -64,7 +65,7 @@ def available_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most bytes of memory that this process has used at a time."""
+    """Return the most bytes of memory that this process has used at a time; since ``restart_peak`` where that works."""
     try:
         import resource
     except ImportError:  # on Windows
@@ -72,7 +73,15 @@ def peak_resident_bytes() -> int:
 
         peak: int = psutil.Process().memory_info().peak_wset
         return peak
+    with suppress(OSError, IndexError):
+        return int(_STATUS.read_text().partition("VmHWM:")[2].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def restart_peak() -> None:
+    """Let ``peak_resident_bytes`` begin with the memory that is used now. Only some Linux systems can do that."""
+    with suppress(OSError):
+        _CLEAR_REFS.write_text("5")
 
 
 def spin_little() -> None:

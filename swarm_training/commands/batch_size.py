@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarm_protocol.system import available_bytes, peak_resident_bytes
+from swarm_protocol.system import available_bytes, peak_resident_bytes, restart_peak
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def computing(model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> Calla
     """Return a function that measures a pass over ``model`` and clears its gradients. ``loss_of``: size → loss."""
     device = next(model.parameters()).device
     backend: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    at_first = _peak_bytes(device)  # the peak of the CPU's memory cannot be reset
+    restart_peak()
+    at_first = _peak_bytes(device)  # later trials use memory again that earlier ones have freed
 
     def compute(batch_size: int) -> Trial:
         if backend is not None:

@@ -286,8 +286,10 @@ def build_evaluation(
 
 
 def fitting_batch_size(file: RunFile, model: nn.Module, room_bytes: int | None = None) -> int:
-    """Return the run file's batch size, or else what fits this machine. ``room_bytes``: the memory for activations;
-    None: what is free. Raises ValueError if the batch size, or one sample, does not fit."""
+    """Return the run file's batch size, or else what fits this machine. ``room_bytes``: the memory for activations,
+    beside that for gradients; None: what is free is for both.
+
+    Raises ValueError if the batch size, or one sample, does not fit."""
     size = file.batch.size
     if size and room_bytes is None:
         return size
@@ -297,9 +299,12 @@ def fitting_batch_size(file: RunFile, model: nn.Module, room_bytes: int | None =
         return loss_of(model, torch.zeros(batch_size, file.data.block_length, dtype=torch.int64))
 
     measured, costs = computing(model, loss), dict[int, int]()
+    gradients = sum(each.nbytes for each in model.parameters() if each.requires_grad)
 
     def compute(batch_size: int) -> Trial:
         trial = measured(batch_size)
+        if room_bytes is not None:
+            trial = replace(trial, memory_bytes=max(0, trial.memory_bytes - gradients))
         costs[batch_size] = trial.memory_bytes
         return trial
 

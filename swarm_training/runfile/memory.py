@@ -16,7 +16,7 @@ STATE_BYTES = {"adamw": 8.0, "lamb": 8.0, "sgd": 0.0, "adamw8bit": 2.1, "lamb8bi
 
 
 def volunteer_parts(file: RunFile, model: nn.Module) -> dict[str, int]:
-    """Return the bytes that a peer with the whole model holds of what, except the activations of a batch."""
+    """Return the bytes of each part of a peer with the whole model, except the activations of a batch."""
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     frozen = [each for each in model.parameters() if not each.requires_grad]
     other = sum(each.nbytes for each in (*frozen, *model.buffers()))
@@ -30,7 +30,7 @@ def volunteer_parts(file: RunFile, model: nn.Module) -> dict[str, int]:
         "gradients": vector,
         "the weights that all share": vector if local.batch_size else 0,
         "the outer optimizer": vector if local.batch_size and local.outer_momentum else 0,
-        "sum of gradients": 0 if local.batch_size else vector,
+        "sum of gradients": vector,
         "errors of encoding": 2 * vector if loses else 0,
         "last result": vector,
         "while it averages": (3 if averaging.delay else 2) * vector,
@@ -44,7 +44,7 @@ def total(parts: Mapping[str, int]) -> int:
 
 
 def listed(parts: Mapping[str, int]) -> str:
-    """Return what a process holds of what, as a part of a sentence."""
+    """Return how much memory each part of a process takes, as a part of a sentence."""
     shown = ", ".join(f"{name} {mib(size_bytes)}" for name, size_bytes in parts.items() if size_bytes)
     return f"{shown}, the process itself {mib(PROCESS_BYTES)}"
 

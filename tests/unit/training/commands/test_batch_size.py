@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -71,5 +73,9 @@ def test_trials_leave_no_gradients_and_measure() -> None:
     trial = computing(model, loss_of)(3)
     assert (trial.batch_size, sizes) == (3, [3]) and trial.seconds > 0 and trial.memory_bytes >= 0
     assert all(parameter.grad is None for parameter in model.parameters())
+    torch.ones(1 << 25)
+    trial = computing(large := nn.Linear(1 << 11, 1 << 11), lambda _: large.weight.sum())(1)
+    if Path("/proc/self/clear_refs").exists():
+        assert trial.memory_bytes >= large.weight.nbytes // 2, "its gradient, though the process has been larger before"
     free = free_memory_bytes(torch.device("cpu"))
     assert free is None or 0 < free < 1 << 50

@@ -513,7 +513,7 @@ def test_every_step_is_reported_with_the_loss_of_its_batch(file: RunFile) -> Non
 
 
 def test_what_does_not_fit_into_the_memory_is_listed(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample takes 10 MiB of activations."""
+    """A sample takes 10 MiB of activations, beside the gradients."""
 
     def prepare(memory: int, size: int = 6) -> list[str]:
         said: list[str] = []
@@ -522,7 +522,8 @@ def test_what_does_not_fit_into_the_memory_is_listed(file: RunFile, monkeypatch:
         return said
 
     least = total(parts := volunteer_parts(file, prepared(file, []).model))
-    monkeypatch.setattr(joining, "computing", lambda _model, _loss: lambda n: Trial(n, 0.0, 10 * MIB * n))
+    gradients = parts["gradients"]
+    monkeypatch.setattr(joining, "computing", lambda _model, _loss: lambda n: Trial(n, 0.0, gradients + 10 * MIB * n))
     with pytest.raises(ValueError, match=r"--memory is 256MiB: expected more than \d+MiB, for weights \d+MiB, optim"):
         prepare(256 * MIB)
     with pytest.raises(ValueError, match=r"leaves 59MiB for activations, and those of 6 samples at once take 60MiB"):
