@@ -189,7 +189,7 @@ class AveragingRound:
         }
         tasks = [*self._exchanges.values()]
         timers: list[asyncio.TimerHandle] = []
-        tasks.append(asyncio.create_task(self._own(attempt)))  # it encodes each mean soon, so that few take memory
+        tasks.append(asyncio.create_task(self._own(attempt)))  # encodes each mean at once, so that few stay in memory
         try:
             for number in attempt.own:
                 await asyncio.sleep(0)  # streams stay alive: a lone owner adds up the whole vector

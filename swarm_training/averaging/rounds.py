@@ -53,7 +53,7 @@ class Rounds:
         self._ended = frozenset(self._groups)
 
     def forget_vectors(self) -> None:
-        """Free the vectors that were averaged, because a result is decided."""
+        """Free the members' vectors once a result is decided; results stay for late members."""
         for rounds in self._groups.values():
             for each in rounds:
                 each.forget_vector()

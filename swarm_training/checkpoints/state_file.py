@@ -24,7 +24,7 @@ from swarm_models.checkpoints.safetensors_file import FileTensor, read_header_of
 from swarm_protocol.errors import CheckpointError, SwarmError
 from swarm_protocol.wire.constants import PART_BYTES
 
-NO_STATE = "the state that a peer has sent is no safetensors file of a training run"
+NO_STATE = "the state is no safetensors file of a training run"
 
 
 class UnreadableState(SwarmError, OSError):

@@ -164,8 +164,9 @@ class TrainingConfig:
 
     @property
     def poll_s(self) -> float:
-        """Return the seconds between two looks at whether a meeting can go on: tenths of a heartbeat."""
-        return max(_LEAST_POLL_S, self.heartbeat_s / 10)
+        """Return the seconds between two looks at whether a meeting can go on: a tenth of a heartbeat, or half of the
+        least deadline if that is less, but at least 0.1."""
+        return max(_LEAST_POLL_S, min(self.heartbeat_s / 10, self.straggler_s / 2))
 
     @property
     def common(self) -> dict[str, str]:

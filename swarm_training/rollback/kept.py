@@ -131,7 +131,9 @@ class KeptCheckpoints:
         return sorted(step for step, entry in entries.items() if not entry.is_extra)[-self._most :]
 
     def _written(self, kept: Kept, write: Callable[[BinaryIO], object]) -> Path:
-        if self._directory is None:
+        if self._directory is None or not (self._stays or self._directory.is_dir()):  # the system may clean it away
+            if self._parent is not None:
+                self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._directory = Path(tempfile.mkdtemp(prefix=".rollback-", dir=self._parent))
         path = self._directory / file_name(kept)
         with written_atomically(path) as partial, partial.open("wb") as written:

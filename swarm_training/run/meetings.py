@@ -187,7 +187,7 @@ class Averager:
             self._compression.encoder.forget()
 
     def decided(self) -> None:
-        """Free what was averaged, because the result is decided."""
+        """Free the members' vectors once a result is decided; results stay for late members."""
         self._rounds.forget_vectors()
 
     def forget(self) -> None:

@@ -340,9 +340,9 @@ class TrainedState:
         for number, parameter in enumerate(self.parameters):
             found = tensors.get(f"{_PARAMETER}/{number}")
             if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
-                raise ValueError(f"the state that a peer has sent does not fit parameter {number}")
+                raise ValueError(f"the state does not fit parameter {number}")
         if len(groups) != len(self._optimizer.param_groups):
-            raise ValueError("the state that a peer has sent has other groups of parameters than the optimizer")
+            raise ValueError("the state has other groups of parameters than the optimizer")
 
     def go_to(self, moment: Moment, data: StateFile | None) -> None:
         """Take over the state of a checkpoint; None means the present state. Raise ValueError as ``load`` does."""
@@ -359,7 +359,7 @@ class TrainedState:
             for key, own in self._optimizer.state.get(parameter, {}).items():
                 theirs = tensors.get(f"{_STATE}/{number}/{key}")
                 if isinstance(own, Tensor) and theirs is not None and theirs.shape != own.shape:
-                    raise ValueError(f"the state that a peer has sent does not fit {key!r} of parameter {number}")
+                    raise ValueError(f"the state does not fit {key!r} of parameter {number}")
 
     def _load_optimizer(
         self,

@@ -124,7 +124,7 @@ def test_the_digest_sees_parameters_state_and_settings() -> None:
 def test_what_is_no_state_changes_nothing(spoil: Callable[[bytes], bytes]) -> None:
     state, _ = make("Adam", 0)
     before = state.digest()
-    with pytest.raises(ValueError, match="state that a peer has sent"):
+    with pytest.raises(ValueError, match=r"the state (is no|does not fit|has other)"):
         state.load(Moment(0, 5), StateFile.of(spoil(content(make("Adam", 1)[0]))))
     assert state.digest() == before and state.step == 0
 
@@ -160,7 +160,7 @@ def test_a_state_that_no_optimizer_can_have_changes_nothing(spoil: Callable[...,
     other = make("Adam", 1)[0]
     other.apply(torch.ones(other.length))
     before = state.digest()
-    with pytest.raises(ValueError, match="state that a peer has sent"):
+    with pytest.raises(ValueError, match=r"the state (is no|does not fit|has other)"):
         state.load(Moment(0, 5), StateFile.of(spoiled(content(other), spoil)))
     assert state.digest() == before and state.step == 1
 
@@ -285,3 +285,11 @@ def test_a_state_saved_from_python_is_founded_again_with_the_same_bits(
     model.load_state_dict(saved.parameters)
     load_optimizer(optimizer, saved.optimizer)
     assert again.digest() == state.digest()
+
+
+@pytest.mark.parametrize(("heartbeat_s", "straggler_s", "expected"), [(1, 5, 0.1), (480, 5, 2.5), (480, 900, 48)])
+def test_a_meeting_is_looked_at_often_enough_for_its_deadlines(
+    heartbeat_s: float, straggler_s: float, expected: float
+) -> None:
+    config = TrainingConfig(heartbeat_s=heartbeat_s, silence_s=1000, straggler_s=straggler_s)
+    assert config.poll_s == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -53,6 +54,14 @@ def test_of_what_cannot_be_written_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"):
         kept.keep_written(2, digest(2), write)
     assert kept.digests() == {1: digest(1)} and len(list(tmp_path.rglob("*.safetensors"))) == 1
+
+
+def test_a_temporary_directory_that_the_system_has_removed_is_made_again(tmp_path: Path) -> None:
+    kept = KeptCheckpoints(1, 2, tmp_path / "temporary")
+    kept.keep(1, digest(1), StateFile.of(b"state"))
+    shutil.rmtree(tmp_path / "temporary")
+    kept.keep(2, digest(2), StateFile.of(b"later"))
+    assert content(kept, digest(2)) == b"later" and kept.read(digest(1)) is None
 
 
 def test_processes_share_a_directory_without_sharing_files(tmp_path: Path) -> None:
