@@ -62,13 +62,21 @@ def _alike(choices: Sequence[Choice]) -> list[list[int]]:
 
 
 def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token]:
-    ids = _sampled_from_top(choices, logits)
-    ids = _ids_alike(choices, logits) if ids is None else ids
+    ids = _ids(choices, logits)
     if all(choice.num_logprobs is None for choice in choices):
         return list(map(Token, ids))
     return [
         token_of(choice.num_logprobs, token_id, row) for choice, token_id, row in zip(choices, ids, logits, strict=True)
     ]
+
+
+def _ids(choices: Sequence[Choice], logits: torch.Tensor) -> list[int]:
+    sampled = _sampled_from_top(choices, logits)
+    rest = [row for row, token_id in enumerate(sampled) if token_id is None]
+    if len(rest) == len(choices):
+        return _ids_alike(choices, logits)
+    others = iter(_ids_alike([choices[row] for row in rest], logits[rest])) if rest else iter(())
+    return [next(others) if token_id is None else token_id for token_id in sampled]
 
 
 def _ids_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[int]:
@@ -85,8 +93,8 @@ def _ids_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[int]:
     return [int(torch.multinomial(row, 1, generator=choice.generator)) for row, choice in rows]
 
 
-def _sampled_from_top(choices: Sequence[Choice], logits: torch.Tensor) -> list[int] | None:
-    """Return the tokens that ``_ids_alike`` returns, if top-k leaves few of them; None if it does not.
+def _sampled_from_top(choices: Sequence[Choice], logits: torch.Tensor) -> Sequence[int | None]:
+    """Return the tokens that ``_ids_alike`` returns, for rows of which top-k keeps few; None for the other rows.
 
     Later processors, such as top-p, then sort only the tokens that top-k keeps. ``torch.multinomial`` takes the token
     with the largest p / e, where the e are exponential; this function draws the same numbers.
@@ -94,24 +102,34 @@ def _sampled_from_top(choices: Sequence[Choice], logits: torch.Tensor) -> list[i
     first, vocabulary = choices[0], logits.shape[1]
     place = _place_of_top_k(first.processors)
     if first.key is None or first.generator is None or place is None:
-        return None
+        return [None] * len(choices)
     num_kept = int(first.processors[place].top_k)
     if num_kept > min(_MOST_KEPT, vocabulary - 1):
-        return None
+        return [None] * len(choices)
     unused: Any = None  # these processors ignore the token ids
     scores: Any = LogitsProcessorList(first.processors[:place])(unused, logits)
     top = scores.topk(num_kept + 1)
     is_clear = top.values[:, -2] > top.values[:, -1]  # top-k keeps all tokens that are as likely as the last one
-    if not bool((is_clear & top.values[:, 0].isfinite()).all()):
-        return None
-    kept: Any = top.values[:, :-1].contiguous()
-    chances = LogitsProcessorList(first.processors[place + 1 :])(unused, kept).softmax(-1)
-    noise = torch.empty_like(logits)
-    for row, choice in zip(noise.split(1), choices, strict=True):
-        row.exponential_(1, generator=choice.generator)
-    number = (chances / noise.gather(1, top.indices[:, :-1])).argmax(-1, keepdim=True)
+    is_clear &= top.values[:, 0].isfinite()
+    kept: Any = top.values[:, :-1].where(is_clear[:, None], 0.0)
+    left = LogitsProcessorList(first.processors[place + 1 :])(unused, kept.clone())
+    clear: list[bool] = (is_clear & ~_splits_ties(kept, left)).tolist()
+    noise = torch.ones_like(logits)
+    for row, choice, draws in zip(noise.split(1), choices, clear, strict=True):
+        if draws:
+            row.exponential_(1, generator=choice.generator)
+    number = (left.softmax(-1) / noise.gather(1, top.indices[:, :-1])).argmax(-1, keepdim=True)
     ids: list[int] = top.indices.gather(1, number)[:, 0].tolist()
-    return ids
+    return [token_id if drawn else None for token_id, drawn in zip(ids, clear, strict=True)]
+
+
+def _splits_ties(kept: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    """Return for each row whether only some of equally likely tokens are left: the order in a whole row decides which.
+
+    kept: [rows, tokens], the scores in descending order; left: these with some at -inf -> [rows] bool.
+    """
+    is_left = left != -torch.inf
+    return ((kept[:, 1:] == kept[:, :-1]) & (is_left[:, 1:] != is_left[:, :-1])).any(-1)
 
 
 def _place_of_top_k(processors: LogitsProcessorList) -> int | None:

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from swarm_client.batching.request import Token
-from swarm_client.batching.sampler import Choice, choose
+from swarm_client.batching.sampler import Choice, _sampled_from_top, choose
 
 ROWS, VOCAB = 6, 500
 
@@ -54,6 +54,20 @@ def test_rows_sample_what_each_would_sample_alone(processors: list[LogitsProcess
         logits = logits if levels is None else (logits / levels).round()
         expected = [stock(listed, row, seed + number) for number, row in enumerate(logits)]
         assert chosen(listed, logits, seed) == expected
+
+
+def test_only_rows_in_which_an_edge_lies_between_equally_likely_tokens_need_the_whole_row() -> None:
+    listed = LogitsProcessorList([TopKLogitsWarper(20), TopPLogitsWarper(0.5)])
+    random = torch.Generator().manual_seed(0)
+    places = torch.stack([torch.randperm(VOCAB, generator=random) for _ in range(3)])
+    logits = -0.1 * places
+    logits[0][places[0] == 20] = logits[0][places[0] == 19]  # the edge of top-k
+    logits[1][places[1] <= 10] = 0.0  # that of top-p
+    logits[2] = -0.1 * (places[2] - (places[2] % 2) * (places[2] < 4))  # none, though there are two pairs
+    expected = [stock(listed, row, number) for number, row in enumerate(logits)]
+    choices = [Choice([0], listed, torch.Generator().manual_seed(row), None) for row in range(3)]
+    assert _sampled_from_top(choices, logits) == [None, None, expected[2]]
+    assert chosen(listed, logits, 0) == expected
 
 
 def test_without_random_numbers_the_first_of_the_likeliest_tokens_is_taken() -> None:
