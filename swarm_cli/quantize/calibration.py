@@ -19,15 +19,23 @@ WINDOW = 256  # tokens that are computed together
 def text_windows(tokenizer: PreTrainedTokenizerBase, text: Path | None, num_tokens: int) -> torch.Tensor:
     """Return the token ids of windows that are spread over the text, [n, ``WINDOW``] with ``num_tokens`` at most.
 
-    Raises ValueError if the text is shorter than a window, and OSError if it cannot be read.
+    Raises ValueError if the text is shorter than a window, or cannot be read.
     """
-    content = (text or SHIPPED).read_text(encoding="utf-8")
-    ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[0]
+    ids = tokenizer(_content(text or SHIPPED), return_tensors="pt", verbose=False).input_ids[0]
     if len(ids) < WINDOW:
         raise ValueError(f"{text or SHIPPED} has {len(ids)} tokens: expected at least {WINDOW}")
     count = max(1, min(num_tokens, len(ids)) // WINDOW)
     starts = torch.linspace(0, len(ids) - WINDOW, count).long()
     return torch.stack([ids[start : start + WINDOW] for start in starts])
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not in UTF-8: expected a file of text in this encoding") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def first_hidden_states(checkpoint: ModelCheckpoint, ids: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_common_flags
 
 _MIN_TOKENS = 256
 
@@ -17,7 +19,7 @@ def add_quantize(commands: Commands) -> None:
         "quantize",
         formatter_class=WITH_DEFAULTS,
         help="write a checkpoint in 4 bits that --quant int4 takes as it is",
-        description="Rounds each weight such that the outputs of its layer for a text change least. Servers round "
+        description="Rounds each weight so that the outputs of its layer for a text change least. Servers round "
         "without a text, which costs more quality. The directory can be given to servers and clients as --model.",
     )
     parser.set_defaults(command=quantize_command)
@@ -27,12 +29,13 @@ def add_quantize(commands: Commands) -> None:
     add("--output", type=Path, required=True, metavar="DIRECTORY", help="where to write; must not exist yet")
     add("--text", type=Path, metavar="FILE", help="text like that of the model's users; by default a mixed one")
     add("--tokens", type=int, default=4096, metavar="N", help="tokens of the text that are used, at most")
+    add_common_flags(parser)
 
 
 def quantize_command(args: argparse.Namespace) -> Command:
     model = locate(args.model)
     check_location(model, args.revision)
-    if args.output.exists():
+    if os.path.lexists(args.output):
         raise ValueError(f"--output {args.output} exists already: expected a new directory")
     if args.text is not None and not args.text.is_file():
         raise ValueError(f"--text {args.text} is not there: expected a file of text")

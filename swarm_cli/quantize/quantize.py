@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,31 +12,36 @@ import torch
 from swarm_cli.quantize.calibration import first_hidden_states, text_windows
 from swarm_cli.quantize.rounding import RoundedBlock
 from swarm_cli.quantize.written_checkpoint import WrittenCheckpoint
+from swarm_client.generation.generation import load_tokenizer
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarm_models.quantization.eight_bits import eight_bit_layers
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
+from swarm_training.checkpoints.whole_directory import whole_directory
 
 
 def quantize_checkpoint(
     model: str, revision: str | None, directory: Path, text: Path | None = None, num_tokens: int = 4096
 ) -> None:
-    """Write a model's checkpoint in 4 bits into a new directory, with its tokenizer.
+    """Write a model's checkpoint in 4 bits into a new directory, with its tokenizer. A failure leaves nothing.
 
-    ``text``: the file of the text whose first tokens are used; None: the shipped one.
+    Args:
+        text: a file; the tokens that are used are spread over it. None: the shipped text.
+        num_tokens: how many tokens of the text are used, at most.
 
     Raises:
-        CheckpointError: the checkpoint or its tokenizer cannot be read.
-        UnsupportedModel: the model cannot be split, or takes pictures.
-        ValueError: the text has too few tokens.
-        OSError: the text cannot be read, or the directory cannot be written.
+        CheckpointError: the checkpoint or its tokenizer cannot be read, or its numbers are not finite.
+        UnsupportedModel: the model cannot be split, takes pictures, or has weights in 4 bits already.
+        CannotWrite: the directory cannot be written.
+        ValueError: the text cannot be read, or has too few tokens.
     """
-    tokenizer = read_tokenizer(model, revision)
     checkpoint = ModelCheckpoint.open(model, revision)
-    round_blocks(checkpoint, text_windows(tokenizer, text, num_tokens), directory, print)
-    tokenizer.save_pretrained(directory)
+    tokenizer = load_tokenizer(model, revision)
+    windows = text_windows(tokenizer, text, num_tokens)
+    with whole_directory(directory) as unfinished:
+        tokenizer.save_pretrained(unfinished)
+        round_blocks(checkpoint, windows, unfinished, partial(print, flush=True))
     print(f"ready model={directory}")
 
 
@@ -43,9 +49,10 @@ def quantize_checkpoint(
 def round_blocks(
     checkpoint: ModelCheckpoint, windows: torch.Tensor, directory: Path, say: Callable[[str], None]
 ) -> None:
-    """Write the checkpoint with its blocks rounded. windows: [n, tokens], the token ids that calibrate it.
+    """Write the checkpoint with its blocks rounded into a directory that exists.
 
-    Each block gets the hidden states that the rounded blocks before it compute. Memory holds one block in float32.
+    Each block gets the hidden states that the rounded blocks before it compute. Memory holds these hidden states and
+    either the embeddings or one block, in float32. windows: [n, tokens], the token ids that calibrate it.
     """
     if checkpoint.config is not checkpoint.whole_config:
         raise UnsupportedModel(f"{checkpoint.location} takes pictures: expected a model of text alone")

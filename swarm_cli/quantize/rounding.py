@@ -14,6 +14,8 @@ from swarm_models.kernels.int4_linear import GROUP, scales_and_zeros
 from swarm_models.kernels.int8_linear import quantize_rows
 from swarm_models.quantization import TRANSPOSED, linear_names
 from swarm_models.quantization.compensation import InputMoments, quantize_compensated
+from swarm_models.quantization.stored import stored_int4
+from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_server.blocks.blocks import BlockStack
 
 
@@ -33,24 +35,27 @@ class RoundedBlock:
     """
 
     def __init__(self, stack: BlockStack, stored: Mapping[str, StoredTensor], eight_bits: Container[str]) -> None:
-        """Take a stack of one block, its tensors in the checkpoint by name, and the layers to hold in 8 bits."""
+        """Take a stack of one block, its tensors in the checkpoint by name, and the layers to hold in 8 bits.
+
+        Raises UnsupportedModel if the checkpoint stores a layer in 4 bits already.
+        """
         self.rounded: dict[str, dict[str, torch.Tensor]] = {}
         self._stack, self._eight_bits = stack, eight_bits
         (index,) = stack.span
         self._block = stack.original(index)
         names = {stack.family.name_in_block(name): name for name in stored}
-        self._weights = {
-            layer: names[f"{layer}.weight"]
-            for layer in linear_names(self._block)
-            if f"{layer}.weight" in names and self._is_plain(layer, stored[names[f"{layer}.weight"]])
-        }
+        layers = [layer for layer in linear_names(self._block) if f"{layer}.weight" in names]
+        weights = {layer: names[f"{layer}.weight"] for layer in layers}
+        for name in weights.values():
+            _refuse_four_bits(stored[name])
+        self._weights = {layer: name for layer, name in weights.items() if self._is_plain(layer, stored[name])}
 
     def round(self, hidden: torch.Tensor) -> torch.Tensor:
         """Round the layers, and return what the rounded block computes. hidden: [n, tokens, hidden_size]."""
         left = dict(self._weights)
         while left:
             moments = self._moments(left, hidden)
-            if not moments:  # what no token has reached
+            if not moments:  # no token has reached the remaining layers
                 break
             for layer, its_moments in moments.items():
                 self._round_layer(layer, left.pop(layer), its_moments)
@@ -68,7 +73,12 @@ class RoundedBlock:
             self.rounded[name] = int8_parts(q, scale)
             linear.weight.copy_(q * scale[:, None])
             return
-        q, groups = quantize_compensated(linear.weight, moments)
+        try:
+            q, groups = quantize_compensated(linear.weight, moments)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            raise CheckpointError(
+                f"{name} cannot be rounded: expected finite inputs, and not the same ones for all tokens"
+            ) from None
         scale, zero = scales_and_zeros(groups)
         self.rounded[name] = four_bit_parts(q, scale, zero)
         levels = q.unflatten(1, (-1, GROUP)) - zero[..., None]
@@ -107,3 +117,11 @@ class RoundedBlock:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _refuse_four_bits(stored: StoredTensor) -> None:
+    if stored_int4(stored) is not None:
+        raise UnsupportedModel(
+            f"{stored.name} is in 4 bits already, and servers with --quant int4 take these as they are: "
+            "expected a checkpoint in more bits"
+        )

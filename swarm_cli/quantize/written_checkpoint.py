@@ -15,32 +15,30 @@ from swarm_models.checkpoints.formats.compressed_tensors import mixed_config
 from swarm_models.checkpoints.safetensors_file import StoredTensor
 
 _WEIGHT = ".weight"
+_HEAD = "lm_head"  # not stored if it is tied to the embeddings
 
 
 class WrittenCheckpoint:
-    """A checkpoint that is being written. Without its config, which comes last, nobody takes it for whole."""
+    """A checkpoint that is being written into a directory that exists."""
 
     def __init__(self, source: ModelCheckpoint, directory: Path) -> None:
-        """Create the directory; raise OSError if it cannot be created or exists."""
-        directory.mkdir(parents=True)
         self._source, self._directory = source, directory
         self._files: list[dict[str, int]] = []  # the bytes of each tensor, by name
         self._eight_bits: list[str] = []
-        self._rounded: set[str] = set()
+        self._four_bits: list[str] = []
 
     def add_stored(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Write tensors as they are, in a file of their own."""
-        self._write({name: tensor.read() for name, tensor in stored.items()})
+        """Write tensors that are not rounded, each in a file of its own, so that only one is in memory."""
+        for name, tensor in stored.items():
+            self._write({name: _unrounded(tensor)})
 
     def add_block(self, stored: Mapping[str, StoredTensor], rounded: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Write a block's tensors, those of ``rounded`` in place of the weights with these names."""
-        tensors = {name: tensor.read() for name, tensor in stored.items() if name not in rounded}
+        tensors = {name: _unrounded(tensor) for name, tensor in stored.items() if name not in rounded}
         for name, parts in rounded.items():
             layer = name.removesuffix(_WEIGHT)
             tensors |= {layer + end: part for end, part in parts.items()}
-            self._rounded.add(layer)
-            if _WEIGHT in parts:
-                self._eight_bits.append(layer)
+            (self._eight_bits if _WEIGHT in parts else self._four_bits).append(layer)
         self._write(tensors)
 
     def finish(self) -> None:
@@ -56,14 +54,15 @@ class WrittenCheckpoint:
         if self._source.generation_config is not None:
             self._source.generation_config.save_pretrained(self._directory)
         config: dict[str, Any] = json.loads(self._source.whole_config.to_json_string(use_diff=False))
-        self._write_json("config.json", {**config, "quantization_config": self._quantization_config()})
+        config.pop("quantization_config", None)  # that of the source
+        if self._four_bits or self._eight_bits:
+            config["quantization_config"] = self._quantization_config()
+        self._write_json("config.json", config)
 
     def _quantization_config(self) -> dict[str, Any]:
-        left = sorted(
-            {name.removesuffix(_WEIGHT) for sizes in self._files for name in sizes if name.endswith(_WEIGHT)}
-            - self._rounded
-        )
-        return mixed_config(sorted(self._eight_bits), left)
+        weights = {name.removesuffix(_WEIGHT) for sizes in self._files for name in sizes if name.endswith(_WEIGHT)}
+        left = (weights | {_HEAD}) - {*self._four_bits, *self._eight_bits}
+        return mixed_config(self._four_bits, self._eight_bits, sorted(left))
 
     def _write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._part(len(self._files)).open("wb") as file:
@@ -75,3 +74,10 @@ class WrittenCheckpoint:
 
     def _write_json(self, name: str, content: object) -> None:
         (self._directory / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _unrounded(stored: StoredTensor) -> torch.Tensor:
+    """Return a tensor in the dtype in which it is stored, or in bfloat16 if it is packed in fewer bytes than it has."""
+    tensor = stored.read()
+    is_packed = sum(piece.size_bytes for piece in stored.pieces) < stored.size_bytes
+    return tensor.bfloat16() if is_packed else tensor

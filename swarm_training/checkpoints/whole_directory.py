@@ -50,7 +50,7 @@ def refusals(directory: Path) -> Iterator[None]:
     """Raise CannotWrite for what the operating system refuses while the context is active."""
     try:
         yield
-    except TimeoutError:  # an OSError too, but of a network
+    except (TimeoutError, BrokenPipeError):  # OSErrors too, but of a network, or of what reads the printed lines
         raise
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

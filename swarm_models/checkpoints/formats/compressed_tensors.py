@@ -181,22 +181,22 @@ def int8_parts(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     return {".weight": q, ".weight_scale": scale[:, None].float()}
 
 
-def mixed_config(eight_bits: Sequence[str], left: Sequence[str]) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a checkpoint in 4 bits in groups of 32 with some layers in int8.
+def mixed_config(four_bits: Sequence[str], eight_bits: Sequence[str], left: Sequence[str]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a checkpoint with layers in 4 bits in groups of 32, and in int8.
 
-    The arguments are the names of the layers in int8, and of those that are not packed.
+    The arguments are the names of the layers in 4 bits, of those in int8, and of those that are not packed.
     """
     common = {"type": "int", "dynamic": False}
     four = {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32, **common}
     eight = {"num_bits": 8, "symmetric": True, "strategy": "channel", **common}
     groups = {
         "group_0": {"targets": list(eight_bits), "weights": eight, "format": "int-quantized"},
-        "group_1": {"targets": ["Linear"], "weights": four, "format": "pack-quantized"},
+        "group_1": {"targets": list(four_bits), "weights": four, "format": "pack-quantized"},
     }
     return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": groups if eight_bits else {"group_1": groups["group_1"]},
+        "config_groups": {name: group for name, group in groups.items() if group["targets"]},
         "ignore": list(left),
     }
