@@ -62,7 +62,7 @@ class Mixed:
     """What one run has shown; waits and gaps in seconds, ``spread``: the most tokens of a stream by the fewest.
 
     ``few_p99_s``: of the first token of the second key's streams; None: there is one key. ``cores``: of each server.
-    ``servers_ms`` and ``gateway_ms``: processor time by token of all servers and of the gateway, which depends less on
+    ``servers_ms`` and ``gateway_ms``: processor time per token of all servers and of the gateway, which depends less on
     what else the machine does. Prompts count in it.
     """
 
@@ -80,7 +80,7 @@ class Mixed:
 
     @classmethod
     def of(cls, streams: Sequence[MixedStream], seconds: float, recoveries: int, cpu_s: Sequence[float]) -> Mixed:
-        """Sum up the streams. ``cpu_s``: processor time of each server, and of the gateway last."""
+        """Return the summary. ``cpu_s``: the processor time of each server, and of the gateway last."""
         many = [stream for stream in streams if stream.key == KEYS[0]]
         few = [first for stream in streams if stream.key == KEYS[1] for first in stream.firsts_s]
         firsts = [first for stream in many for first in stream.firsts_s]
@@ -225,8 +225,8 @@ def _rows(num_streams: int, rounds: Mapping[str, Sequence[Mixed]]) -> Iterator[d
         ("gap p50, s", lambda found: found.gap_p50_s, None),
         ("gap p99, s", lambda found: found.gap_p99_s, None),
         ("tokens of a stream, most by fewest", lambda found: found.spread, MOST_SPREAD),
-        ("processor time of all servers by token, ms", lambda found: found.servers_ms, None),
-        ("processor time of the gateway by token, ms", lambda found: found.gateway_ms, None),
+        ("processor time of all servers per token, ms", lambda found: found.servers_ms, None),
+        ("processor time of the gateway per token, ms", lambda found: found.gateway_ms, None),
         ("recoveries", lambda found: found.recoveries, 0.0),
         ("first token p99 of a second key's short prompts, s", lambda found: found.few_p99_s, None),
     ]

@@ -52,7 +52,7 @@ GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # that the packa
 
 
 def gguf_weight(weight: torch.Tensor, kind: str) -> published.Packed:
-    """Return the weight as a GGUF file of this type has it, stored in float32."""
+    """Return the weight as a GGUF file of this type gives it, dequantised to float32."""
     import gguf
 
     ggml = gguf.GGMLQuantizationType[kind]
@@ -147,7 +147,7 @@ def text_windows(path: Path, num_tokens: int) -> torch.Tensor:
 
 
 def repacked(path: Path, form: str, directory: Path) -> Path:
-    """Write a checkpoint with the linear weights of its blocks packed in this format, and return its path."""
+    """Write a checkpoint whose blocks have their linear weights packed in this format, and return its directory."""
     config, pack = FORMATS[form]
     checkpoint = ModelCheckpoint.open(path)
     checkpoint.whole_config.save_pretrained(directory)
@@ -167,7 +167,7 @@ def repacked(path: Path, form: str, directory: Path) -> Path:
 def rows_of(
     name: str, path: Path, windows: torch.Tensor, exact: Measured | None = None, quants: Sequence[str] = QUANTS
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows for each quantisation of one checkpoint, beside ``exact`` or its own dequantised weights."""
+    """Yield the rows of each quantisation of one checkpoint, beside ``exact`` or its own dequantised weights."""
     exact = exact or measure(path, "none", windows)
     for quant in quants:
         found = measure(path, quant, windows)
@@ -189,7 +189,7 @@ def all_rows(args: argparse.Namespace, windows: torch.Tensor) -> Iterator[dict[s
             quantize_checkpoint(str(args.model), None, directory / "calibrated")
             yield json_row("calibrated: seconds to round", time.perf_counter() - start)
             yield from rows_of("calibrated", directory / "calibrated", windows, exact, ("int4",))
-        for form in FORMATS if args.formats == ["all"] else args.formats:
+        for form in FORMATS if "all" in args.formats else args.formats:
             yield from rows_of(form, repacked(args.model, form, directory / form), windows)
 
 

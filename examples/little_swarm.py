@@ -38,9 +38,9 @@ def swarm_of(args: argparse.Namespace) -> str | None:
 def connected(
     args: argparse.Namespace, name: str = DEFAULT_MODEL, spans: Sequence[str] = ("0:10", "10:20"), **options: Any
 ) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """The shipped model, or another one, and its tokenizer. The blocks are on servers, which have ``spans``.
+    """Yield the model ``name``, whose blocks are on servers with these ``spans``, and its tokenizer.
 
-    ``options``: those of the client.
+    ``options``: further options of the client.
     """
     torch.manual_seed(0)
     swarm = swarm_of(args)
