@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # servers inside the process obey it too
+os.environ["GOMP_SPINCOUNT"] = "1000"  # a command that a test calls in this process sets it for all later tests
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from swarm_client import RequestRejected
 from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, tuned
-from tests.zoo import BLOCKS
+from tests.zoo import BLOCKS, VOCAB
 
 BATCH = padded_batch()
 IDS = random_ids(1, 10, seed=3)
@@ -77,6 +77,22 @@ def test_of_a_generation(pair, options):
     for found, expected in zip(remote.hidden_states, whole.hidden_states, strict=True):
         hidden = slice(4, None) if found[0].shape[1] > 1 else slice(None)  # padding is nobody's business
         assert_same_states([state[:, hidden] for state in found], [state[:, hidden] for state in expected])
+
+
+def test_padding_that_is_left_out_changes_no_text_and_no_gradient(pair):
+    """In micro-batches with padding on the left, on both sides, on the right, and of padding alone."""
+    ids = torch.randint(3, VOCAB, (4, 70), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :40] = mask[1, :9] = mask[1, 60:] = mask[2, 30:] = mask[3] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    texts = mask.bool()
+    with tuned(pair.servers, lora(), skip_padding=True) as both:
+        local, remote = (model(**batch, use_cache=False) for model in both.models)
+        assert_close(remote.logits[texts], local.logits[texts])
+        for output in (local, remote):
+            output.loss.backward()
+        for found, expected in zip(*both.parameters, strict=True):
+            assert_close(found.grad, expected.grad)
 
 
 @CACHED
