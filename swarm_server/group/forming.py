@@ -112,7 +112,7 @@ class GroupLeader:
             chosen = self._chosen(links, payoff)
             payoff = payoff.of(chosen)
             taken = formed_links([links[number] for number in chosen], Deal.by_speed(payoff.bytes_per_s))
-        self._group = RemoteGroup(taken, payoff.free_bytes)
+        self._group = RemoteGroup(taken, payoff.free_bytes, config.group_always)
         return self._group
 
     def should_form_again(self) -> bool:

@@ -30,11 +30,16 @@ class RemoteGroup:
         slow: the name of a follower that has made the group slow for long; empty if there is none.
     """
 
-    def __init__(self, links: LeaderLinks, free_bytes: Sequence[float]) -> None:
-        """Lead a group. ``free_bytes``: the memory that each member has free without blocks, the leader first."""
+    def __init__(self, links: LeaderLinks, free_bytes: Sequence[float], is_forced: bool = False) -> None:
+        """Lead a group.
+
+        Args:
+            free_bytes: the memory that each member has free without blocks, the leader first.
+            is_forced: the user wants the group however slow it is, so that no follower is left out for that.
+        """
         self.links, self._free_bytes = links, tuple(free_bytes)
         self.slow = ""
-        self._watch = MemberWatch(links)
+        self._watch = None if is_forced else MemberWatch(links)
 
     @property
     def own_share(self) -> float:
@@ -50,7 +55,7 @@ class RemoteGroup:
         """Return why the group has ended, or should end; None while it works."""
         if self.links.failure is None and not all(link.is_connected() for link in self.links.links):
             return GroupEnded("a member of the group has ended, or cannot be reached any more")
-        if (slow := self._watch.look()) is not None:
+        if self._watch is not None and (slow := self._watch.look()) is not None:
             self.slow = self.links.links[slow - 1].name
             return GroupEnded(f"member {slow + 1} of the group has made it slow for long, and is left out")
         return self.links.failure

@@ -185,7 +185,7 @@ def test_a_command_is_wanted(package, tmp_path):
 
 
 def test_an_unknown_command_is_told_which_there_are(tmp_path):
-    others = "up, generate, chat, serve, finetune, status, doctor, demo, keys"
+    others = "up, generate, chat, serve, finetune, status, doctor, demo, quantize, keys"
     before = "server, train, experts, config, completion"
     for package, there_are in {"swarm": f"{before}, {others}", "swarm_client": others}.items():
         codes, _, said = run_in_one_process(package, ["fly"], cache=tmp_path)
