@@ -100,7 +100,7 @@ def measure() -> None:
 @SLOW
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of the memory from /proc")
 def test_a_stage_with_adamw_takes_at_most_eight_times_its_weights_though_two_peers_join() -> None:
-    # The C library returns the memory of freed tensors at once, so that the peak does not depend on how they are placed.
+    # The C library returns the memory of freed tensors at once: the peak does not depend on how they are placed.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
     stepping, peak = map(int, result.stdout.split())
