@@ -377,7 +377,7 @@ def run(config: ServerConfig) -> None:
     with collected_later():
         import_transformers()
         from swarm_server.group.links import GroupEnded
-        from swarm_server.group.members import LeftOut
+        from swarm_server.group.members import FollowerLeftOut
         from swarm_server.group_life import GroupProcess
         from swarm_server.node.server import Server
 
@@ -390,7 +390,7 @@ def run(config: ServerConfig) -> None:
                 # Not asyncio.run(), which would wait after a signal for threads that still load.
                 loop.run_until_complete(serve(Server(config, leader)))
             return
-        except LeftOut as error:
+        except FollowerLeftOut as error:
             _logger.warning("%s; this server serves without the group until it is started again", error)
             config, member = config.without_group(), None
         except GroupEnded as error:

@@ -48,7 +48,7 @@ class GroupProcess:
         """Return how to lead the group once this process should; follow until then. Return None after a signal.
 
         Raises:
-            LeftOut: the group is faster without this process, which is no member of it any more.
+            FollowerLeftOut: the group is faster without this process, which is no member of it any more.
             ValueError, SwarmError: the swarm, the leader or the model cannot be used.
         """
         with undone_on_error(self._leave):

@@ -12,7 +12,7 @@ from types import FrameType
 from swarm_protocol.process import signals
 from swarm_server.group.handshake import HandshakeFailed, Hello
 from swarm_server.group.links import GroupEnded
-from swarm_server.group.members import LeftOut, LoadSpan, MakeLoader, follow
+from swarm_server.group.members import FollowerLeftOut, LoadSpan, MakeLoader, follow
 from swarm_server.group.remote import connected_to_leader
 
 _logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Follower:
         """Follow until a signal ends this process. When the leader ends, wait until it is there again.
 
         Raises:
-            LeftOut: the group is faster without this member.
+            FollowerLeftOut: the group is faster without this member.
             ValueError, SwarmError: the model, the key or the leader cannot be used; one sentence says why.
         """
 
@@ -75,7 +75,7 @@ class Follower:
         patience.start()
         try:
             follow(load, link, say)
-        except (HandshakeFailed, LeftOut) as error:
+        except (HandshakeFailed, FollowerLeftOut) as error:
             raise type(error)(f"cannot follow {self._address}: {error}") from None
         finally:
             patience.cancel()

@@ -144,7 +144,7 @@ class GroupLeader:
         return chosen
 
     def _eligible(self) -> list[MemberLink]:
-        """Return the followers that may join the group, and tell the others that wait why they may not."""
+        """Return the followers that may join the group. Send each other waiting follower the reason why it may not."""
         now, waiting, links = self._clock(), self._lobby.waiting(), []
         self._told &= set(waiting)
         for link in waiting:

@@ -38,7 +38,7 @@ LoadSpan = Callable[[Span, Callable[[torch.nn.Module], None]], Any]
 MakeLoader = Callable[[], AbstractContextManager[LoadSpan]]  # called in the follower's process; must be picklable
 
 
-class LeftOut(SwarmError):
+class FollowerLeftOut(SwarmError):
     """The leader computes without this follower, because the group is faster without it."""
 
 
@@ -182,7 +182,7 @@ def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int
     link = MemberLink(connection, memory_file, 1)
     os.close(memory_file)
     try:
-        with make_loader() as load, suppress(LeftOut, HandshakeFailed):  # the leader has logged these
+        with make_loader() as load, suppress(FollowerLeftOut, HandshakeFailed):  # the leader has logged these
             follow(load, link)
     except SwarmError as error:
         raise SystemExit(f"a member of the group on this machine cannot go on: {error}") from None
@@ -192,7 +192,7 @@ def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda
     """Answer the leader's requests until it closes the link; ``say`` is called with the place in each group.
 
     Raises:
-        LeftOut: the group is faster without this member.
+        FollowerLeftOut: the group is faster without this member.
         HandshakeFailed: this member has loaded other weights than the leader.
     """
     own, place = OwnWeights(()), _Place(0, Deal.by_speed([1.0]))
@@ -226,7 +226,7 @@ def _receive_dismissal(request: MemberRequest, link: MemberLink) -> None:
     if request.number == Dismissal.WAIT:
         _logger.warning("the leader has no place for this follower, which waits: %s", reason)
         return
-    raise (LeftOut if request.number == Dismissal.LEAVE else HandshakeFailed)(reason)
+    raise (FollowerLeftOut if request.number == Dismissal.LEAVE else HandshakeFailed)(reason)
 
 
 @dataclass(frozen=True)

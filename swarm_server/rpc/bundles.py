@@ -144,19 +144,18 @@ class StepTasks:
         """Begin a step without a task. Return False, and change nothing, if it needs one, or is to be refused."""
         if not hosted.is_idle:
             return False
+        arriving: ArrivingTensor | None = None
+        has_begun = False
         try:
             hosted.require_number(step.number)
             arriving = ArrivingTensor(arrivals, hosted.start(step), waits=True)
-        except Exception:  # a task meets the same error, and tells the client
-            return False
-        try:
             end = partial(self._ended, hosted, step, arriving, done)
             has_begun = arriving.complete and hosted.begin(step, arriving.tensor(), end)
-        except Exception:  # as above
-            has_begun = False
+        except Exception:  # a task meets the same error and sends it to the client
+            _logger.debug("a step takes a task", exc_info=True)
         if has_begun:
             self._without_task += 1
-        else:
+        elif arriving is not None:
             arriving.close()
         return has_begun
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from swarm_models.checkpoints import safetensors_bytes
 from swarm_models.checkpoints.safetensors_file import FileTensor
 from swarm_protocol.errors import PeerUnavailable
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.wire.codec import all_finite
 from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.flat_state import load_optimizer
@@ -231,15 +232,12 @@ class TrainedState:
             PeerUnavailable: a step that did not wait has changed the state.
         """
         file = temporary_file()
-        try:
-            moment = self._write(file) if waits else self._write_beside(file)
-            return moment, StateFile(file)
-        except OSError as error:
-            file.close()
-            raise no_room(error) from None
-        except BaseException:
-            file.close()
-            raise
+        with undone_on_error(file.close):
+            try:
+                moment = self._write(file) if waits else self._write_beside(file)
+                return moment, StateFile(file)
+            except OSError as error:
+                raise no_room(error) from None
 
     def write(self, file: BinaryIO) -> None:
         """Write the content of ``snapshot`` to ``file``, one tensor at a time. Raise OSError if writing fails."""

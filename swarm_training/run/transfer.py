@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from swarm_models.checkpoints.safetensors_bytes import write_all
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_protocol.failures import undone_on_error
 from swarm_training.checkpoints.state_file import StateFile, no_room, temporary_file
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
 from swarm_training.core.moment import Moment
@@ -337,12 +338,9 @@ async def _received(
 
     Raises SwarmError if the file cannot be written."""
     file = temporary_file()
-    try:
+    with undone_on_error(file.close):
         header = await _receive(network, source, request, most_bytes, in_thread, file, expected)
         return header, StateFile(file)
-    except BaseException:
-        file.close()
-        raise
 
 
 async def _receive(

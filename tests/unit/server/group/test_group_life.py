@@ -26,7 +26,7 @@ from swarm_server.group.following import Follower
 from swarm_server.group.forming import GroupLeader
 from swarm_server.group.handshake import HandshakeFailed, Hello
 from swarm_server.group.links import GroupEnded
-from swarm_server.group.members import Dismissal, LeftOut, dismiss
+from swarm_server.group.members import Dismissal, FollowerLeftOut, dismiss
 from swarm_server.group.remote import Lobby, connected_to_leader
 from swarm_server.group_life import GroupProcess
 from tests.swarm.waiting import wait_for
@@ -103,7 +103,7 @@ def test_followers_without_a_place_are_told_why(caplog: pytest.LogCaptureFixture
     """Nobody waits for ever for a group that is faster without it, or with which it cannot compute."""
     assert dismissed("it was slow", Dismissal.WAIT)()
     assert "the leader has no place for this follower, which waits: it was slow" in caplog.text
-    with pytest.raises(LeftOut, match=r"cannot follow .*: the group would reach only little"):
+    with pytest.raises(FollowerLeftOut, match=r"cannot follow .*: the group would reach only little"):
         dismissed("the group would reach only little", Dismissal.LEAVE)()
     with pytest.raises(HandshakeFailed, match=r"cannot follow .*: this member has loaded other weights"):
         dismissed("this member has loaded other weights", Dismissal.END)()
@@ -161,11 +161,11 @@ def test_a_process_that_is_left_out_lets_nobody_in_any_more(monkeypatch: pytest.
         return "192.0.2.1:9"
 
     def follow(_address: str) -> bool:
-        raise LeftOut("too far")
+        raise FollowerLeftOut("too far")
 
     monkeypatch.setattr(process, "_leader_elsewhere", leader_elsewhere)
     monkeypatch.setattr(process, "_follow", follow)
-    with closing(asyncio.new_event_loop()) as loop, pytest.raises(LeftOut):
+    with closing(asyncio.new_event_loop()) as loop, pytest.raises(FollowerLeftOut):
         process.lead(loop)
     assert process._leader is not None
     wait_for(lambda: process._leader._lobby._listener.fileno() == -1, "the lobby is closed")
