@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swarm_models.checkpoints import safetensors_bytes
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.checkpoints.checkpoint import GENERATION_CONFIG, ModelCheckpoint
 from swarm_models.checkpoints.formats.compressed_tensors import mixed_config
 from swarm_models.checkpoints.safetensors_file import StoredTensor
 
@@ -51,8 +51,8 @@ class WrittenCheckpoint:
         total = sum(sum(sizes.values()) for sizes in self._files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         self._write_json("model.safetensors.index.json", index)
-        if self._source.generation_config is not None:
-            self._source.generation_config.save_pretrained(self._directory)
+        if (generation := self._source.generation_config) is not None:  # published ones may be inconsistent
+            self._write_json(GENERATION_CONFIG, json.loads(generation.to_json_string()))
         config: dict[str, Any] = json.loads(self._source.whole_config.to_json_string(use_diff=False))
         config.pop("quantization_config", None)  # that of the source
         if self._four_bits or self._eight_bits:

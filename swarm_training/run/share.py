@@ -23,6 +23,7 @@ from swarm_training.progress import policy
 from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState, require_finite
+from swarm_training.run.transfer import OfferedState
 
 PeerCalls = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
@@ -95,9 +96,8 @@ class GradientAccumulator:
         while (newer := (yield self._peer.newer_state(resumed_at, refused))) is not None:
             step = newer.moment.step
             try:
-                require_finite(newer.data)
-                self._state.load(newer.moment, newer.data)
-            except (ValueError, UnreadableState) as error:
+                self._load_offered(newer)
+            except ValueError as error:
                 _logger.warning("the checkpoint of step %d that a peer offers is not used: %s", step, error)
                 refused.add(newer.digest)
                 continue
@@ -105,6 +105,20 @@ class GradientAccumulator:
             resumed_at, evaluations = newer.moment, newer.evaluations
             break
         yield self._peer.found(self._state.digest(), resumed_at, evaluations=evaluations)
+
+    def _load_offered(self, newer: OfferedState) -> None:
+        """Take over an offered state.
+
+        Raises:
+            ValueError: it cannot be used, and nothing has changed.
+            UnreadableState: its file failed while it was taken over, so that the present state is a mixture. Nobody may
+                found the run on that.
+        """
+        try:
+            require_finite(newer.data)
+        except UnreadableState as error:
+            raise ValueError(str(error)) from None
+        self._state.load(newer.moment, newer.data)
 
     def load(self) -> PeerCalls:
         """Take over the state that most other peers have, and drop gradients that belong to an older state."""

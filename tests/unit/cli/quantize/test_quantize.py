@@ -70,8 +70,10 @@ def nearest(source: ModelCheckpoint) -> torch.nn.Module:
     return model
 
 
-def test_the_config_names_the_layers_of_each_form_and_those_left(tmp_path: Path) -> None:
+def test_the_configs_name_the_layers_of_each_form_and_keep_what_generation_does(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True)
+    generation = {"temperature": 0.9, "top_p": 0.6}  # without do_sample, as some are published
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
     source, directory = ModelCheckpoint.open(tmp_path / "model"), new_directory(tmp_path / "rounded")
     round_blocks(source, torch.arange(3, 35)[None], directory, print)
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
@@ -82,6 +84,7 @@ def test_the_config_names_the_layers_of_each_form_and_those_left(tmp_path: Path)
     assert "model.embed_tokens" in config["ignore"]
     assert "lm_head" in config["ignore"]  # though it is not stored, because it is tied
     assert not any("_proj" in name for name in config["ignore"])
+    assert json.loads((directory / "generation_config.json").read_text()).items() >= generation.items()
 
 
 def test_what_is_not_rounded_is_not_written_in_more_bytes_than_bfloat16_if_it_was_packed(tmp_path: Path) -> None:

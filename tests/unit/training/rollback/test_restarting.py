@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm_training.checkpoints.state_file import StateFile
+from swarm_training.checkpoints.state_file import StateFile, UnreadableState
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Kept
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
+from swarm_training.run.transfer import OfferedState
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, simulate
 
 WAITING = replace(CONFIG, restart_wait_s=10.0)
@@ -114,5 +115,23 @@ def test_a_run_goes_on_from_the_newest_checkpoint_whoever_has_it(
         await all_done([peer.spawn(peer.train(0.5, 5, until_step=expected + 2)) for peer in peers])
         await asyncio.sleep(1.0)
         assert len({peer.state.digest() for peer in peers}) == 1
+
+    simulate(scenario)
+
+
+def test_no_run_is_founded_on_a_state_that_was_taken_over_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        peer = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
+        offered = OfferedState(Moment(0, 4), b"4" * 32, EvaluationHistory(), peer.state.snapshot()[1])
+
+        def fails(*_: object) -> None:
+            raise UnreadableState("the disk has failed")
+
+        monkeypatch.setattr(peer.state, "load", fails)
+        calls = peer.share.start_again(Moment(0, 1), [], EvaluationHistory())
+        next(calls).close()  # the peer waits for offers
+        calls.send(None).close()  # and asks for them
+        with pytest.raises(UnreadableState, match="the disk has failed"):
+            calls.send(offered)
 
     simulate(scenario)
