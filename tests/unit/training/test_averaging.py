@@ -167,6 +167,7 @@ async def test_once_a_step_is_taken_the_results_of_its_rounds_are_all_that_is_ke
         assert 4 * length <= held_bytes(rounds) < 1.2 * 4 * length
         kept = await rounds.find(f"group {step}", 0, 1.0)
         assert [chunk.data for chunk in kept.serve_fetch(range(10))] == list(reducer.round.results.values())
+        del kept, reducer
 
 
 async def test_an_address_that_cannot_be_is_no_peer_that_is_gone() -> None:

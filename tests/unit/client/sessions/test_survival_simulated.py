@@ -423,7 +423,7 @@ def test_a_server_that_answers_between_calls_costs_no_memory():
         (hosted,) = swarm.net.servers[swarm.hops(session)[1]].host._sessions.values()
         answer = pb.SessionReply(output=pb.Output(number=chain.number))
         for _ in range(2000):
-            await hosted._reply([answer])
+            await hosted._reply.send([answer])
         await asyncio.sleep(1.0)
         assert 1 < chain._listener._inbox.qsize() < 100
         await swarm.extend(session, [3.0])
