@@ -7,7 +7,13 @@ import os
 from pathlib import Path
 
 from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
-from swarm_models.checkpoints.default_model import DEFAULT_MODEL, check_location, locate
+from swarm_models.checkpoints.default_model import (
+    DEFAULT_MODEL,
+    add_gguf_flag,
+    check_location,
+    locate,
+    with_gguf_file,
+)
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_common_flags
 
@@ -25,6 +31,7 @@ def add_quantize(commands: Commands) -> None:
     parser.set_defaults(command=quantize_command)
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="name on the hub, directory or GGUF file")
+    add_gguf_flag(parser)
     add("--revision", help="branch, tag or commit of a hub model")
     add("--output", type=Path, required=True, metavar="DIRECTORY", help="where to write; must not exist yet")
     add("--text", type=Path, metavar="FILE", help="text like that of the model's users; by default a mixed one")
@@ -33,7 +40,7 @@ def add_quantize(commands: Commands) -> None:
 
 
 def quantize_command(args: argparse.Namespace) -> Command:
-    model = locate(args.model)
+    model = locate(with_gguf_file(args.model, args.gguf_file))
     check_location(model, args.revision)
     if os.path.lexists(args.output):
         raise ValueError(f"--output {args.output} exists already: expected a new directory")

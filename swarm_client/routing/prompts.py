@@ -79,6 +79,8 @@ def with_prompts(costs: Costs, view: SwarmView, blocks: Span, num_known: Mapping
     A server keeps a prompt for exactly the blocks that it computed. A session is expected to use all blocks that it can
     of each server.
     """
+    if not num_known:
+        return costs
     known: dict[str, int] = {}
     for server in view.servers:
         start, end = max(server.span.start, blocks.start), min(server.span.end, blocks.end)

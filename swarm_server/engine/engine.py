@@ -463,11 +463,7 @@ class Engine:
         hidden = [rows if rows.device == device else rows.to(device) for rows in hidden]
         places, num_new = block_runs(blocks, batch), hidden[0].shape[1]
         positions, joined = batch_positions(batch, num_new), batch_joined(batch, num_new)
-        shares = []
-        if any(work.session.adapter is not None for work in batch):
-            shares = shares_of(
-                [(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch]
-            )
+        shares = _adapter_rows(batch)
         adapter, output = adapter_of_all(shares, len(positions)), None
         if joined is None and (adapter is not None or not shares):
             output = self._run_graph(blocks, batch, hidden, positions, places, adapter)
@@ -534,6 +530,13 @@ class Engine:
             return steps_of_two_lengths(self)
         finally:
             self.ways = before
+
+
+def _adapter_rows(batch: Sequence[Prepared]) -> list[AdapterRows]:
+    """Return the rows of each adapter of the batch; empty if no session has one, as in most batches."""
+    if all(work.session.adapter is None for work in batch):
+        return []
+    return shares_of([(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch])
 
 
 def _next_position(session: Session, step: SessionStep) -> Prepared | None:
