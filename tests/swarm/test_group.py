@@ -91,6 +91,7 @@ def test_a_group_over_tcp_whose_followers_are_killed_and_stopped_in_mid_generati
         follower = server_process(*following, str(key), wait=False)
         wait_for(lambda: len(group.stdout) == 3, "the group has formed again with the member that has come")
         assert "group=2" in group.stdout[2] and "the group has another member or leader" in group.stderr
+        wait_for(lambda: max(record.tokens_per_s for record in servers.records()) > 1, "the group is announced")
         with DistributedModel.from_pretrained(str(model), **client) as together:
             watcher = Watcher(3, lambda: os.kill(follower.pid, signal.SIGSTOP))
             assert torch.equal(generate(together, streamer=watcher), expected)
