@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -57,7 +56,6 @@ class BatchStore:
             ValueError: the file cannot be used, or another process uses it, which would answer the same batches.
         """
         self._most_bytes = most_bytes
-        self._changing = threading.Lock()
         self._database = Database(path, _APPLICATION_ID, _TABLES, "batches")
         self._locked = None if path is None else path.open("rb")
         if self._locked is not None and not try_lock(self._locked):
@@ -145,16 +143,19 @@ class BatchStore:
         rows = self._database.all("SELECT id, owner, entry FROM batches WHERE NOT is_over ORDER BY number")
         return [StoredBatch(batch_id, owner, json.loads(entry)) for batch_id, owner, entry in rows]
 
-    def change(self, batch_id: str, fields: Mapping[str, Any], *, only_if: str = "", is_over: bool = False) -> None:
+    def change(self, batch_id: str, fields: Mapping[str, Any], *, only_if: str = "") -> None:
         """Change fields of a batch that is not over; ``only_if`` it has this status, unless that is empty."""
-        with self._changing:
-            row = self._database.one("SELECT entry FROM batches WHERE id = ? AND NOT is_over", batch_id)
-            if row is None:
-                return
-            entry = json.loads(row[0])
-            if only_if in ("", entry["status"]):
-                changed = json.dumps({**self._counted(entry), **fields})
-                self._database.run("UPDATE batches SET entry = ?, is_over = ? WHERE id = ?", changed, is_over, batch_id)
+        with self._database.transaction():
+            self._change(batch_id, fields, only_if=only_if)
+
+    def _change(self, batch_id: str, fields: Mapping[str, Any], *, only_if: str = "", is_over: bool = False) -> None:
+        row = self._database.one("SELECT entry FROM batches WHERE id = ? AND NOT is_over", batch_id)
+        if row is None:
+            return
+        entry = json.loads(row[0])
+        if only_if in ("", entry["status"]):
+            changed = json.dumps({**self._counted(entry), **fields})
+            self._database.run("UPDATE batches SET entry = ?, is_over = ? WHERE id = ?", changed, is_over, batch_id)
 
     def _counted(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the entry with the numbers of requests that have answers, unless the answers are in files by now."""
@@ -178,7 +179,17 @@ class BatchStore:
         return {line for (line,) in self._database.all("SELECT line FROM answers WHERE batch = ?", batch_id)}
 
     def finish(self, batch: StoredBatch, fields: Mapping[str, Any]) -> None:
-        """Put the answers into files, and end the batch with these fields."""
+        """Put the answers into files, and end the batch with these fields, all in one transaction.
+
+        Raises:
+            sqlite3.Error: the disk is full, for example; nothing has changed then.
+        """
+        with self._database.transaction():
+            self._change(batch.id, {**fields, **self._answer_files(batch)}, is_over=True)
+            self._database.run("DELETE FROM answers WHERE batch = ?", batch.id)
+
+    def _answer_files(self, batch: StoredBatch) -> dict[str, str]:
+        """Insert the files of the batch's answers; return their ids by the fields that name them."""
         files = {}
         for name, succeeded in (("output_file_id", True), ("error_file_id", False)):
             rows: Sequence[Any] = self._database.all(
@@ -188,5 +199,4 @@ class BatchStore:
                 content = "".join(f"{text}\n" for (text,) in rows).encode()
                 kind = name.removesuffix("_file_id")
                 files[name] = self._insert(batch.owner, f"{batch.id}_{kind}.jsonl", "batch_output", content)["id"]
-        self.change(batch.id, {**fields, **files}, is_over=True)
-        self._database.run("DELETE FROM answers WHERE batch = ?", batch.id)
+        return files

@@ -6,8 +6,8 @@ import hashlib
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Database:
         Raises:
             ValueError: the file cannot be used.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         try:
             if path is not None:
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -40,6 +40,16 @@ class Database:
         except (OSError, sqlite3.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"{path} cannot be used for {purpose}: {reason}") from None
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Run the statements of this context as one: none counts if one fails, or if the process ends before the last.
+
+        Statements of other threads wait meanwhile. Transactions cannot be nested.
+        """
+        with self._lock, self._connection:  # the connection commits, or rolls back after an error
+            self.run("BEGIN IMMEDIATE")
+            yield
 
     def run(self, statement: str, *values: Any) -> None:
         self.all(statement, *values)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,30 @@ def test_a_batch_goes_on_after_a_restart(serve: Serve, tmp_path: Path, monkeypat
     said = [found[name]["response"]["body"]["choices"][0]["message"]["content"] for name in found]
     assert list(found) == ["r0", "r1", "r2", "last"] and said[0] == "first" and set(said) <= {"first", "second"}
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_batch_ends_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A gateway that stops while a batch ends leaves no file of answers that no batch names."""
+    path = tmp_path / "batches.sqlite"
+    store = BatchStore(path)
+    store.add_batch("ada", {"id": "b", "status": "in_progress", "input_file_id": "f", "request_counts": {}})
+    (batch,) = store.unfinished()
+    for number, succeeded in enumerate((True, False)):
+        store.add_answer("b", number, succeeded=succeeded, text="{}")
+    with closing(sqlite3.connect(path)) as other:
+        for event in ("UPDATE ON batches", "DELETE ON answers"):
+            other.execute(f"CREATE TRIGGER full BEFORE {event} BEGIN SELECT RAISE(ABORT, 'no room'); END")
+            with pytest.raises(sqlite3.Error, match="no room"):
+                store.finish(batch, {"status": "completed"})
+            assert not store.files("ada") and store.unfinished() and store.answered("b") == {0, 1}
+            other.execute("DROP TRIGGER full")
+    store.finish(batch, {"status": "completed"})
+    done = store.batch("ada", "b")
+    assert {done["output_file_id"], done["error_file_id"]} == {file["id"] for file in store.files("ada")}
+    assert (
+        done["request_counts"] == {"completed": 1, "failed": 1} and not store.unfinished() and not store.answered("b")
+    )
+    store.close()
 
 
 def test_a_swarm_that_fails_is_asked_again(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
