@@ -158,7 +158,8 @@ async def _manifest(members: OfferingMembers, wanted: bytes | None) -> Manifest 
         except CheckpointError:
             if not num_left:
                 raise
-        await asyncio.sleep(_LOOK_S)
+        if num_left:
+            await asyncio.sleep(_LOOK_S)
     return None
 
 

@@ -25,6 +25,7 @@ from swarm_server.command_line import parse_args, read_config
 from swarm_server.node.server import _model_flag
 from swarm_server.weights.offering import Offering
 from tests.unit.support import run, server_record
+from tests.worlds.virtual_time import run_virtually
 
 PEER = "/ip4/192.0.2.1/tcp/1/p2p/QmdUtnPbuY3WTo3fZTDxigxcQoQQuFXn9QVnM3eJhRR4mq"
 
@@ -177,6 +178,21 @@ def test_the_wanted_digest_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
     other.GetOffer = offered
     found = opened("tiny", late, other, weights=full.weights.hex())
     assert found.files.store.manifest.digest == full.weights and len(looks) >= 3
+
+
+def test_the_last_look_is_not_waited_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obtaining, "_LOOK_S", 3.0)
+    looked_s: list[float] = []
+
+    class Nobody:
+        async def manifest(self, _wanted: bytes | None) -> None:
+            looked_s.append(asyncio.get_running_loop().time())
+
+    async def scenario() -> float:
+        assert await obtaining._manifest(Nobody(), None) is None
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(scenario()) == looked_s[-1] == 3.0 * (len(looked_s) - 1) > 0
 
 
 def announced(peer_id: str, model: str, revision: str, **fields: Any) -> SimpleNamespace:
