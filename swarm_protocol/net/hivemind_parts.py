@@ -55,7 +55,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 
-from swarm_protocol.process.scratch import scratch_directory
+from swarm_protocol.process.scratch import socket_directory
 
 
 class P2P(AnyP2P):  # type: ignore[misc]
@@ -63,7 +63,7 @@ class P2P(AnyP2P):  # type: ignore[misc]
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> P2P:
-        cls._UNIX_SOCKET_PREFIX = f"/unix{scratch_directory()}/"
+        cls._UNIX_SOCKET_PREFIX = f"/unix{socket_directory()}/"
         p2p: P2P = await super().create(*args, **kwargs)
         return p2p
 

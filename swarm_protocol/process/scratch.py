@@ -1,4 +1,4 @@
-"""A process's temporary directory, removed at exit; if the process is killed, the next process to start removes it."""
+"""A process's temporary directories, removed at exit; if it is killed, the next process to start removes them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,45 @@ _PREFIX, _LOCK = "swarm-lm-", ".swarm-lm-lock"
 _NEW = f"{_PREFIX}new-"  # not locked yet
 _MAX_PATH = 50  # libp2p's sockets in it have up to 53 more, and 103 is the longest path of a socket on macOS
 
-_directory: Path | None = None
-_lock: IO[str] | None = None
+_directories: dict[Path, tuple[Path, IO[str]]] = {}  # of this process, with their locks, by parent
 _owner_pid = 0
 
 
 def scratch_directory() -> Path:
-    """Return the process's directory, the same for all calls; raise SwarmError if it cannot be created."""
-    global _directory, _lock, _owner_pid
-    if _directory is None or _owner_pid != os.getpid():  # a forked child makes its own directory
-        try:
-            _directory, _lock = _make()
-        except OSError as error:
-            raise SwarmError(
-                f"temporary files cannot be written: {error}; set TMPDIR to a directory for them"
-            ) from None
-        _owner_pid = os.getpid()
-        atexit.register(remove_scratch)
-    return _directory
+    """Return the process's directory where TMPDIR says, the same for all calls; raise SwarmError if it cannot be
+    created."""
+    return _directory_in(Path(tempfile.gettempdir()))
 
 
-def _parent() -> Path:
+def socket_directory() -> Path:
+    """Return the process's directory for Unix sockets, whose paths must be short: it is ``scratch_directory``, or one
+    in ``/tmp`` if that has a long path. Raise SwarmError if it cannot be created."""
+    return _directory_in(_parent_of_sockets())
+
+
+def _parent_of_sockets() -> Path:
     parent = tempfile.gettempdir()
     return Path(parent if len(os.fsencode(parent)) <= _MAX_PATH else "/tmp")
 
 
-def _make() -> tuple[Path, IO[str]]:
-    parent = _parent()
-    remove_dead(parent)
+def _directory_in(parent: Path) -> Path:
+    global _owner_pid
+    if _owner_pid != os.getpid():  # a forked child makes its own directories
+        _directories.clear()
+        _owner_pid = os.getpid()
+        atexit.register(remove_scratch)
+    if parent not in _directories:
+        try:
+            _directories[parent] = _make(parent)
+        except OSError as error:
+            raise SwarmError(
+                f"temporary files cannot be written: {error}; set TMPDIR to a directory for them"
+            ) from None
+    return _directories[parent][0]
+
+
+def _make(parent: Path) -> tuple[Path, IO[str]]:
+    _remove_dead_in(parent)
     named = f"{_PREFIX}{os.getpid()}-"
     can_rename = os.name == "posix"  # elsewhere no directory in which a file is open
     new = Path(tempfile.mkdtemp(prefix=_NEW if can_rename else named, dir=parent))
@@ -54,18 +65,20 @@ def _make() -> tuple[Path, IO[str]]:
 
 
 def remove_scratch() -> None:
-    """Remove the directory; call this before a process ends by ``os._exit``."""
-    global _directory
-    if _directory is not None and _owner_pid == os.getpid():
-        if _lock is not None:
-            _lock.close()  # Windows removes no open file
-        shutil.rmtree(_directory, ignore_errors=True)
-        _directory = None
+    """Remove the directories; call this before a process ends by ``os._exit``."""
+    while _owner_pid == os.getpid() and _directories:
+        directory, held = _directories.popitem()[1]
+        held.close()  # Windows removes no open file
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-def remove_dead(parent: Path | None = None) -> None:
+def remove_dead() -> None:
     """Remove the directories of ended processes, whose locks are free."""
-    parent = parent or _parent()
+    for parent in {Path(tempfile.gettempdir()), _parent_of_sockets()}:
+        _remove_dead_in(parent)
+
+
+def _remove_dead_in(parent: Path) -> None:
     for directory in parent.glob(f"{_PREFIX}[0-9]*-*"):
         with contextlib.suppress(OSError):
             if hasattr(os, "getuid") and directory.stat().st_uid != os.getuid():  # Windows has a directory per user

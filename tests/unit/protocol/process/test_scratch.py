@@ -71,3 +71,20 @@ def test_what_a_killed_process_leaves_goes_with_the_next_start(directory: Path) 
         assert set(directory.iterdir()) == {of_living, foreign}
         assert (of_living / "socket").exists()
     assert set(directory.iterdir()) == {foreign}
+
+
+def test_files_are_where_the_user_wants_them_and_sockets_have_short_paths(tmp_path: Path) -> None:
+    wanted = tmp_path / ("long" * 20)
+    wanted.mkdir()
+    script = """
+from swarm_protocol.process.scratch import scratch_directory, socket_directory
+print(scratch_directory(), socket_directory(), sep="\\n")
+"""
+    environment = {**os.environ, "TMPDIR": str(wanted)}
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment).stdout
+    files, sockets = map(Path, printed.splitlines())
+    assert files.parent == wanted
+    longest = sockets / "p2pclient-0123456789a.sock"  # of hivemind
+    assert len(os.fsencode(longest)) <= 103
+    assert not files.exists()
+    assert not sockets.exists()
