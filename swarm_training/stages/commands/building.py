@@ -57,6 +57,11 @@ def require_stages(file: RunFile) -> int:
     """Return the number of micro-batches in a batch. Raises ValueError if the run cannot be trained in stages."""
     if not file.stages.count:
         raise ValueError("the run is not trained in stages: expected their number as `count` under [stages]")
+    if file.run.hub:
+        raise ValueError(
+            f"hub is {file.run.hub!r}: expected none in a run in stages, since no peer has the whole model; "
+            "`swarm train export` writes it"
+        )
     averaging = file.averaging
     if averaging.error_feedback or replace(averaging, codec="fp32", straggler_s=0.0) != AveragingSettings():
         raise ValueError(

@@ -164,6 +164,24 @@ def test_checkpoints_are_written_when_they_are_due(file: RunFile, tmp_path: Path
     assert (checkpoints.path(STEPS) / "loss.svg").read_text().startswith("<svg")
 
 
+def test_the_hub_gets_each_checkpoint_that_is_due_and_a_hub_that_fails_ends_no_run(
+    file: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits: list[tuple[str, str, str]] = []
+
+    def upload(directory: Path, repository: str, message: str) -> None:
+        commits.append((directory.name, repository, message))
+        if len(commits) == 1:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(joining, "upload_to_hub", upload)
+    run = joined(replace(file, run=replace(file.run, hub="ada/run")), said := [])
+    due = range(2, STEPS + 1, 2)
+    assert commits == [(f"step-{step:09d}", "ada/run", f"run: step {step}") for step in due]
+    assert "warning: the checkpoint of step 2 was not copied to ada/run on the hub: no route to host" in said
+    assert run.num_steps == STEPS
+
+
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(file: RunFile, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     run = joined(file, said := [])

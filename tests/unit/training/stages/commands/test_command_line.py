@@ -116,10 +116,12 @@ def settings(**stages: object) -> RunFile:
     return replace(file, stages=replace(file.stages, **stages))
 
 
-def test_what_counts_exactly_cannot_be_compressed_with_memory() -> None:
+def test_what_counts_exactly_cannot_be_compressed_with_memory_nor_copied_to_the_hub() -> None:
     assert require_stages(settings()) == 3
     with pytest.raises(ValueError, match="counts exactly"):
         require_stages(replace(settings(), averaging=AveragingSettings(codec="int8", error_feedback=True)))
+    with pytest.raises(ValueError, match="hub is 'ada/run': expected none in a run in stages"):
+        require_stages(replace(settings(), run=replace(settings().run, hub="ada/run")))
     with pytest.raises(ValueError, match="cannot be streamed"):
         build_micro_batches(replace(settings(), data=replace(settings().data, streaming=True)))
 
