@@ -133,6 +133,7 @@ class TrainingPeer:
         self.meet, self.reduce, self.fetch = self._averager.meet, self._averager.reduce, self._averager.fetch
         self._measured_s: float | None = None
         self._averaging: asyncio.Task[Averaged | WentBack | None] | None = None
+        self._no_state = "none that can be called has one"  # why a download has failed
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -570,24 +571,31 @@ class TrainingPeer:
         return await download_checkpoint(self._network, source, self._state, digest, self._in_thread)
 
     async def download(self) -> Downloaded | None:
-        """Download and return the state that most other peers have; None if no peer has a newer one, or gives it.
+        """Download and return the state that most other peers have; None if no peer has a newer one, or gives it. Peers
+        that refuse are asked a second time, for their newest state then: a step may have overtaken the first one.
 
         Raises:
             ValueError: a source trains another model than this peer, which has not joined yet.
         """
-        view = self.view()
-        sources = list(policy.sources_of_state(view))
-        self._rng.shuffle(sources)
-        for source in sources:
-            try:
-                return await download(self._network, source, self._state, self._in_thread)
-            except (SwarmError, TimeoutError, ValueError) as error:
-                if not isinstance(error, SwarmError | TimeoutError) and not self.own.state_digest:
-                    raise
-                _logger.debug("%s does not give its state: %s", source.peer_id, error)
-                self.table.suspect(source.peer_id)
+        for may_ask_again in (True, False):
+            sources = list(policy.sources_of_state(self.view()))
+            self._rng.shuffle(sources)
+            for source in sources:
+                try:
+                    return await download(self._network, source, self._state, self._in_thread)
+                except (SwarmError, TimeoutError, ValueError) as error:
+                    if not isinstance(error, SwarmError | TimeoutError) and not self.own.state_digest:
+                        raise
+                    _logger.debug("%s does not give its state: %s", source.peer_id, error)
+                    self._no_state = f"{source.peer_id}: {str(error) or 'it is too slow'}"
+                    if not (may_ask_again and isinstance(error, PeerUnavailable)):
+                        self.table.suspect(source.peer_id)
         await asyncio.sleep(self._config.poll_s)
         return None
+
+    def no_state(self) -> PeerUnavailable:
+        """Return the error of a peer that cannot join, because no peer gives the state."""
+        return PeerUnavailable(f"no peer of the run has given its state: {self._no_state}")
 
     async def refuse(self, downloaded: Downloaded, error: Exception) -> None:
         """Suspect the source of a download that is not a valid state, or can no longer be read."""

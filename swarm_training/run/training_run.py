@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from swarm_protocol.access.access_control import AccessControl
-from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
@@ -329,10 +328,10 @@ class TrainingRun:
         if resumed_at is not None:
             network_loop.run(peer.offer_state(resumed_at, self._state.digest(), earlier))
         deadline_s = time.monotonic() + timeout_s
-        while not self._presence.peer.own.state_digest:
+        while not peer.own.state_digest:
             self._drive(self._share.load())
-            if time.monotonic() > deadline_s and not self._presence.peer.own.state_digest:
-                raise PeerUnavailable("no peer of the run has given its state")
+            if time.monotonic() > deadline_s and not peer.own.state_digest:
+                raise peer.no_state()
         network_loop.run(self._withdraw_offers())
 
     async def _withdraw_offers(self) -> None:

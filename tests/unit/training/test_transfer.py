@@ -47,6 +47,10 @@ def test_joiners_wait_for_a_slow_disk_and_share_one_file_and_who_compares_needs_
         network: Any = joiner.peer._network
         await compare(network, giver.peer.own, joiner.state)
         assert not files
+        other = SimulatedPeer.make(giver.world, 2, target=4, size=38)
+        with pytest.raises(ValueError, match=r"\[38\] float32 here and \[37\] float32 in the run"):
+            await other.peer.find_others()
+        assert not files
         first, second = await asyncio.gather(
             *(download(network, giver.peer.own, joiner.state, at_once) for _ in range(2))
         )
@@ -57,6 +61,32 @@ def test_joiners_wait_for_a_slow_disk_and_share_one_file_and_who_compares_needs_
             assert joiner.state.digest() == expected
 
     monkeypatch.setattr("swarm_training.run.transfer._DISK_BYTES_PER_S", 1.0)  # the state has some hundred bytes
+    simulate(scenario)
+
+
+def test_a_giver_that_a_step_has_overtaken_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        giver, joiner = await giver_and_joiner(monkeypatch, [])
+        await joiner.peer.find_others()
+        joiner.peer.start()
+        downloading = joiner.spawn(joiner.peer.download())
+        await asyncio.sleep(WRITES_S / 2)
+        await giver.step(states.torch.ones(giver.state.length), samples=4)
+        downloaded = await downloading
+        assert downloaded is not None and downloaded.arrival.moment == giver.state.moment == Moment(0, 1)
+
+    monkeypatch.setattr("swarm_training.run.transfer._DISK_BYTES_PER_S", 1.0)
+    simulate(scenario)
+
+
+def test_who_gets_no_state_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        giver, joiner = await giver_and_joiner(monkeypatch, [])
+        await joiner.peer.find_others()
+        giver.peer._state_server._arrivals.clear()
+        assert await joiner.peer.download() is None
+        assert f"{giver.peer_id}: the run has gone on" in str(joiner.peer.no_state())
+
     simulate(scenario)
 
 
