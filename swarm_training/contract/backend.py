@@ -34,7 +34,7 @@ class Joining:
         token: this peer's grant; empty without an organiser.
         checkpoint_every: the steps between checkpoints, to go back to when ``rollback`` asks for it; 0: never.
         resumed_at: the moment of the checkpoint that model and optimizer have been loaded from; None: they are new.
-        restart_wait_s: the time in which a founder with a checkpoint takes a newer one from others; 0: it takes none.
+        restart_wait_s: the time in which who founds a run again takes a newer checkpoint from others; 0: none is taken.
         max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
         average_decay: the decay of the moving average of the weights; 0: there is no such average.
         ledger: the file that keeps who has contributed how much; None: there is none.

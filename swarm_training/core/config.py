@@ -147,7 +147,7 @@ class TrainingConfig:
     delay: bool = False  # average while the next batch is computed; see above
     chunk_elements: int = CHUNK_ELEMENTS
     join_timeout_s: float = 60.0
-    restart_wait_s: float = 0.0  # that a founder with a checkpoint waits for peers that offer a newer one
+    restart_wait_s: float = 0.0  # that the founder of a run which has begun before waits for newer checkpoints
     gossip_s: float = 0.25  # between two exchanges of progress
     heartbeat_s: float = 1.0
     silence_s: float = 4.0  # after which a silent peer is no longer waited for

@@ -189,7 +189,7 @@ class TrainingPeer:
         self.show_offers([OfferedCheckpoint(0, offer_of(moment, state_digest))])
 
     async def await_offers(self, addresses: Sequence[str]) -> None:
-        """Wait for ``restart_wait_s``. ``addresses``: those by which others join."""
+        """Wait for ``restart_wait_s``, for peers that offer a checkpoint. ``addresses``: those by which they join."""
         if self._config.restart_wait_s:
             _logger.warning(
                 "waits %.0f s for peers that have a newer checkpoint than this one; they join by: --initial-peers %s",

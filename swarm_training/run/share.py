@@ -87,13 +87,24 @@ class GradientAccumulator:
                 self._clear()
                 yield from self._apply(decided, losses)
 
-    def start_again(self, resumed_at: Moment, addresses: Sequence[str], evaluations: EvaluationHistory) -> PeerCalls:
-        """Found the run again at the newest checkpoint that is known: the present state, which is that of
-        ``resumed_at``, or one that peers offer meanwhile. ``addresses``: those by which they join. ``evaluations``: see
-        ``TrainingPeer.found``."""
-        yield self._peer.await_offers(addresses)
+    def found(self, resumed_at: Moment | None, addresses: Sequence[str], evaluations: EvaluationHistory) -> PeerCalls:
+        """Found the run with the present state, which is that of the checkpoint of ``resumed_at``, or of step 0.
+
+        A run that has been there before, as that checkpoint or the ledger shows, goes on from a newer checkpoint if
+        peers offer one meanwhile; a new run waits for nobody. ``addresses``: those by which they join. ``evaluations``:
+        see ``TrainingPeer.found``."""
+        if resumed_at is not None or self._peer.ledger.newest is not None:
+            yield self._peer.await_offers(addresses)
+            newer = yield from self._load_newer(resumed_at or Moment(0, 0))
+            if newer is not None:
+                resumed_at, evaluations = newer.moment, newer.evaluations
+        yield self._peer.found(self._state.digest(), resumed_at, evaluations=evaluations)
+
+    def _load_newer(self, own: Moment) -> Generator[Coroutine[Any, Any, Any], Any, OfferedState | None]:
+        """Take over the newest state that peers offer, if it is newer than the one of moment ``own``, and return it."""
         refused: set[bytes] = set()
-        while (newer := (yield self._peer.newer_state(resumed_at, refused))) is not None:
+        newer: OfferedState | None
+        while (newer := (yield self._peer.newer_state(own, refused))) is not None:
             step = newer.moment.step
             try:
                 self._load_offered(newer)
@@ -102,9 +113,8 @@ class GradientAccumulator:
                 refused.add(newer.digest)
                 continue
             _logger.warning("the run goes on from the checkpoint of step %d, which another peer has", step)
-            resumed_at, evaluations = newer.moment, newer.evaluations
-            break
-        yield self._peer.found(self._state.digest(), resumed_at, evaluations=evaluations)
+            return newer
+        return None
 
     def _load_offered(self, newer: OfferedState) -> None:
         """Take over an offered state.

@@ -141,7 +141,7 @@ class TrainingRun:
             if initial_peers:
                 self._join(config.join_timeout_s, resumed_at, earlier)
             else:
-                self._found(resumed_at, earlier)
+                self._drive(self._share.found(resumed_at, self.initial_peers, earlier))
             on_error.pop_all()
 
     @property
@@ -315,12 +315,6 @@ class TrainingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _found(self, resumed_at: Moment | None, earlier: EvaluationHistory) -> None:
-        if resumed_at is None:
-            network_loop.run(self._presence.peer.found(self._state.digest(), evaluations=earlier))
-        else:
-            self._drive(self._share.start_again(resumed_at, self.initial_peers, earlier))
 
     def _join(self, timeout_s: float, resumed_at: Moment | None, earlier: EvaluationHistory) -> None:
         """Load the state of the run. If the run starts again, offer the own state, which is that of ``resumed_at``."""

@@ -346,7 +346,7 @@ class Week:
         if resumed_at is None:
             await peer.peer.found(peer.state.digest())
         else:
-            await peer.drive(peer.share.start_again(resumed_at, [], EvaluationHistory()))
+            await peer.drive(peer.share.found(resumed_at, [], EvaluationHistory()))
         peer.note()
 
     async def _join(self, volunteer: Volunteer, peer: SimulatedPeer, resumed_at: Moment | None) -> None:
