@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 
-@contextmanager
-def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Call ``undo`` if the context ends with an error or an interruption, which then goes on to the caller."""
-    try:
-        yield
-    except BaseException:  # raised again; Ctrl-C and cancellation leave half of the work behind as errors do
-        undo()
-        raise
+class undone_on_error(AbstractContextManager[None]):
+    """A context that calls ``undo`` if it ends with an error or an interruption, which then goes on to the caller."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo = undo
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:  # Ctrl-C and cancellation leave half of the work behind as errors do
+            self._undo()
 
 
 @asynccontextmanager
@@ -43,21 +44,23 @@ def any_error_as(translation: Callable[[Exception], Exception]) -> Iterator[None
         raise translated from None if translated is error else error
 
 
-@contextmanager
-def logged_errors(
-    logger: logging.Logger, message: str, *arguments: object, level: int = logging.ERROR
-) -> Iterator[None]:
-    """Log an error of the context, and go on behind the context. A warning has no traceback, other levels have one.
+class logged_errors(AbstractContextManager[None]):
+    """A context that logs its error, and goes on behind it. A warning has no traceback, other levels have one.
 
     This is for work that must not end its caller, whatever it meets: callbacks of users, and work that is repeated.
     """
-    try:
-        yield
-    except Exception as error:  # the reason is in the docstring; interruptions go on as they are
-        if level == logging.WARNING:
-            logger.warning(f"{message}: %s", *arguments, one_line(error))
+
+    def __init__(self, logger: logging.Logger, message: str, *arguments: object, level: int = logging.ERROR) -> None:
+        self._logger, self._message, self._arguments, self._level = logger, message, arguments, level
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(error, Exception):  # interruptions go on as they are
+            return False
+        if self._level == logging.WARNING:
+            self._logger.warning(f"{self._message}: %s", *self._arguments, one_line(error))
         else:
-            logger.log(level, message, *arguments, exc_info=True)
+            self._logger.log(self._level, self._message, *self._arguments, exc_info=error)
+        return True
 
 
 def call_after(owner: object, function: Callable[..., object], *arguments: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,10 +72,10 @@ class Shares:
         self.capacity = capacity
         self.used = 0
         self._minimum = minimum
-        self._held: Counter[Hashable] = Counter()  # by the caller's peer id, and by its address
+        self._held: dict[Hashable, int] = {}  # by the caller's peer id, and by its address
 
     def held(self, caller: Caller) -> int:
-        return self._held[caller.peer_id]
+        return self._held.get(caller.peer_id, 0)
 
     def fits(self, caller: Caller, amount: int) -> bool:
         """Return whether the caller may hold this much more."""
@@ -84,7 +83,7 @@ class Shares:
         if left < 0:
             return False
         for holder, factor in caller.holders:
-            if self._held[holder] + amount > max(factor * left, self._minimum):
+            if self._held.get(holder, 0) + amount > max(factor * left, self._minimum):
                 return False
         return True
 
@@ -96,6 +95,7 @@ class Shares:
         """Add an amount, which may be negative, to the caller's share; check ``fits`` before a positive one."""
         self.used += amount
         for holder, _factor in caller.holders:
-            self._held[holder] += amount
-            if not self._held[holder]:
-                del self._held[holder]
+            if held := self._held.get(holder, 0) + amount:
+                self._held[holder] = held
+            else:
+                self._held.pop(holder, None)

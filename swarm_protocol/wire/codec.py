@@ -25,6 +25,9 @@ _TORCH_DTYPES: dict[pb.DType, torch.dtype] = {
     pb.UINT8: torch.uint8,
     pb.INT32: torch.int32,
 }
+_NUMPY_DTYPES = {
+    dtype: np.dtype(str(dtype).removeprefix("torch.")) for dtype in _TORCH_DTYPES.values() if dtype != torch.bfloat16
+}
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
 _PACK = {pb.BFLOAT16_ELEMENTS: pack_bf16, pb.INT8_BLOCKS: pack_int8, pb.INT4_BLOCKS: pack_int4}
 _UNPACK = {pb.BFLOAT16_ELEMENTS: unpack_bf16, pb.INT8_BLOCKS: unpack_int8, pb.INT4_BLOCKS: unpack_int4}
@@ -79,7 +82,7 @@ def _bytes_of(tensor: torch.Tensor, codec: pb.Codec) -> bytes:
     if tensor.dtype not in _WIRE_DTYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _WIRE_DTYPES if dtype.is_floating_point)
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
-    if tensor.requires_grad or tensor.device.type != "cpu":
+    if tensor.requires_grad or not tensor.is_cpu:
         tensor = tensor.detach().cpu()
     return _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else _raw_bytes(tensor)
 
@@ -121,7 +124,8 @@ class Assembler:
         self.shape, self.codec, self.size_bytes = tuple(wire.shape), wire.codec, wire.size_bytes
         self.dtype = _checked_dtype(self.shape, wire.dtype, self.codec, self.size_bytes, max_bytes)
         self._data = bytearray()
-        for part in (wire.data, *parts):
+        self.add(wire.data)
+        for part in parts:
             self.add(part)
 
     @property
@@ -144,7 +148,9 @@ class Assembler:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.codec != pb.RAW:
             return _UNPACK[self.codec](self._data, self.shape, self.dtype)
-        return torch.frombuffer(self._data, dtype=self.dtype).view(self.shape)
+        if self.dtype == torch.bfloat16:  # numpy has none; a view takes longer than all else here
+            return torch.frombuffer(self._data, dtype=self.dtype).view(self.shape)
+        return torch.from_numpy(np.ndarray(self.shape, _NUMPY_DTYPES[self.dtype], self._data))
 
 
 @lru_cache(_MOST_HEADERS)  # nearly all tensors of a session are alike

@@ -26,6 +26,7 @@ from swarm_protocol.wire.printable import printable
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 _MAX_USER_CHARS = 64
 _SHOWN_CHARS = 60
+_FLOATS = frozenset((pb.FLOAT32, pb.BFLOAT16, pb.FLOAT16))
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,14 @@ class RequestValidator:
 
         ``stacked``: they may come with additions, see ``BlockInput.stacked``.
         """
-        shape = list(wire.shape)
+        shape = wire.shape
         if stacked and len(shape) == 4 and 1 < shape[2] <= 1 + MAX_ADDITIONS:
-            del shape[2]
+            shape = [*shape[:2], shape[3]]
         if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:
             expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
             raise RequestRejected(f"hidden states have shape {shown_shape(wire)}: expected {expected}")
         self.batch_size(shape[0])
-        if wire.dtype not in (pb.FLOAT32, pb.BFLOAT16, pb.FLOAT16):
+        if wire.dtype not in _FLOATS:
             raise RequestRejected("hidden states are no floating-point tensor: expected float32, bfloat16 or float16")
         return Assembler(wire, self.max_tensor_bytes)
 

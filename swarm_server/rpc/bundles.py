@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -112,8 +111,8 @@ class StepTasks:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._under_way: Counter[HostedSession] = Counter()
-        self._of_client: Counter[str] = Counter()
+        self._under_way: dict[HostedSession, int] = {}
+        self._of_client: dict[str, int] = {}
         self._without_task = 0
         self._idle = asyncio.Event()
         self._failing: set[asyncio.Task[None]] = set()
@@ -127,11 +126,11 @@ class StepTasks:
         if not may_be_bundled(step):
             raise RequestRejected(f"a step in a bundle is larger than {MAX_BUNDLED_BYTES} bytes")
         client = hosted.client.peer_id
-        if self._of_client[client] >= _MAX_TASKS:
+        of_client, of_session = self._of_client.get(client, 0), self._under_way.get(hosted, 0)
+        if of_client >= _MAX_TASKS:
             raise RequestRejected(f"a client has {_MAX_TASKS} steps under way on one stream")
-        self._of_client[client] += 1
-        self._under_way[hosted] += 1
-        if self._under_way[hosted] > 1 or not self._begin(hosted, step, arrivals, done):
+        self._of_client[client], self._under_way[hosted] = of_client + 1, of_session + 1
+        if of_session or not self._begin(hosted, step, arrivals, done):
             self._tasks.create_task(self._compute(hosted, step, arrivals, done))
 
     async def until_done(self) -> None:
@@ -142,8 +141,6 @@ class StepTasks:
 
     def _begin(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> bool:
         """Begin a step without a task. Return False, and change nothing, if it needs one, or is to be refused."""
-        if not hosted.is_idle:
-            return False
         arriving: ArrivingTensor | None = None
         has_begun = False
         try:
@@ -230,10 +227,9 @@ async def _has_told(hosted: HostedSession, step: pb.Step, error: BaseException) 
     return False
 
 
-def _count_down(counter: Counter[C], key: C) -> None:
-    counter[key] -= 1
-    if not counter[key]:
-        del counter[key]
+def _count_down(counts: dict[C, int], key: C) -> None:
+    if count := counts.pop(key) - 1:
+        counts[key] = count
 
 
 async def serve(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from swarm_protocol.net.shares import Caller
@@ -47,20 +46,12 @@ class Claim:
         """Note that a message has come for the session."""
         self._last_s = now_s()
 
-    @contextlib.contextmanager
-    def computing(self, used_bytes: Callable[[], int]) -> Iterator[None]:
-        """Mark a step as being computed. ``used_bytes`` returns the bytes with content, and may be called later."""
-        self.begin()
-        try:
-            yield
-        finally:
-            self.end(used_bytes)
-
     def begin(self) -> None:
-        """Mark a step as being computed until ``end``; see ``computing``."""
+        """Mark a step as being computed until ``end``."""
         self._is_computing = True
 
     def end(self, used_bytes: Callable[[], int]) -> None:
+        """End what ``begin`` began. ``used_bytes`` returns the bytes with content, and may be called later."""
         self._is_computing = False
         self._has_begun, self._used_bytes, self._last_s = True, used_bytes, now_s()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -83,7 +84,8 @@ class HostedSession:
         self._last_number = request.last_number or FIRST_STEP
         self._done = 0, 0, request.batch_size  # the last step's number, and the numbers of positions and rows after it
         self._turn = asyncio.Lock()  # for one step at a time: steps may come from the client and from the previous hop
-        self._computing = asyncio.Lock()  # acquired while ``_turn`` is held
+        self._computed = asyncio.Event()  # if clear, a step is being computed, which holds the turn
+        self._computed.set()
         self._routed = asyncio.Event()  # if clear, nothing is computed or sent until there is another next hop
         self._routed.set()
         self._last_time = now_s()
@@ -115,7 +117,7 @@ class HostedSession:
         return pb.SessionProgress(
             computed=counters.blocks_run + counters.batches,
             num_batches=counters.batches,
-            num_waiting=scheduler.num_waiting if self._computing.locked() else 0,
+            num_waiting=0 if self._computed.is_set() else scheduler.num_waiting,
             queue_s=scheduler.queue_s,
         )
 
@@ -166,18 +168,33 @@ class HostedSession:
         if self.closed or request.number <= self.number:
             return True
         try:
-            async with self._computing:
-                with self.claim.computing(self._used_bytes):
-                    output = await self._compute(request, payload, failure)
-                if self.closed:  # its rows may be gone
-                    return True
-                self._done = request.number, self.session.length, self.session.batch_size
+            with self._computing():
+                output = await self._compute(request, payload, failure)
+            if self.closed:  # its rows may be gone
+                return True
+            self._done = request.number, self.session.length, self.session.batch_size
         except (RequestRejected, PeerBusy) as error:
             await self.refuse(request.number, error)
             return False
         finally:
             self._last_time = now_s()
         return await self._pass_on(request, output)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._begin_to_compute()
+        try:
+            yield
+        finally:
+            self._end_computing()
+
+    def _begin_to_compute(self) -> None:
+        self._computed.clear()
+        self.claim.begin()
+
+    def _end_computing(self) -> None:
+        self.claim.end(self._used_bytes)
+        self._computed.set()
 
     async def _pass_on(self, request: pb.Step, output: torch.Tensor | None) -> bool:
         """Send what was computed to the client or the next hop, and to a standby."""
@@ -214,15 +231,12 @@ class HostedSession:
             return False
         if not acquired_at_once(self._turn):
             return False
-        if not acquired_at_once(self._computing):
-            self._turn.release()
-            return False
-        self.claim.begin()
+        self._begin_to_compute()
         with undone_on_error(self._undo_begin):
             self._services.scheduler.start(
                 self.session,
                 step,
-                partial(self._computed, request, payload, on_end),
+                partial(self._end_step, request, payload, on_end),
                 self.client.peer_id,
                 self._user,
                 is_background=self._is_background,
@@ -230,11 +244,10 @@ class HostedSession:
         return True
 
     def _undo_begin(self) -> None:
-        self.claim.end(self._used_bytes)
-        self._computing.release()
+        self._end_computing()
         self._turn.release()
 
-    def _computed(
+    def _end_step(
         self,
         request: pb.Step,
         payload: torch.Tensor,
@@ -242,12 +255,11 @@ class HostedSession:
         output: torch.Tensor | Exception,
     ) -> None:
         """Send the output of a step that has begun without a task. If that has to wait, a task does it."""
-        self.claim.end(self._used_bytes)
+        self._end_computing()
         self._last_time = now_s()
         is_closed, is_output = self.closed, isinstance(output, torch.Tensor)
         if is_output and not is_closed:
             self._done = request.number, self.session.length, self.session.batch_size
-        self._computing.release()
         if is_closed or (isinstance(output, torch.Tensor) and self._has_put(request, output)):
             self._turn.release()
             on_end(True)
@@ -312,7 +324,7 @@ class HostedSession:
 
     def _applicable(self, request: pb.Step) -> tuple[HistoryChange, ...]:
         """Return the changes before the step. Raise RequestRejected if its positions do not follow the session's."""
-        changes = tuple(self._changes(request))
+        changes = tuple(self._changes(request)) if request.changes else ()
         if request.start_position > self.session.length:
             raise RequestRejected(
                 f"a step begins at position {request.start_position}, but the session has {self.session.length}"
@@ -466,8 +478,7 @@ class HostedSession:
                 raise RequestRejected("the session's outputs go to the client: there is no other hop to wait for")
             self._routed.clear()
             await self._pusher.retire()  # drops a step that waits for the old hop
-            async with self._computing:
-                pass
+            await self._computed.wait()
         progress = self._progress
         if work:
             progress.MergeFrom(self._work)

@@ -50,10 +50,6 @@ class FakeSession:
     def start(self, step: pb.Step) -> Assembler:
         return Assembler(step.hidden)
 
-    @property
-    def is_idle(self) -> bool:
-        return self.gate.is_set() and not self.turn.locked()
-
     def begin(self, step: pb.Step, _payload: torch.Tensor, on_end: Callable[[bool | Exception], None]) -> bool:
         def end() -> None:
             self.turn.release()
@@ -63,7 +59,8 @@ class FakeSession:
 
         if step.number == BROKEN:
             raise RuntimeError("out of memory")
-        assert acquired_at_once(self.turn)
+        if not (self.gate.is_set() and acquired_at_once(self.turn)):
+            return False
         asyncio.get_running_loop().call_later(0, end)
         return True
 

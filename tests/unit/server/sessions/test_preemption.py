@@ -148,8 +148,9 @@ def test_room_that_is_used_goes_to_others_when_they_have_waited() -> None:
         room, memory = Room(), [Memory() for _ in range(10)]
         claims = [await room.enter(float(number), 10) for number in range(10)]
         for claim, owner in zip(claims, memory, strict=True):
-            with claim.computing(lambda: 10):
-                claim.lease.take(10, owner)
+            claim.begin()
+            claim.lease.take(10, owner)
+            claim.end(lambda: 10)
         waiting = asyncio.ensure_future(room.enter(99.0, 20, BERT, wait_s=60.0))
         await asyncio.sleep(9.0)
         assert not any(claim.is_preempted for claim in claims)
