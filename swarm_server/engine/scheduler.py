@@ -144,15 +144,16 @@ class Scheduler:
         user: str,
         is_background: bool,
     ) -> WorkItem:
+        now_s = time.monotonic()
         self._stepped_s.pop(id(session), None)
-        self._stepped_s[id(session)] = time.monotonic()
+        self._stepped_s[id(session)] = now_s
         rows, num_tokens, _ = step.inputs.hidden.shape
         is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
         is_chunk = step.num_following > 0 or self._queue.is_prompt(session)
         kind = WorkKind.DECODE if is_short and not is_chunk else WorkKind.PREFILL
         kind = WorkKind.BACKGROUND if is_background else kind
         loop, cost = asyncio.get_running_loop(), rows * num_tokens
-        return WorkItem(kind, deliver, session, step, client=client, user=user, cost=cost, loop=loop)
+        return WorkItem(kind, deliver, session, step, submitted_s=now_s, client=client, user=user, cost=cost, loop=loop)
 
     async def train(self, call: Callable[[], T], client: Caller = _NOBODY, num_positions: int = 1) -> T:
         """Call a function on the compute thread when training has its turn, and return its result.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -42,7 +42,8 @@ class WorkItem:
         loop: the event loop that submitted the work; None if nobody waits for it.
         client: the peer id of the client; empty if the work is the server's own.
         user: which of the client's users the work is for, under a name that the client chooses.
-        num_rows, num_tokens: the rows of a step, and the new positions of each.
+        num_rows, num_tokens: the rows of a step, and the new positions of each; 0 for a function call.
+        num_positions: their product.
         cost: rows × positions, roughly proportional to the time that the work takes.
     """
 
@@ -58,19 +59,17 @@ class WorkItem:
     loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
     num_rows: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
+    num_positions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if self.step is not None:
             self.num_rows, self.num_tokens, _ = self.step.inputs.hidden.shape
+            self.num_positions = self.num_rows * self.num_tokens
 
     @property
     def session_step(self) -> tuple[Session, SessionStep]:
         assert self.session is not None and self.step is not None
         return self.session, self.step
-
-    @property
-    def num_positions(self) -> int:
-        return self.num_rows * self.num_tokens
 
     @property
     def num_left(self) -> int:
@@ -171,17 +170,29 @@ class WorkQueue:
     def _batch(self, kind: WorkKind, most_positions: int, alone_positions: int) -> list[WorkItem]:
         """Take the first work, and steps with as many new positions. Steps of ``alone_positions`` or more run alone."""
         waiting = self._waiting[kind]
-        first = waiting.pop()
-        assert first is not None
-        batch = [first]
-        if kind is WorkKind.PREFILL:
-            self._prompts.has_turn(id(first.session))
-        if first.step is not None and self._mixes_sessions and first.num_positions < alone_positions:
-            batch += _companions(first, waiting, most_positions - first.num_positions, alone_positions)
+        batch: list[WorkItem] = []
+        if kind is WorkKind.DECODE and self._mixes_sessions:
+            batch = waiting.take_all(lambda all_work: _fit_together(all_work, most_positions, alone_positions))
+        if not batch:
+            first = waiting.pop()
+            assert first is not None
+            batch.append(first)
+            if kind is WorkKind.PREFILL:
+                self._prompts.has_turn(id(first.session))
+            if first.step is not None and self._mixes_sessions and first.num_positions < alone_positions:
+                batch += _companions(first, waiting, most_positions - first.num_positions, alone_positions)
         for work in batch:
             if work.step is not None and not work.step.num_following:
                 self.forget(work.session)
         return batch
+
+
+def _fit_together(all_work: Sequence[WorkItem], most_positions: int, alone_positions: int) -> bool:
+    """Return whether all this work is steps that one batch takes, whatever their order; see ``_companions``."""
+    num_tokens = all_work[0].num_tokens
+    if not num_tokens or sum([work.num_positions for work in all_work]) > most_positions:
+        return False
+    return all([work.num_tokens == num_tokens and work.num_positions < alone_positions for work in all_work])
 
 
 def _companions(

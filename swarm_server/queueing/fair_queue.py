@@ -68,6 +68,7 @@ class FairQueue(Generic[T]):
         self._shares: dict[str, _Share[T]] = {}
         self._most_shares = _FEW_SHARES  # with so many, those that say nothing are forgotten
         self._in_order: list[tuple[float, int, _Share[T]]] = []  # start, turn and share; those with waiting work
+        self._new: list[tuple[T, Sequence[str], float, tuple[float, ...]]] = []  # work that is in no share yet
         self._num_waiting = 0
         self._now = 0.0
         self._turns = count()
@@ -83,12 +84,7 @@ class FairQueue(Generic[T]):
             cost: how long the work takes, in any unit that is the same for all work.
             place: the order among work of the same names; the lowest place goes first.
         """
-        name, *others = names
-        share = self._shares.get(name) or self._new_share(name)
-        if not share.waiting:
-            share.restart(max(self._now, share.start), next(self._turns))
-            self._enter(share)
-        share.waiting.add(work, others, cost, place)
+        self._new.append((work, names, cost, place))
         self._num_waiting += 1
 
     def pop(self, fits: Callable[[T], bool] = lambda _work: True) -> T | None:
@@ -98,6 +94,7 @@ class FairQueue(Generic[T]):
 
     def take(self, fits: Callable[[T], bool]) -> tuple[T, float] | None:
         """Take out the first work that fits, like ``pop``, and return its cost too."""
+        self._sort()
         for index, (start, _turn, share) in enumerate(self._in_order):
             if (taken := share.waiting.take(fits)) is not None:
                 self._now = self._in_order[0][0]
@@ -109,8 +106,21 @@ class FairQueue(Generic[T]):
                 return taken
         return None
 
+    def take_all(self, fit: Callable[[Sequence[T]], bool]) -> list[T]:
+        """Take out and return all work, in order of arrival, if it has come to an empty queue and fits together.
+
+        Return an empty list otherwise. Work that is computed at once needs no order, which takes longer to find.
+        """
+        everything = [work for work, *_ in self._new]
+        if len(everything) < self._num_waiting or not everything or not fit(everything):
+            return []
+        self._new.clear()
+        self._forget(len(everything))
+        return everything
+
     def remove(self, work: T) -> None:
         """Remove work that will not be computed, if it waits here."""
+        self._sort()
         for _start, _turn, share in self._in_order:
             num_before = len(share.waiting)
             share.waiting.remove(work)
@@ -125,6 +135,18 @@ class FairQueue(Generic[T]):
         while (work := self.pop()) is not None:
             everything.append(work)
         return everything
+
+    def _sort(self) -> None:
+        """Put new work into the shares of its names. Nothing has been taken out since it came."""
+        if not self._new:
+            return
+        new, self._new = self._new, []
+        for work, (name, *others), cost, place in new:
+            share = self._shares.get(name) or self._new_share(name)
+            if not share.waiting:
+                share.restart(max(self._now, share.start), next(self._turns))
+                self._enter(share)
+            share.waiting.add(work, others, cost, place)
 
     def _new_share(self, name: str) -> _Share[T]:
         """Return a new share. Once shares have doubled in number, forget those that say no more than a new one."""

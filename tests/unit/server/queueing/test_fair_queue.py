@@ -53,6 +53,23 @@ def test_what_was_not_used_is_not_saved() -> None:
     assert Counter(queue.pop() for _ in range(20)) == {"busy": 10, "late": 10}
 
 
+def test_all_work_is_taken_at_once_if_it_fits_and_has_come_to_an_empty_queue() -> None:
+    queue: FairQueue[str] = FairQueue()
+
+    def add(*works: str) -> None:
+        for work in works:
+            queue.add(work, [work], 1)
+
+    add("a", "b", "c")
+    assert queue.take_all(lambda works: len(works) < 3) == [] and len(queue) == 3
+    assert queue.take_all(lambda works: len(works) == 3) == ["a", "b", "c"] and len(queue) == 0
+    assert queue.take_all(lambda _works: True) == []
+    add("a", "b", "c")
+    assert queue.pop() == "a"
+    add("d")
+    assert queue.take_all(lambda _works: True) == [] and drained(queue) == ["b", "c", "d"]
+
+
 def test_work_that_is_removed() -> None:
     queue: FairQueue[object] = FairQueue()
     one, two, three, four = works = [object() for _ in range(4)]
@@ -168,7 +185,11 @@ class PlainScan:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["add", "add", "pop", "pop even", "remove"]), st.integers(0, 12), st.integers(1, 9)),
+        st.tuples(
+            st.sampled_from(["add", "add", "pop", "pop even", "take all", "remove"]),
+            st.integers(0, 12),
+            st.integers(1, 9),
+        ),
         max_size=80,
     )
 )
@@ -182,6 +203,9 @@ def test_a_look_at_every_name_gives_the_same_order(calls: list[tuple[str, int, i
         elif call == "remove":
             queue.remove(name)
             scan.remove(name)
+        elif call == "take all":
+            taken = queue.take_all(lambda _works: True)
+            assert sorted(scan.pop(lambda work: True) for _ in taken) == taken
         else:
             fits = (lambda work: work % 2 == 0) if call == "pop even" else (lambda work: True)
             assert queue.pop(fits) == scan.pop(fits)
