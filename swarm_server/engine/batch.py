@@ -44,8 +44,9 @@ class Prepared:
         if self.step.every_block:
             return range(blocks.start, blocks.end + 1)
         additions = self.step.inputs.additions
-        num_added = 0 if additions is None else additions.shape[2]
-        return blocks.start, *range(blocks.start + 1, min(num_added + 1, blocks.end)), blocks.end
+        if additions is None:
+            return blocks.start, blocks.end
+        return blocks.start, *range(blocks.start + 1, min(additions.shape[2] + 1, blocks.end)), blocks.end
 
     def with_addition(self, output: torch.Tensor, block: int) -> torch.Tensor:
         """Return this block's output for the positions that are computed, with what the step adds to it."""

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,9 +25,12 @@ _WITH_ADDITIONS = 3  # for each block to whose output something is added
 _WITH_DIGEST = 128  # for the digest of a run
 
 
-def followed(state: KvState, step: SessionStep) -> KvState:
-    """Return ``state`` with the content of ``step`` appended; the mask of earlier positions must be unchanged."""
-    state = state.with_changes(unhashed=(*state.unhashed, step), can_match=False)
+def followed(state: KvState, step: SessionStep, **changes: Any) -> KvState:
+    """Return ``state`` with the content of ``step`` appended; the mask of earlier positions must be unchanged.
+
+    ``changes``: other attributes to change, see ``KvState.with_changes``.
+    """
+    state = state.with_changes(unhashed=(*state.unhashed, step), can_match=False, **changes)
     is_full = step.start % PAGE_TOKENS + step.inputs.hidden.shape[1] >= PAGE_TOKENS
     return hashed(state) if is_full else state
 

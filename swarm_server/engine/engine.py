@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -431,7 +432,7 @@ class Engine:
         first_devices = {start: stack.device_of(start) for start in {work.session.blocks.start for work in batch}}
         devices = [first_devices[work.session.blocks.start] for work in batch]
         hidden = moved([work.new_hidden for work in batch], devices, [stack.dtype] * len(batch))
-        bounds = sorted({*(bound for work in batch for bound in work.bounds), *stack.cuts})
+        bounds = sorted({*chain.from_iterable([work.bounds for work in batch]), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):
             members = [i for i, work in enumerate(batch) if work.session.blocks.covers(part)]
             members.sort(key=lambda i: adapter_order(batch[i]))  # rows with the same adapter are computed as one
@@ -450,10 +451,11 @@ class Engine:
         convolutions have recorded equally much.
         """
         by_kind: dict[tuple[int, ...], list[int]] = {}
+        has_states = self.layout.has_states
         for i in members:
             work = batch[i]
             num_new = work.step.inputs.hidden.shape[1] - work.num_matched
-            of_states = (work.step.start > 0, work.records, work.num_recorded) if self.layout.has_states else ()
+            of_states = (work.step.start > 0, work.records, work.num_recorded) if has_states else ()
             by_kind.setdefault((num_new, *of_states), []).append(i)
         return iter(by_kind.values())
 
@@ -552,9 +554,9 @@ def _next_position(session: Session, step: SessionStep) -> Prepared | None:
     growth = grown_in_place(state.rows, 1, session.layout, session.lease)
     if growth is None:
         return None
-    if state.hashes is not None:  # one position alone is not in the prefix cache
-        state = followed(state, step)
-    return Prepared(session, step, state.with_changes(rows=growth.rows), 0, growth)
+    rows = growth.rows  # one position alone is not in the prefix cache
+    state = state.with_changes(rows=rows) if state.hashes is None else followed(state, step, rows=rows)
+    return Prepared(session, step, state, 0, growth)
 
 
 def _most_matched_pages(step: SessionStep, keeps_outputs: bool) -> int:

@@ -342,15 +342,14 @@ def grown_in_place(rows: tuple[KvRow, ...], count: int, layout: PageLayout, leas
             return None
         if group.window is not None and sum(map(len, parts)) + count > group.most:
             return None
-    growth = Growth(rows)
-    grown = []
+    filled, grown = [], []
     for parts in row.parts:
         last = parts[-1]
-        end = last.end + count
-        growth.fill(last.page, last.row, end)
-        grown.append((*parts[:-1], PageSlice(last.page, last.row, last.start, end)))
-    growth.finish((KvRow(row.length + count, tuple(grown)),))
-    return growth
+        page, end = last.page, last.end + count
+        filled.append((page, last.row, last.end))
+        page.filled[last.row] = end
+        grown.append((*parts[:-1], PageSlice(page, last.row, last.start, end)))
+    return Growth((KvRow(row.length + count, tuple(grown)),), filled)
 
 
 def _grow_group(
