@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from swarm_client.swarm import peer_health
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from tests.swarm.harness import InProcessServers
+from tests.swarm.pair import Pair, started
 from tests.swarm.processes import ServerProcess
 from tests.swarm.raw_client import RawClient
 from tests.swarm.survival import Client, Fleet, Moments
@@ -51,6 +53,30 @@ def server_process(tmp_path):
     yield start
     for process in started:
         process.__exit__()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A checkpoint of a small llama, which is called so."""
+    directory = tmp_path_factory.mktemp("models") / "llama"
+    save_checkpoint("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def servers(request, llama) -> Iterator[InProcessServers]:
+    """Servers of the blocks that the test module names in ``SPANS``."""
+    with InProcessServers(llama, memory_dht=True) as servers:
+        servers.start(*request.module.SPANS)
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    """A model here and through servers of the test module's ``SPANS``; in the end, their room must be free."""
+    with started(tmp_path_factory.mktemp("llama"), *request.module.SPANS) as pair:
+        yield pair
+        pair.servers.wait_until_all_room_is_free()
 
 
 @pytest.fixture(scope="session")
@@ -99,16 +125,14 @@ def moments(monkeypatch) -> Moments:
 
 
 @pytest.fixture(scope="module")
-def idle_target(tmp_path_factory) -> Iterator[Target]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def idle_target(llama) -> Iterator[Target]:
+    whole = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     boundaries: list[torch.Tensor] = []
     whole.model.layers[HOSTED[0]].register_forward_pre_hook(lambda _block, inputs: boundaries.append(inputs[0]))
     whole.model.layers[HOSTED[1] - 1].register_forward_hook(lambda _block, _inputs, output: boundaries.append(output))
     with torch.no_grad():
         whole(torch.randint(3, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(0)))
-    with InProcessServers(directory, cache_tokens=ROOM, memory_dht=True) as servers:
+    with InProcessServers(llama, cache_tokens=ROOM, memory_dht=True) as servers:
         servers.start(f"{HOSTED[0]}:{HOSTED[1]}")
         with RawClient(servers.records()[0]) as client:
             yield Target(client, *boundaries)

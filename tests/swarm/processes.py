@@ -203,16 +203,14 @@ class ServerProcess:
     def kill(self) -> int:
         return self.end(signal.SIGKILL)
 
-    def freeze(self, *, with_children: bool = False) -> None:
+    def freeze(self) -> None:
         """As a debugger or a machine without memory would; ``end`` with SIGTERM does not work before ``resume``."""
-        for pid in (self.pid, *(self.children() if with_children else [])):
-            os.kill(pid, signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Wakes the server and its children, if it has not ended."""
+        """Wakes the server, if it has not ended."""
         if self._process.poll() is None:
-            for pid in (self.pid, *self.children()):
-                os.kill(pid, signal.SIGCONT)
+            os.kill(self.pid, signal.SIGCONT)
 
     def children(self) -> list[int]:
         """The processes this server has started: its libp2p daemon."""

@@ -76,12 +76,6 @@ class Fleet:
         self._guests.append(self._start(blocks, *options, cluster=cluster))
         return self._guests[-1]
 
-    def restart(self, server: LocalServer) -> LocalServer:
-        """Once more, with the same identity; returns at once."""
-        (identity,) = [identity for identity, member in self._members.items() if member is server]
-        self._members[identity] = self._start(*self._options[identity])
-        return self._members[identity]
-
     def wait_ready(self, *servers: LocalServer) -> None:
         self._cluster.wait_ready(servers)
 
@@ -249,7 +243,8 @@ class Moments:
 
         async def sending(hop: HopSession, message: pb.Step, parts) -> None:
             await send(hop, message, parts)
-            self._reach("sent" if message.number >= FIRST_STEP else "replayed")
+            if message.number >= FIRST_STEP:
+                self._reach("sent")
 
         async def reading(hop: HopSession):
             event = await read_event(hop)
@@ -271,10 +266,6 @@ class Moments:
     def after_sending(self, number: int, action: Action) -> None:
         """As soon as the client has sent so many steps, of which a long prompt has several."""
         self._actions["sent", number] = action
-
-    def after_replaying(self, number: int, action: Action) -> None:
-        """As soon as the client itself has replayed so many steps, to the first hop."""
-        self._actions["replayed", number] = action
 
     def after_answer(self, number: int, action: Action) -> None:
         """As soon as the client has got so many answers, without those that it is to pass on to the next server."""

@@ -1,9 +1,8 @@
-"""Real servers: traffic takes the fastest chain, gaps close by themselves, and then there is rest."""
+"""Real servers: traffic takes the fastest chain, and a session goes on when its server moves."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 
@@ -13,14 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
 from swarm_client.core import background
 from swarm_protocol.dht.records import SwarmView
-from swarm_server.placement.placement import plan_moves
 from tests.marks import SLOW
 from tests.swarm.delay import DelayedPort
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length, random_ids
-from tests.swarm.survival import ROOM, Client, Moments
+from tests.swarm.survival import ROOM, Client
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.unit.support import quiet_port
-from tests.zoo import BLOCKS, save_checkpoint
+from tests.zoo import save_checkpoint
 
 PROMPT = random_ids(1, 20, seed=40)
 LEFT, RIGHT = "0:3", "3:6"
@@ -51,10 +49,6 @@ class Volunteers:
     @property
     def running(self) -> list[LocalServer]:
         return [server for server in self.servers if server.alive]
-
-    @property
-    def num_moves(self) -> int:
-        return sum(server.stderr.read_text().count("moving from blocks") for server in self.servers)
 
     def close(self) -> None:
         for server in self.running:
@@ -125,48 +119,6 @@ def test_traffic_takes_the_fast_chain_and_then_the_next_best(volunteers, connect
 def connect_to_the_living(connect: Callable[..., Client], volunteers: Volunteers) -> Client:
     peers = [server.ready["peer"] for server in volunteers.running]
     return connect(initial_peers=peers)
-
-
-@pytest.mark.parametrize("quiet_s", [10, pytest.param(60, marks=pytest.mark.long)])
-def test_a_gap_closes_and_a_quiet_swarm_rests(volunteers, connect, moments: Moments, quiet_s):
-    """The two servers of the right half die in mid-sentence; others come over from the left, and stay there."""
-    # In an order in which nobody wants to move before all are there.
-    for throughput, blocks in ((100, LEFT), (100, RIGHT), (50, LEFT), (50, RIGHT), (2, LEFT)):
-        volunteers.start(throughput, "--initial-blocks", blocks)
-    client = connect(recovery_timeout_s=120)
-
-    def kill() -> None:
-        for server in (volunteers.servers[1], volunteers.servers[3]):
-            server.kill()
-
-    moments.before_step(6, kill)
-    client.generate(PROMPT)
-    assert client.waits and client.moved_blocks in ([RIGHT], ["0:6"])  # the one that moves may have held the session
-    assert volunteers.num_moves >= 1
-    wait_for(lambda: is_settled(living(volunteers, client), len(volunteers.running)), "nobody wants to move any more")
-    num_moves = volunteers.num_moves
-    rest(volunteers, client, quiet_s)
-    assert volunteers.num_moves == num_moves
-
-
-def is_settled(view: SwarmView, num_servers: int) -> bool:
-    online = [server for server in view.online() if server.next_span is None]
-    return len(online) == num_servers and not plan_moves(view, BLOCKS)
-
-
-def rest(volunteers: Volunteers, client: Client, quiet_s: float) -> None:
-    """A while in which every server asks itself whether it should move; twice or more in sixty seconds."""
-    end = time.monotonic() + quiet_s
-    spans = {server.peer_id: server.span for server in living(volunteers, client).servers}
-    while time.monotonic() < end:
-        time.sleep(1)
-        assert {server.peer_id: server.span for server in living(volunteers, client).servers} == spans
-
-
-def living(volunteers: Volunteers, client: Client) -> SwarmView:
-    """Without the records of the dead."""
-    peer_ids = {server.peer_id for server in volunteers.running}
-    return SwarmView(tuple(server for server in view(client).servers if server.peer_id in peer_ids))
 
 
 @SLOW

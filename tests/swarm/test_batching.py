@@ -11,16 +11,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, PreTrainedModel
 
-from swarm_client import RequestRejected, SwarmError
+from swarm_client import RequestRejected
 from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import FinishReason, Request, Servers, Token
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.core.events import Event, Recovery
 from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids, started
+from tests.swarm.pair import connected, ends_only_at_its_length, random_ids
 from tests.swarm.tuning import lora, tuned
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import POSITIONS, SUPPORTED, save_checkpoint
+
+SPANS = ("0:2", "2:6")
 
 DIFFERENT = (  # in how positions and masks of rows reach their blocks, or in what those keep of each row
     *("gpt2", "bloom", "falcon-7b", "mistral-sliding", "gemma3_text", "llama4_text", "deepseek_v3", "gpt_oss"),
@@ -81,12 +83,6 @@ def alone(model: PreTrainedModel, asked: Request, **options: Any) -> list[int]:
     ids = torch.tensor([asked.prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=asked.config, **options)
     return output[0, ids.shape[1] :].tolist()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:6") as pair:
-        yield pair
 
 
 @pytest.fixture
@@ -153,14 +149,6 @@ def test_options_of_generate_mean_the_same(pair, loop, options):
     assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
 
 
-def test_it_ends_at_an_end_token(pair, loop):
-    asked = request(0)
-    expected = alone(pair.whole, asked)
-    asked.config.eos_token_id = expected[3]
-    loop.submit(asked, heard := Heard())
-    assert heard.ids == expected[: expected.index(expected[3]) + 1] and heard.reason == "stop"
-
-
 def test_logprobs_are_those_of_the_models_own_logits(pair, loop):
     asked = request(1)
     loop.submit(Request(asked.prompt, asked.config, asked.seed, num_logprobs=3), heard := Heard())
@@ -212,17 +200,6 @@ def test_a_listener_that_fails_loses_its_own_generation(pair, loop):
     pair.servers.wait_until_all_room_is_free()
 
 
-def test_a_server_that_dies_is_a_pause(tmp_path):
-    with started(tmp_path, "0:6", "0:2", "2:6") as pair, GenerationLoop(pair.remote) as loop:
-        (victim, *_) = [server for server in pair.servers._running if str(server.config.blocks) == "0:6"]
-        asked = [request(number, max_new_tokens=24) for number in range(4)]
-        heard = [Heard() for _ in asked]
-        heard[0].at, heard[0].then = 5, lambda: threading.Thread(target=pair.servers.stop, args=(victim,)).start()
-        for one, listener in zip(asked, heard, strict=True):
-            loop.submit(one, listener)
-        assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
-
-
 def test_who_asks_hears_which_servers_compute_and_what_happens_to_them(fleet, client):
     asked, other = (request(number, max_new_tokens=24) for number in (0, 1))
     heard, not_asking = Heard(at=5), Heard()
@@ -243,16 +220,6 @@ def test_who_asks_hears_which_servers_compute_and_what_happens_to_them(fleet, cl
     assert isinstance(event, Recovery) and event.failed == (killed[0],)
     assert event.replacements == (after.hops[1].server.peer_id,) != event.failed
     assert not_asking.happenings == []
-
-
-def test_without_servers_each_generation_says_so(pair, tmp_path):
-    save_checkpoint("llama", tmp_path)
-    with InProcessServers(tmp_path) as servers:
-        servers.start("0:2")
-        with connected(servers, wait_timeout_s=0.5) as remote, GenerationLoop(remote) as loop:
-            loop.submit(request(0), heard := Heard())
-            with pytest.raises(SwarmError, match="no server"):
-                assert heard.ids
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +21,9 @@ from swarm_client import DistributedModel
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
-from swarm_client.sessions.session import RemoteSession
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import PeerUnavailable
-from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers
-from tests.swarm.waiting import without_waits
 
 OPTIONS = TextOptions(max_new_tokens=8, temperature=0)
 LINES = ["Return a list of", "The first argument", "Raises"]
@@ -132,12 +128,6 @@ def test_a_template_may_change_earlier_turns(remote, local, text_tokenizer):
         assert messages[-1]["content"] == text_tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_a_template_that_refuses(remote, text_tokenizer):
-    text_tokenizer.chat_template = "{{ raise_exception('no users') }}"
-    with pytest.raises(ValueError, match="the model's chat template refuses this: no users"):
-        Conversation(remote, text_tokenizer, OPTIONS).answer(LINES[0])
-
-
 def test_reset_and_exit(remote, local, tokenizer, capsys):
     one, two = answers_of(local, tokenizer, LINES[:1]), answers_of(local, tokenizer, LINES[1:2])
     typist = Typist(LINES[0], "/reset", LINES[1], "/exit", LINES[2])
@@ -191,31 +181,6 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(remote, local, text_t
     assert conversation.token_ids == expected
 
 
-@pytest.mark.parametrize("moment", [3, 4])
-def test_an_answer_that_is_stopped_while_guesses_are_verified(
-    remote, local, text_tokenizer, moments, monkeypatch, moment
-):
-    """In several rows: the conversation goes on with the one that was right."""
-    conversation = Conversation(remote, text_tokenizer, OPTIONS)
-    conversation.answer(LINES[0])
-    before = conversation.token_ids + text_tokenizer("\n" + LINES[1], add_special_tokens=False).input_ids
-    whole = local.generate(torch.tensor([before]), **OPTIONS.as_arguments())[0].tolist()
-    monkeypatch.setattr(remote, "speculation", Always(KnowingDraft([whole], 0.6), 4, 3))
-    monkeypatch.setattr(RemoteSession, "num_sharing", 1)
-    moments.after_sending(OPTIONS.max_new_tokens + moment, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        conversation.answer(LINES[1])
-    assert len(before) < len(conversation.token_ids) < len(whole)
-    assert conversation.token_ids == whole[: len(conversation.token_ids)]
-    session = conversation.cache.session
-    assert session.batch_size == 1
-    assert session.length in (len(conversation.token_ids) - 1, len(conversation.token_ids))  # the pass may be over
-    text = conversation.token_ids + text_tokenizer("\n" + LINES[2], add_special_tokens=False).input_ids
-    expected = local.generate(torch.tensor([text]), **OPTIONS.as_arguments())[0].tolist()
-    conversation.answer(LINES[2])
-    assert conversation.token_ids == expected
-
-
 def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tokenizer, capsys, monkeypatch):
     expected, generate, failures = answers_of(local, text_tokenizer, LINES[1:2]), remote.generate, ["once"]
 
@@ -229,32 +194,3 @@ def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tok
     out, err = capsys.readouterr()
     assert err == "error: nobody answers once\n"
     assert expected[0] in out
-
-
-def test_the_death_of_a_server_does_not_end_it(servers, cluster, local, text_tokenizer, moments):
-    expected = answers_of(local, text_tokenizer, LINES)
-    flags = {"model": servers.model, "swarm": servers.swarm, "blocks": "10:20", "quant": "none", "throughput": 10000}
-    fast = cluster.start(*(part for name, value in flags.items() for part in (f"--{name}", str(value))))
-    cluster.wait_ready([fast])
-    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm, "draft": "none"}
-    with DistributedModel.from_pretrained(str(servers.model), **known) as remote:
-        conversation = Conversation(remote, text_tokenizer, OPTIONS)
-        answers = [conversation.answer(LINES[0])]
-        assert conversation.cache.session.hops[-1].server.peer_id == fast.peer_id
-        moments.before_step(OPTIONS.max_new_tokens + 4, fast.kill)
-        answers += [conversation.answer(line) for line in LINES[1:]]
-        assert answers == expected
-        assert conversation.cache.session.stats.recoveries == 1
-
-
-def test_as_a_command(servers, local, text_tokenizer):
-    expected = answers_of(local, text_tokenizer, LINES[:2])
-    flags = ["--swarm", servers.swarm, "--model", str(servers.model), "--max-new-tokens", "8", "--temperature", "0"]
-    result = subprocess.run(
-        [sys.executable, "-m", "swarm_client", "chat", *flags],
-        input="\n".join(LINES[:2]),
-        capture_output=True,
-        text=True,
-    )
-    assert (result.returncode, without_waits(result.stderr)) == (0, [])
-    assert result.stdout == "".join(f"{answer}\n" for answer in expected)

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from swarm_protocol.codecs.sizes import CODECS, LADDER, encoded_bytes
-from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.wire.codec import decode, encode
 from swarm_server.core.counters import Counters
 from swarm_server.node import server as server_module
-from swarm_server.node import states
 from tests.marks import always
-from tests.swarm.pair import Pair, connected, started
+from tests.swarm.pair import Pair, connected
+
+SPANS = ("0:3", "3:6")
 
 IDS = torch.arange(3, 40)[None] % 30
 LOSSY = LADDER[1:]
@@ -34,12 +34,6 @@ def counters() -> Iterator[list[Counters]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_module, "Counters", counted)
         yield found
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:3", "3:6") as pair:
-        yield pair
 
 
 class Rounded(torch.autograd.Function):
@@ -131,46 +125,3 @@ def test_on_one_machine_auto_is_as_exact_as_raw(pair: Pair, counters: list[Count
     torch.testing.assert_close(logits, rounded_logits(pair, "raw", "raw", "raw"), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_passes, rounded_logits(pair, "raw", "raw", "raw"), rtol=1e-4, atol=1e-4)
     assert pushed_bytes(counters) - before == IDS.shape[1] * 64 * 4
-
-
-def test_an_older_server_is_sent_what_it_knows(
-    counters: list[Counters], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second server of the chain announces no codecs: links to and from it are in int8, the first in 4 bits."""
-    with started(tmp_path_factory.mktemp("llama"), "0:3") as pair:
-        with monkeypatch.context() as patch:
-            patch.setattr(states, "ANNOUNCED", ())
-            pair.servers.start("3:6")
-        before = pushed_bytes(counters)
-        new, old = pair.servers.records()
-        assert isinstance(old, ServerRecord) and (old.codecs, new.codecs) == ((), ("bf16", "int4"))
-        with connected(pair.servers, compression="int4") as remote, torch.no_grad():
-            logits = remote(IDS, past_key_values=remote.new_cache()).logits
-            by_passes = remote(IDS, use_cache=False).logits
-        assert pushed_bytes(counters) - before == IDS.shape[1] * encoded_bytes("int8", 1, 64, 4)
-        exact = rounded_logits(pair, "raw", "raw", "raw")
-        for found, first in ((logits, "int4"), (by_passes, "int8")):
-            expected = rounded_logits(pair, first, "int8", "int8")
-            assert distance(found, expected) < 0.4 * distance(expected, exact)
-
-
-@pytest.mark.slow
-def test_a_hop_that_is_replaced_by_an_older_one_gets_what_it_knows(
-    counters: list[Counters], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with started(tmp_path_factory.mktemp("llama"), "0:3") as pair:
-        (new,) = pair.servers.start("3:6")
-        with connected(pair.servers, compression="int4") as remote, torch.no_grad():
-            cache = remote.new_cache()
-            remote(IDS[:, :30], past_key_values=cache)
-            with monkeypatch.context() as patch:
-                patch.setattr(states, "ANNOUNCED", ())
-                pair.servers.start("3:6")
-            pair.servers.stop(new)
-            before = pushed_bytes(counters)
-            logits = remote(IDS[:, 30:], past_key_values=cache).logits
-            assert cache.session.stats.steps == 2
-            pushed = pushed_bytes(counters) - before
-        assert pushed == 7 * encoded_bytes("int8", 1, 64, 4)
-        expected = rounded_logits(pair, "int4", "int8", "int4")[:, 30:]
-        assert distance(logits, expected) < 0.3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -144,12 +143,3 @@ def outcomes(tmp_path_factory) -> dict[str, Outcome]:
 def test_mistakes_get_one_sentence(outcomes, name):
     _, sentence, code = MISTAKES[name]
     outcomes[name].assert_one_sentence(sentence, code)
-
-
-def test_status_json_of_a_swarm_with_a_gap(server_process, tmp_path):
-    with server_process("--blocks", "0:9", "--quant", "none") as server:
-        result = run("status", "--json", "--initial-peers", server.ready["peer"], cache=tmp_path)
-    (model,) = json.loads(result.stdout)["models"]
-    assert model["replicas"] == [1] * 9 + [0] * 11
-    assert model["missing"] == ["9:20"]
-    assert model["servers"][0]["blocks"] == "0:9" and model["servers"][0]["state"] == "online"

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.engine import Engine
-from tests.swarm.pair import Pair, random_ids, started
+from tests.swarm.pair import Pair, random_ids
 from tests.zoo import PAD
+
+SPANS = ("0:3", "3:6")
 
 ROWS, NEW = 6, 20
 PROMPT = random_ids(1, PAGE_TOKENS + 8, seed=0)  # a page of the prefix cache, and more
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:3", "3:6") as pair:
-        yield pair
 
 
 @pytest.fixture

@@ -22,16 +22,9 @@ from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.processes import ServerProcess, is_alive
 from tests.swarm.waiting import DEADLINE_S, wait_for
-from tests.zoo import BLOCKS, save_checkpoint
+from tests.zoo import BLOCKS
 
 PROMPT = random_ids(1, 9, seed=41)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("daemons") / "llama"
-    save_checkpoint("llama", directory)
-    return directory
 
 
 def assert_generates(checkpoint: Path, model) -> None:
@@ -41,9 +34,9 @@ def assert_generates(checkpoint: Path, model) -> None:
 
 
 @pytest.mark.promise("a server whose libp2p daemon dies restarts it and is found again")
-def test_a_server_is_found_again(server_process, checkpoint, tmp_path) -> None:
+def test_a_server_is_found_again(server_process, llama, tmp_path) -> None:
     swarm = f"daemon-{os.getpid()}"
-    known = ["--model", str(checkpoint), "--quant", "none", "--throughput", "75", "--swarm", swarm]
+    known = ["--model", str(llama), "--quant", "none", "--throughput", "75", "--swarm", swarm]
     server: ServerProcess = server_process(*known, "--blocks", f"0:{BLOCKS}")
     (daemon,) = server.children()
 
@@ -53,7 +46,7 @@ def test_a_server_is_found_again(server_process, checkpoint, tmp_path) -> None:
             dht = background.run(Dht.join(swarm, [server.ready["peer"]], Identity.generate()))
         except NoSwarm:
             return None
-        view = background.run(dht.view(checkpoint.name, BLOCKS))
+        view = background.run(dht.view(llama.name, BLOCKS))
         background.run(dht.shutdown())
         return next(iter(view.servers), None)
 
@@ -65,14 +58,14 @@ def test_a_server_is_found_again(server_process, checkpoint, tmp_path) -> None:
     )
     assert after.peer_id == before.peer_id and server.ready["peer"].endswith(after.peer_id)
     with DistributedModel.from_pretrained(
-        str(checkpoint), initial_peers=[server.ready["peer"]], swarm=swarm, draft="none"
+        str(llama), initial_peers=[server.ready["peer"]], swarm=swarm, draft="none"
     ) as model:
-        assert_generates(checkpoint, model)
+        assert_generates(llama, model)
     assert server.stderr.count("the libp2p daemon has ended") == 1 and "Traceback" not in server.stderr
     assert server.terminate() == 0
 
 
-def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint, monkeypatch) -> None:
+def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(llama, monkeypatch) -> None:
     async def fail(_dht: Dht) -> None:
         raise NoSwarm("the libp2p daemon did not start: no memory")
 
@@ -86,7 +79,7 @@ def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint
             members.append(self)
 
     monkeypatch.setattr(joining, "SwarmMembership", Member)
-    with InProcessServers(checkpoint) as servers:
+    with InProcessServers(llama) as servers:
         (server,) = servers.start(f"0:{BLOCKS}")
         running = servers._running.pop(server)
         members[0].dht._node.p2p._child.kill()
@@ -94,13 +87,13 @@ def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(checkpoint
             running.result(DEADLINE_S)
 
 
-def test_a_client_finds_servers_that_came_after_its_daemon_had_ended(checkpoint, caplog) -> None:
-    with InProcessServers(checkpoint) as servers:
+def test_a_client_finds_servers_that_came_after_its_daemon_had_ended(llama, caplog) -> None:
+    with InProcessServers(llama) as servers:
         first = servers.start("0:3", "3:6")
         with DistributedModel.from_pretrained(
-            str(checkpoint), swarm=servers.swarm, wait_timeout_s=60.0, draft="none"
+            str(llama), swarm=servers.swarm, wait_timeout_s=60.0, draft="none"
         ) as model:
-            assert_generates(checkpoint, model)
+            assert_generates(llama, model)
             client = model.blocks.swarm._discovery._dht
             client._node.p2p._child.kill()
             background.run(client.daemon_ended())
@@ -108,5 +101,5 @@ def test_a_client_finds_servers_that_came_after_its_daemon_had_ended(checkpoint,
             for server in first:
                 servers.stop(server)
             with caplog.at_level(logging.WARNING):
-                assert_generates(checkpoint, model)
+                assert_generates(llama, model)
             assert "the libp2p daemon of this client has ended" in caplog.text

@@ -93,12 +93,3 @@ def test_whoever_has_come_by_the_local_network_has_not_tried(monkeypatch):
             assert await can_be_joined(dht)
 
     run(check)
-
-
-def test_a_server_that_most_do_not_reach_only_asks(monkeypatch):
-    async def check() -> None:
-        async with first_server(monkeypatch, denies, denies, None) as (reach, dht):
-            await reach._look()
-            assert not reach.relay.offers and not dht.serves_others
-
-    run(check)

@@ -120,19 +120,3 @@ def test_a_false_answer_keeps_no_server_from_its_swarm(hosts):
         assert "found on the local network, but no initial peer answered" in server.stderr.read_text()
         server.kill()
         liar.communicate("\n", timeout=COMMAND_S)
-
-
-@SLOW
-def test_nobody_is_said_in_one_sentence(hosts):
-    done = hosts.command("three", "status", "--discover", "--swarm", "nowhere")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: nobody of swarm 'nowhere' has answered on the local network within 3 s")
-    assert len(done.stderr.splitlines()) == 1
-
-
-@SLOW
-def test_a_server_for_this_machine_alone_cannot_be_discovered(hosts):
-    server = hosts.clusters["one"].start("--discover", "--host", "127.0.0.1", "--swarm", "lan")
-    assert server.wait_gone(DEADLINE_S)
-    words = server.stderr.read_text().splitlines()[-1]
-    assert words.startswith("error: discover lets others find this server, and host 127.0.0.1 is for this machine")

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from swarm_client import RequestRejected, TrainingDiverged
 from swarm_client.swarm.swarm import Swarm
 from swarm_server.training.stateless import StatelessPasses
-from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
 from tests.swarm.tuning import assert_close, lora, trained, tuned
-from tests.zoo import save_checkpoint
+
+SPANS = ("0:2", "2:6", "2:6")
 
 IDS = random_ids(2, 9, seed=0)
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:2", "2:6", "2:6")
-        yield servers
 
 
 @pytest.fixture

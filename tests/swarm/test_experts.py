@@ -67,11 +67,6 @@ def test_the_best_living_experts_are_found_and_gradients_are_exact(
         torch.testing.assert_close(own, by_hand, atol=1e-6, rtol=1e-5)
 
 
-def test_a_mixture_that_nobody_hosts_has_no_experts(client: ExpertClient) -> None:
-    with pytest.raises(Exception, match="experts of other: no server that can be called is known"):
-        RemoteMixtureOfExperts(HIDDEN, GRID, 4, name="other", client=client)(torch.zeros(1, HIDDEN))
-
-
 def test_a_server_that_comes_back_has_its_experts_again(tmp_path: Path, servers: list[ExpertServer]) -> None:
     peers = servers[0].initial_peers
     with ExpertServer(config(3, *peers, directory=tmp_path, rate=0.1), Identity.generate()) as server:

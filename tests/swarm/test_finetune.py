@@ -285,14 +285,3 @@ def refusals(outcomes, servers, place, cache_home) -> dict[str, Outcome]:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_get_one_sentence(refusals, name):
     refusals[name].assert_one_sentence(MISTAKES[name][1], code=2 if name in ("no-data", "method", "recovery") else 1)
-
-
-def test_generate_without_such_an_adapter(servers, tmp_path, cache_home):
-    where = ["--model", str(servers.model), "--swarm", servers.swarm]
-    outcomes = run_commands(
-        "swarm_client",
-        [["generate", "x", *where, "--adapter", path] for path in (str(tmp_path), "/nowhere/adapter")],
-        cache_home,
-    )
-    outcomes[0].assert_one_sentence("has neither adapter_config.json nor prompts.safetensors", code=1)
-    outcomes[1].assert_one_sentence("/nowhere/adapter is no directory", code=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,18 +13,13 @@ from swarm_client import RequestRejected
 from swarm_client.core.events import Event
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.engine import Engine
-from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
+from tests.swarm.pair import NEW_TOKENS, connected, random_ids
 from tests.swarm.tuning import lora
+
+SPANS = ("0:3", "3:6")
 
 SHARED = 3 * PAGE_TOKENS
 OPTIONS = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:3", "3:6") as pair:
-        yield pair
-        pair.servers.wait_until_all_room_is_free()
 
 
 def continued(beginning: torch.Tensor, seed: int) -> torch.Tensor:
@@ -165,14 +159,6 @@ def test_kinds_of_cache_that_change_no_token(pair, kind, where):
 def test_kinds_of_cache_that_servers_do_not_have(pair, kind, message):
     with pytest.raises(RequestRejected, match=message):
         pair.remote.generate(random_ids(1, 5, seed=9), cache_implementation=kind, **OPTIONS)
-
-
-def test_a_kind_of_cache_beside_a_cache_is_refused_as_by_stock_models(pair):
-    for model in (pair.whole, pair.remote):
-        with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
-            model.generate(
-                random_ids(1, 5, seed=9), cache_implementation="static", past_key_values=DynamicCache(), **OPTIONS
-            )
 
 
 # ------------------------------------------------------------ other precisions

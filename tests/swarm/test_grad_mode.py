@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel, Trainer, TrainingArguments
+from transformers import DynamicCache, PreTrainedModel
 
 from swarm_client import RequestRejected
 from swarm_client.sessions.session import RemoteSession
-from tests.swarm.pair import Pair, random_ids, started
+from tests.swarm.pair import random_ids
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, trained, tuned
+
+SPANS = ("0:2", "2:6")
 
 NEW_TOKENS = 6
 REFUSED = "gradients do not flow through a cache.*use_cache=False"
 BATCH = padded_batch()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:6") as pair:
-        yield pair
 
 
 @pytest.fixture
@@ -176,24 +172,3 @@ def test_without_a_cache_there_is_none(pair, steps):
     finally:
         pair.remote.config.use_cache = True
     assert steps == []
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient-checkpointing"])
-def test_trainer_trains_without_sessions(pair, steps, tmp_path, checkpointing):
-    with tuned(pair.servers, lora()) as both:
-        for number, model in enumerate(both.models):
-            arguments = TrainingArguments(
-                str(tmp_path / str(number)),
-                max_steps=2,
-                learning_rate=0.05,
-                optim="sgd",
-                report_to=[],
-                save_strategy="no",
-                use_cpu=True,
-                disable_tqdm=True,
-                gradient_checkpointing=checkpointing,
-            )
-            rows = [{name: tensor[row] for name, tensor in BATCH.items()} for row in range(3)]
-            Trainer(model, arguments, train_dataset=rows).train()
-        assert steps == []
-        both.assert_same_weights()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -12,18 +11,18 @@ import pytest
 import torch
 
 from swarm_client.transport.transport import ServerConnection
-from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.rpc import passes
 from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, random, tensors
-from tests.swarm.harness import InProcessServers
 from tests.swarm.raw_client import Answer, RawClient
 from tests.swarm.target import INVALID, assert_one_sentence, wire
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, tuned
 from tests.swarm.waiting import DEADLINE_S
-from tests.zoo import HIDDEN, save_checkpoint
+from tests.zoo import HIDDEN
+
+SPANS = ("0:2", "2:6")
 
 FORGOTTEN = grpc.StatusCode.ABORTED
 NUM_PASSES = 4
@@ -91,13 +90,6 @@ def test_the_sum_is_that_in_the_order_of_numbers(target, name, order, kept):
     again = take(target, key, *sorted(order))
     assert (again.replies, again.status) == ([], FORGOTTEN)
     assert_one_sentence(again.details, "does not have the sum")
-
-
-def test_a_pass_counts_once(target, name):
-    key = new_key()
-    for number in (0, 1, 0, 1, 3, 3):
-        assert go_back(target, name, number, pb.Summand(key=key, number=number)).replies[0].summed
-    assert all(map(torch.equal, tensors(take(target, key, 0, 1, 3)), summed(target, name, 0, 1, 3)))
 
 
 @pytest.mark.parametrize("numbers", [(0,), (0, 1, 2), (0, 2), ()], ids=str)
@@ -196,15 +188,6 @@ def traffic(monkeypatch) -> Traffic:
     return Traffic(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:2", "2:6")
-        yield servers
-
-
 NUM_SERVERS, MICRO_BATCHES = 2, 6
 BATCH = padded_batch(rows=12, tokens=40)  # two rows are a micro-batch
 
@@ -270,16 +253,6 @@ def test_later_servers_are_given_the_adapter_while_the_first_computes(servers, m
     assert given.is_set()
 
 
-def test_gradients_are_the_same_every_time(servers):
-    with tuned(servers, lora(init_lora_weights="orthogonal")) as pair:
-        found = []
-        for _ in range(3):
-            pair.remote.zero_grad()
-            loss_of(**BATCH)(pair.remote).backward()
-            found.append([parameter.grad.clone() for parameter in pair.parameters[1]])
-        assert all(torch.equal(*grads) for other in found[1:] for grads in zip(found[0], other, strict=True))
-
-
 def test_sums_that_servers_forget_are_computed_again(servers, monkeypatch):
     take_sum, forgotten = ServerConnection.take_sum, []
 
@@ -293,41 +266,6 @@ def test_sums_that_servers_forget_are_computed_again(servers, monkeypatch):
         forgotten.clear()
         assert_same_gradients(pair)
     assert len(forgotten) == NUM_SERVERS
-
-
-def test_a_sum_that_is_dropped_half_way_is_not_taken_for_the_whole(servers, monkeypatch):
-    """What is added afterwards begins another sum under the same key."""
-    backward, count = passes.backward, Counter()
-
-    async def dropping(services, *arguments):
-        replies = await backward(services, *arguments)
-        count[services.adapters] += replies[0].summed
-        if replies[0].summed and count[services.adapters] == MICRO_BATCHES // 2:
-            services.adapters.close()
-        return replies
-
-    with tuned(servers, lora()) as pair:
-        pair.train(1, loss_of(**BATCH))
-        monkeypatch.setattr(passes, "backward", dropping)
-        assert_same_gradients(pair)
-    assert list(count.values()) == [MICRO_BATCHES] * NUM_SERVERS
-
-
-def test_a_pass_whose_answer_is_lost_counts_once(servers, monkeypatch):
-    backward, lost = ServerConnection.backward, []
-
-    async def losing(server: ServerConnection, span, *arguments):
-        answer = await backward(server, span, *arguments)
-        if not lost and answer[1] is None:
-            lost.append(server)
-            raise PeerUnavailable("the answer is lost", server.record.peer_id, span)
-        return answer
-
-    with tuned(servers, lora(), recovery_timeout_s=30.0) as pair:
-        pair.train(1, loss_of(**BATCH))
-        monkeypatch.setattr(ServerConnection, "backward", losing)
-        assert_same_gradients(pair)
-    assert len(lost) == 1
 
 
 def test_servers_that_know_of_no_sums(servers, monkeypatch):

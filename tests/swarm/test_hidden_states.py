@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from swarm_client import RequestRejected
-from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
+from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, tuned
 from tests.zoo import BLOCKS, VOCAB
+
+SPANS = ("0:2", "2:5", "5:6")
 
 BATCH = padded_batch()
 IDS = random_ids(1, 10, seed=3)
 LONG = random_ids(1, 100, seed=4)  # comes to the servers in several steps
 CACHED = pytest.mark.parametrize("use_cache", [True, False], ids=["with-cache", "without-cache"])
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:5", "5:6") as pair:
-        yield pair
 
 
 def assert_same_states(remote: tuple[torch.Tensor, ...], whole: tuple[torch.Tensor, ...]) -> None:
@@ -238,16 +232,3 @@ def test_attention_weights_are_refused(pair):
             pair.remote(IDS)
     finally:
         pair.remote.config._output_attentions = False
-
-
-def test_modules_say_where_blocks_are(pair):
-    layers = pair.remote.model.layers
-    assert len(layers) == BLOCKS
-    with pytest.raises(RequestRejected, match=r"block 5 is computed on servers: call model.blocks\[5:6\]\(hidden\)"):
-        layers[5](torch.zeros(1, 1, 64))
-    with pytest.raises(RequestRejected, match=r"self_attn of block 5 is computed on servers, where a hook cannot run"):
-        layers[5].self_attn.register_forward_hook(print)
-    with pytest.raises(RequestRejected, match=r"mlp of block 0 is computed on servers.*model.blocks\[a:b\]"):
-        layers[0].mlp(torch.zeros(1, 1, 64))
-    with pytest.raises(AttributeError, match="block 0 is computed on servers and has no 'nothing' here"):
-        _ = layers[0].nothing

@@ -16,8 +16,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from swarm_protocol.wire.session_keys import push_key_of
 from tests.swarm.raw_client import Answer, RawClient, RawStream
-from tests.swarm.target import FULL, INVALID, LAST_ROOM, UNKNOWN, Target, assert_one_sentence, wire
-from tests.swarm.waiting import DEADLINE_S
+from tests.swarm.target import INVALID, UNKNOWN, Target, wire
 
 UNREACHABLE = grpc.StatusCode.UNAVAILABLE
 NOBODY = pb.NextHop(peer_id="nobody", push_key=bytes(32))
@@ -79,22 +78,3 @@ def test_nobody_takes_the_push_key_of_a_session_that_is_still_to_be_opened(targe
     with stranger.open_session(taking), target.client.stream("Session") as stream:
         stream.send(opening)
         assert stream.read().HasField("opened")
-
-
-def test_two_clients_of_one_address_have_a_share_each(target, stranger):
-    """Whoever has its share leaves a quarter of the room to others; alone, it may have all."""
-
-    def asking(room: float, wait_s: float = 0) -> pb.SessionRequest:
-        return target.open(reserve_tokens=int(room * LAST_ROOM), wait_s=wait_s)
-
-    with target.client.open_session(asking(0.1)), stranger.open_session(asking(0.1)):
-        answer = target.client.session(asking(0.7))
-        assert (answer.replies, answer.status) == ([], FULL)
-        assert_one_sentence(answer.details, "for a client that has its share already")
-    with (  # once those sessions have ended
-        RawClient(target.client.record) as another_connection,
-        target.client.open_session(asking(0.1, DEADLINE_S)),
-        another_connection.open_session(asking(0.1, DEADLINE_S)),
-        target.client.open_session(asking(0.7, DEADLINE_S)),
-    ):
-        pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,14 +14,10 @@ from swarm_client import RequestRejected, SwarmError
 from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import Generation, Request, TokenListener
 from tests.swarm.meeting import GREEDY, Gate, another_under_way, sequences
-from tests.swarm.pair import Pair, random_ids, started
+from tests.swarm.pair import random_ids, started
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:6") as pair:
-        yield pair
+SPANS = ("0:2", "2:6")
 
 
 @pytest.fixture
@@ -128,13 +123,6 @@ def test_who_computes_in_a_format_of_its_thread_does_not_join(pair, submitted):
     """``torch.autocast`` is of one thread, and not of the loop's."""
     with another_under_way(pair), torch.autocast("cpu", torch.bfloat16):
         pair.remote.generate(random_ids(1, 5, seed=3), **GREEDY)
-    assert submitted == []
-
-
-def test_several_rows_are_a_batch_of_their_own(pair, submitted):
-    ids = random_ids(3, 5, seed=0)
-    with another_under_way(pair):
-        assert torch.equal(pair.remote.generate(ids, **GREEDY), pair.whole.generate(ids, **GREEDY))
     assert submitted == []
 
 

@@ -14,10 +14,12 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.training.training_memory import TrainingMemory
 from tests.swarm.adapter_target import HOSTED, Target, adapter_target, random, tensors
-from tests.swarm.pair import Pair, random_ids, started
+from tests.swarm.pair import Pair, random_ids
 from tests.swarm.target import INVALID, MOVED, assert_one_sentence, wire
 from tests.swarm.tuning import assert_close, lora, trained
-from tests.zoo import HIDDEN, POSITIONS
+from tests.zoo import HIDDEN
+
+SPANS = ("0:2", "2:6")
 
 FORGOTTEN = grpc.StatusCode.ABORTED
 HIDDEN_STATES, GRAD = random(5, 6, HIDDEN), random(5, 6, HIDDEN, seed=1)
@@ -51,13 +53,6 @@ def test_gradients_are_those_of_a_pass_that_is_recomputed(target, dropout):
     assert_one_sentence(again.details, "does not have the pass")
 
 
-def test_without_an_adapter(target):
-    key = new_key()
-    assert target.kept_output(key, HIDDEN_STATES)[1]
-    (found,) = tensors(target.go_back(key, GRAD))
-    assert torch.equal(found, target.gradients(HIDDEN_STATES, GRAD)[0])
-
-
 def test_only_who_knows_the_key_goes_back(target):
     key = new_key()
     target.kept_output(key, HIDDEN_STATES)
@@ -77,17 +72,6 @@ def test_the_length_of_keys(target, length):
     assert_one_sentence(answer.details, f"has {length} bytes: expected 16 to 64")
 
 
-def test_of_other_blocks(target):
-    key = new_key()
-    target.kept_output(key, HIDDEN_STATES)
-    contract = target.contract()
-    contract.blocks.end -= 1
-    answer = target.client.backward(pb.BackwardRequest(kept=pb.KeptForward(contract=contract, key=key)))
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, "went through blocks 1:5, not 1:4")
-    assert target.go_back(key, GRAD).status is grpc.StatusCode.OK
-
-
 @pytest.mark.parametrize(
     ("grad", "sentence"),
     [(GRAD[:, :5], r"shape \[5, 5, 64\]: expected .* \[5, 6, 64\]"), (GRAD / 0, "gradients sent are not finite")],
@@ -100,19 +84,6 @@ def test_a_bad_gradient_is_refused(target, grad, sentence):
     assert (answer.replies, answer.status) == ([], INVALID)
     assert_one_sentence(answer.details, sentence)
     assert target.gradients(HIDDEN_STATES, GRAD)  # the server goes on
-
-
-def test_what_is_kept_counts_as_free_and_makes_room_for_sessions(target):
-    key, room = new_key(), target.client.describe().cache_tokens_left
-    assert target.kept_output(key, HIDDEN_STATES)[1]
-    assert target.client.describe().cache_tokens_left == room
-    everything = {"batch_size": room * 5 // 4 // POSITIONS, "reserve_tokens": POSITIONS}  # outputs are not kept
-    opening = pb.Open(contract=target.contract(), session_key=new_key(), **everything)
-    with target.client.open_session(pb.SessionRequest(open=opening)):
-        assert target.go_back(key, GRAD).status is FORGOTTEN
-        output, kept = target.kept_output(new_key(), HIDDEN_STATES)
-        assert not kept
-        assert_close(output, target.output(HIDDEN_STATES))
 
 
 # ------------------------------------------------------------ a client's
@@ -151,12 +122,6 @@ def spy(monkeypatch) -> Spy:
     return Spy(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("pair"), "0:2", "2:6") as pair:
-        yield pair
-
-
 IDS = random_ids(3, 12, seed=0)
 
 
@@ -175,15 +140,6 @@ def test_every_server_on_the_way_keeps_its_part(pair, spy):
     pair.remote(inputs_embeds=inputs).logits.square().mean().backward()
     assert_close(inputs.grad, expected_gradient(pair))
     assert len(spy.kept) == 2 and spy.taken == spy.kept[::-1]
-
-
-def test_going_back_twice(pair, spy):
-    inputs = embedded(pair.remote)
-    loss = pair.remote(inputs_embeds=inputs).logits.square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert_close(inputs.grad, 2 * expected_gradient(pair))
-    assert len(spy.taken) == 2  # the second time they compute it again
 
 
 def test_what_servers_forget_they_compute_again(pair, spy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,15 +23,10 @@ from tests.swarm.pair import Pair, connected, random_ids, started
 from tests.swarm.waiting import wait_for
 from tests.zoo import PAD
 
+SPANS = ("0:2", "2:5", "5:6")
+
 ROWS, LANES = 6, 3
 PROMPT = random_ids(ROWS, 9, seed=0)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:5", "5:6") as pair:
-        yield pair
-        pair.servers.wait_until_all_room_is_free()
 
 
 @pytest.fixture(autouse=True)
@@ -257,13 +252,6 @@ def test_lanes_that_are_asked_for_more_to_check_it_give_what_is_wanted(pair, mon
     caches.extend(random_ids(ROWS, 5, seed=12), logits_to_keep=1)
 
 
-def test_an_empty_history_is_joined(pair) -> None:
-    caches = Caches(pair)
-    caches.do("crop", -PROMPT.shape[1])
-    caches.do("reorder_cache", torch.tensor([5, 1, 2, 3, 4, 0]))
-    caches.extend(random_ids(ROWS, 4, seed=13))
-
-
 def test_all_lanes_are_closed_and_go_on(pair) -> None:
     caches = Caches(pair)
     assert [str(hop.span) for hop in caches.session.hops] == ["0:2", "2:5", "5:6"]
@@ -275,14 +263,6 @@ def test_all_lanes_are_closed_and_go_on(pair) -> None:
     caches.session.reset()
     assert caches.session.length == 0 and caches.session.batch_size is None
     pair.servers.wait_until_all_room_is_free()
-
-
-def test_lanes_share_replicas(tmp_path) -> None:
-    with started(tmp_path, "0:6", "0:6") as pair:
-        whole, remote = pair.both(PROMPT, do_sample=False, return_dict_in_generate=True)
-        assert torch.equal(remote.sequences, whole.sequences)
-        session = remote.past_key_values.session
-        assert len(lanes_of(session)) == LANES and len({hop.server.peer_id for hop in session.hops}) == 2
 
 
 # ------------------------------------------------------------ without room for all lanes

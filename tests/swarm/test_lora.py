@@ -6,11 +6,10 @@ import copy
 import json
 from collections.abc import Iterator
 
-import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModelForSequenceClassification, NoRoute
 from tests.marks import always
@@ -73,17 +72,6 @@ def test_gradients_and_steps(family):
         pair.assert_same_logits(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"])
 
 
-def test_gradients_of_inputs(servers):
-    with tuned(servers, lora()) as pair:
-        pair.train(1, loss_of(**BATCH))
-        grads = []
-        for model in pair.models:
-            embeddings = model.get_input_embeddings()(BATCH["input_ids"]).detach().requires_grad_(True)
-            model(inputs_embeds=embeddings, attention_mask=BATCH["attention_mask"]).logits.square().mean().backward()
-            grads.append(embeddings.grad)
-        assert_close(grads[1], grads[0])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,20 +92,6 @@ def test_options_of_peft(servers, options):
         pair.assert_same_logits(input_ids=BATCH["input_ids"])
 
 
-def test_gradient_accumulation(servers):
-    batches = [padded_batch(seed=seed) for seed in (1, 2, 3)]
-    with tuned(servers, lora()) as pair:
-        pair.train(3, lambda model: sum(model(**batch).loss for batch in batches))
-        pair.assert_same_weights()
-
-
-def test_many_micro_batches(servers):
-    batch = padded_batch(rows=12, tokens=40)
-    with tuned(servers, lora()) as pair:
-        pair.train(2, loss_of(**batch))
-        pair.assert_same_weights()
-
-
 def test_bfloat16_autocast(servers):
     """What the client computes is rounded, its head above all; servers compute as they do."""
     with tuned(servers, lora()) as pair:
@@ -131,60 +105,6 @@ def test_bfloat16_autocast(servers):
             assert remote.grad.dtype == torch.float32
             assert not torch.equal(remote.grad, local.grad)
             assert_close(remote.grad, local.grad, relative=0.05)
-
-
-def test_only_the_adapter_is_trained(servers):
-    with connected(servers) as remote:
-        remote.add_adapter(lora())
-        names = [name for name, parameter in remote.named_parameters() if parameter.requires_grad]
-        assert len(names) == 24 and all(".lora_" in name for name in names)
-        assert all(parameter.device.type != "meta" for parameter in remote.parameters())
-
-
-def test_blocks_by_hand(servers):
-    with tuned(servers, lora()) as pair:
-        pair.train(2, loss_of(**BATCH))
-        ids = BATCH["input_ids"][1:]
-        layers = pair.local.base_model.model.model
-        between = torch.nn.Linear(64, 64)
-        results = []
-        for remote in (False, True):
-            hidden = layers.embed_tokens(ids)
-            positions = torch.arange(ids.shape[1])[None]
-            rotary = layers.rotary_emb(hidden, positions)
-            mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()[None, None]
-
-            def whole(hidden, span, rotary=rotary, mask=mask):
-                for layer in layers.layers[span]:
-                    hidden = layer(hidden, attention_mask=mask, position_embeddings=rotary)
-                return hidden
-
-            for module in (*pair.models, between):
-                module.zero_grad()
-            hidden = pair.remote.blocks[0:3](hidden) if remote else whole(hidden, slice(0, 3))
-            hidden = hidden + between(hidden)
-            hidden = pair.remote.model.layers[3:6](hidden) if remote else whole(hidden, slice(3, 6))
-            hidden.square().mean().backward()
-            model = pair.models[remote]
-            results.append([hidden.detach(), between.weight.grad, *(parameter.grad for parameter in trained(model))])
-        for local, remote in zip(*results, strict=True):
-            assert_close(remote, local)
-
-
-def test_quantised_blocks(tmp_path):
-    """Gradients are those of the whole model but for what rounding its weights to int8 changes."""
-    save_checkpoint("llama", tmp_path / "llama")
-    with InProcessServers(tmp_path / "llama", memory_dht=True) as servers:
-        servers.start(*SPANS, quant="int8")
-        with tuned(servers, lora()) as pair:
-            for model in pair.models:
-                torch.manual_seed(1)
-                for parameter in trained(model):
-                    torch.nn.init.normal_(parameter, std=0.05)
-                loss_of(**BATCH)(model).backward()
-            for local, remote in zip(*pair.parameters, strict=True):
-                cosine = torch.cosine_similarity(remote.grad.flatten(), local.grad.flatten(), dim=0)
-                assert cosine > 0.98 and not torch.equal(remote.grad, local.grad)
 
 
 # ------------------------------------------------------------ dropout
@@ -228,14 +148,6 @@ def test_dropout_of_backward_is_that_of_forward(servers):
                     parameter += sign * step * parameter.grad
                 lengths.append(loss())
         assert abs((lengths[0] - lengths[1]) / (2 * step) / squares - 1) < 0.02
-
-
-def test_equal_rows_of_different_micro_batches_drop_different_elements(servers):
-    with connected(servers) as remote:
-        remote.add_adapter(lora(lora_dropout=0.5, init_lora_weights="orthogonal"))
-        ids = random_ids(1, 64, seed=1).expand(4, -1)
-        rows = remote.train()(ids).logits
-        assert not any(torch.equal(rows[i], rows[j]) for i in range(4) for j in range(i))
 
 
 # ------------------------------------------------------------ files
@@ -296,18 +208,6 @@ def test_several_adapters_by_name(servers, tmp_path):
         remote.add_adapter(lora())
 
 
-def test_files_that_do_not_fit_are_refused(servers, tmp_path):
-    with tuned(servers, lora()) as pair:
-        pair.remote.save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "adapter_config.json").read_text())
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
-        with connected(servers) as remote:
-            with pytest.raises(ValueError, match=r"does not fit its config or this model: tensor .*v_proj"):
-                remote.load_adapter(tmp_path)
-            with pytest.raises(ValueError, match="No adapter loaded"):
-                remote.active_adapters()
-
-
 # ------------------------------------------------------------ generation
 
 
@@ -346,25 +246,6 @@ def test_two_clients_with_different_adapters_at_once(servers):
             assert torch.equal(found, model.eval().generate(input_ids=ids, max_new_tokens=8, do_sample=False))
 
 
-def test_a_session_keeps_the_adapter_it_began_with(servers):
-    ids = random_ids(1, 12, seed=4)
-    with tuned(servers, lora()) as pair:
-        pair.train(1, loss_of(**BATCH))
-        remote = pair.remote.eval()
-        with torch.no_grad():
-            before = remote(ids, use_cache=False).logits
-            cache = remote.new_cache()
-            first = remote(ids[:, :5], past_key_values=cache).logits
-        pair.train(1, loss_of(**BATCH))
-        remote.eval()
-        with torch.no_grad():
-            second = remote(ids[:, 5:], past_key_values=cache).logits
-            assert_close(torch.cat([first, second], 1), before)
-            after = remote(ids).logits
-            assert not torch.equal(after, before)
-            assert_close(after, pair.local.eval()(ids).logits)
-
-
 # ------------------------------------------------------------ adapters of the servers
 
 
@@ -392,42 +273,6 @@ def test_an_adapter_of_the_servers(servers, tmp_path):
 
 
 # ------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (lora(use_dora=True), "use_dora is not possible in remote blocks"),
-        (lora(init_lora_weights="pissa"), "init_lora_weights='pissa' needs the weights"),
-        (lora(init_lora_weights="olora"), "init_lora_weights='olora' needs the weights"),
-        (lora(bias="all"), "bias='all' would train weights of the servers"),
-        (lora(lora_bias=True), "lora_bias is not possible"),
-        (lora(target_parameters=["self_attn.q_proj.weight"]), "target_parameters is not possible"),
-        (lora(modules_to_save=["mlp"]), "modules_to_save name it: its weights are on servers"),
-        (lora(["input_layernorm"]), "not supported"),
-        (lora(["nowhere"]), "nowhere"),
-        (
-            peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
-            "IA3Config: remote blocks take a peft.LoraConfig",
-        ),
-    ],
-    ids=lambda value: value[:12].split(" ")[0] if isinstance(value, str) else "",
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_refused_options(servers, config, message):
-    with connected(servers) as remote:
-        before = {name: parameter.requires_grad for name, parameter in remote.named_parameters()}
-        with pytest.raises(ValueError, match=message):
-            remote.add_adapter(config)
-        assert before == {name: parameter.requires_grad for name, parameter in remote.named_parameters()}
-        remote.add_adapter(lora())
-
-
-def test_experts_are_refused(tmp_path):
-    with served("mixtral", tmp_path / "mixtral") as servers, connected(servers) as remote:
-        for targets in (["q_proj", "w2"], "all-linear"):
-            with pytest.raises(ValueError, match="target_modules reaches experts"):
-                remote.add_adapter(lora(targets))
 
 
 # ------------------------------------------------------------ beside the blocks
@@ -470,29 +315,3 @@ def test_a_classifier_keeps_its_head(tmp_path):
                 remote.delete_adapter("default")
                 remote.load_adapter(tmp_path / "saved")
                 assert_close(remote.eval()(**batch).logits, logits)
-
-
-def test_trainer(servers, tmp_path):
-    data = [{"input_ids": row, "labels": row} for row in random_ids(8, 10, seed=6)]
-    arguments = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 3,
-        "optim": "sgd",
-    }
-    results = []
-    with tuned(servers, lora()) as pair:
-        for name, model in zip(("local", "remote"), pair.models, strict=True):
-            options = TrainingArguments(
-                str(tmp_path / name), gradient_accumulation_steps=2, disable_tqdm=True, **arguments
-            )
-            trainer = Trainer(model, options, train_dataset=data)
-            trainer.train()
-            trainer.save_model(tmp_path / name / "end")
-            results.append(PeftModel.from_pretrained(whole_model(servers.model), tmp_path / name / "end"))
-        pair.assert_same_weights()
-    ids = BATCH["input_ids"]
-    with torch.no_grad():
-        assert_close(results[1](ids).logits, results[0](ids).logits)

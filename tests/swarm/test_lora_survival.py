@@ -12,7 +12,6 @@ from swarm_client.transport.transport import ServerConnection
 from tests.swarm.pair import random_ids
 from tests.swarm.survival import SPANS, Client, Fleet, Moments
 from tests.swarm.tuning import SEED, assert_close, lora, loss_of, padded_batch, trained, whole_model
-from tests.swarm.waiting import wait_for
 
 BATCH = padded_batch()
 MANY = padded_batch(rows=9, tokens=24)  # three micro-batches
@@ -96,31 +95,3 @@ def test_killed_in_generation(fleet, client, adapted, moments: Moments):
     assert torch.equal(remote.generate(IDS, **known), expected)
     assert client.moved_blocks == ["0:2"]
     assert not torch.equal(expected, fleet.whole.generate(IDS, **known))
-
-
-def test_copies_that_stand_by_have_the_adapter(fleet, client, adapted):
-    local, remote = adapted
-    known = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 12, "do_sample": False}
-    expected = local.generate(input_ids=IDS, **known)
-    cache = remote.new_cache(standby=True)
-    first = remote.generate(IDS, past_key_values=cache, **{**known, "max_new_tokens": 5})
-    wait_for(lambda: client.chain.num_replicas == 3, "every hop has a copy")
-    client.kill(1)
-    known = {**known, "attention_mask": torch.ones_like(first), "max_new_tokens": 7}
-    assert torch.equal(remote.generate(first, past_key_values=cache, **known), expected)
-    assert [recovery.from_copy for recovery in client.recoveries] == [True]
-
-
-def test_a_server_that_forgets_is_given_the_adapter_again(adapted, assert_same_gradients, monkeypatch):
-    """Between any two requests."""
-    put, uploader = ServerConnection._put_adapter, []
-
-    async def putting(server: ServerConnection, data: bytes, span) -> None:
-        uploader.append(span)
-        if uploader.count(span) == 1:  # only said to be there
-            return
-        await put(server, data, span)
-
-    monkeypatch.setattr(ServerConnection, "_put_adapter", putting)
-    assert_same_gradients()
-    assert len(uploader) == 2 * len(SPANS)

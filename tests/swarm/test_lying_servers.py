@@ -135,18 +135,6 @@ def test_the_first_answers_of_a_liar_are_taken_back(pair, monkeypatch, lie, hop)
         assert liar.runs == runs > 0
 
 
-def test_who_lies_in_sessions_only_is_left_out_with_its_chain(pair, monkeypatch):
-    liar = Liar(monkeypatch, SPANS[1], LIES["scaled"], always=False)
-    with client(pair) as (pair, events):
-        whole, remote = pair.both(PROMPT, do_sample=False)
-        assert torch.equal(remote, whole)
-        assert sorted(banned(pair).values()) == list(SPANS)
-        assert not of(WrongAnswers, events)
-        runs = liar.runs
-        assert torch.equal(*pair.both(PROMPT, do_sample=False))
-        assert liar.runs == runs > 0
-
-
 def test_tokens_that_passed_through_a_later_liar_are_named(pair, monkeypatch):
     """It answers rightly at first; every step is checked afterwards."""
     good_runs = 5

@@ -11,9 +11,8 @@ import torch
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from swarm_cli.demo.local_cluster import LocalCluster, LocalServer
+from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client import ClientConfig, DistributedModel, SwarmError
-from tests.marks import SLOW
 from tests.swarm.waiting import wait_for
 from tests.zoo import BLOCKS, VOCAB, save_checkpoint
 
@@ -150,32 +149,3 @@ def test_what_the_server_is(metered):
     assert scraped.value("model_blocks", model="llama") == BLOCKS
     assert [scraped.value("block_hosted", block=str(block)) for block in range(BLOCKS + 1)] == [1] * BLOCKS + [0]
     assert scraped.value("announced_tokens_per_second", kind="decode") == 100
-
-
-@SLOW
-def test_a_server_that_takes_the_place_of_another(cluster: LocalCluster, tmp_path) -> None:
-    save_checkpoint("llama", tmp_path / "llama")
-    flags = ["--model", str(tmp_path / "llama"), "--quant", "none", "--throughput", "100", "--metrics-port", "0"]
-    servers = [cluster.start(*flags, "--swarm", "metered", "--blocks", blocks) for blocks in ("0:3", "3:6", "3:6")]
-    cluster.wait_ready(servers)
-
-    def now(server: LocalServer) -> Scraped:
-        return scrape(server.stderr.read_text())
-
-    first, *lasts = servers
-    config = ClientConfig(initial_peers=(first.ready["peer"],), swarm="metered", check_share=0.0, draft="none")
-    with DistributedModel.from_pretrained(tmp_path / "llama", config=config) as model, torch.no_grad():
-        wait_for(lambda: all(now(server).value("state", state="online") for server in servers), "all are online")
-        cache = model(torch.full((1, PROMPT), 5), use_cache=True).past_key_values
-        pushed_bytes = now(first).value("sent_bytes_total", kind="push")
-        assert pushed_bytes == PROMPT * model.config.hidden_size * 4
-        (used,) = [server for server in lasts if now(server).value("sessions")]
-        (spare,) = [server for server in lasts if server is not used]
-        assert now(used).value("sessions_opened_total", kind="replacement") == 0
-        used.kill()
-        model(torch.full((1, 1), 5), past_key_values=cache, use_cache=True)
-        assert now(spare).value("sessions_opened_total", kind="replacement") == 1
-        assert now(spare).value("positions_total") == PROMPT + 1
-        assert now(first).value("calls_total", method="Reroute") == 1
-    for server in (first, spare):
-        server.kill()

@@ -12,9 +12,7 @@ import httpx
 import pytest
 
 from swarm_cli.demo.local_cluster import LocalServer
-from swarm_client import DistributedModel
 from swarm_client.core.config import ClientConfig
-from swarm_client.generation.generation import load_tokenizer
 from swarm_gateway.history.store import HistoryStore
 from swarm_gateway.monitor.monitor import Monitor
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
@@ -60,26 +58,6 @@ def api(swarm, tmp_path) -> Iterator[httpx.Client]:
 
 def servers_of(api: httpx.Client) -> dict[str, dict[str, Any]]:
     return {server["peer_id"]: server for server in api.get("/servers").json()["servers"]}
-
-
-def test_what_servers_compute_is_counted(swarm, api):
-    """Of a prompt of p tokens and n that are generated, each of two servers computes half of p + n - 1 positions."""
-    prompt = load_tokenizer(DEFAULT_MODEL, None)("Return a list of", return_tensors="pt").input_ids
-    with DistributedModel.from_pretrained(DEFAULT_MODEL, config=swarm.config) as model:
-        model.generate(prompt, max_new_tokens=9, min_new_tokens=9, do_sample=False)
-
-    def contributions() -> list[tuple[float, float]]:
-        found = api.get("/contributions").json()["contributions"]
-        return [(each["decoded_tokens"], each["prompt_tokens"]) for each in found]
-
-    expected = [(8 / 2, prompt.shape[1] / 2)] * 2
-    wait_for(lambda: contributions() == expected, "all positions are counted")
-    rows = servers_of(api)
-    assert {peer_id: row["contributed_tokens"] for peer_id, row in rows.items()} == {
-        server.peer_id: 4 + prompt.shape[1] / 2 for server in swarm.running
-    }
-    assert all(row["uptime_s"] > 0 and 0 < row["kv_tokens_free"] <= row["kv_tokens"] for row in rows.values())
-    assert api.get("/swarm").json()["join_command"].endswith(f"--swarm {swarm.config.swarm}")
 
 
 @pytest.mark.promise("the monitor shows deaths and who joins as they happen")

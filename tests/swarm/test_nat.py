@@ -25,7 +25,7 @@ from tests.swarm.nat import FirewalledNetwork, NatNetwork
 from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for
-from tests.zoo import VOCAB, save_checkpoint
+from tests.zoo import VOCAB
 
 pytestmark = pytest.mark.slow
 PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
@@ -74,29 +74,22 @@ class Lab:
 
     def generate(self, waits_after: int = 0) -> subprocess.Popen[str]:
         """Start a client in the second home. It waits after so many tokens until it is read further."""
-        task = [str(self._directory), self.peers, PROMPT[0].tolist(), NEW_TOKENS, waits_after]
-        command = [sys.executable, "-m", "tests.swarm.nat_client", json.dumps(task)]
+        task = [str(self._directory), {"initial_peers": self.peers}, PROMPT[0].tolist(), NEW_TOKENS, waits_after]
+        command = [sys.executable, "-m", "tests.swarm.lone_client", json.dumps(task)]
         start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self._stack.enter_context(self.network.run("home-b", start))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "llama"
-    save_checkpoint("llama", directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint) -> list[int]:
-    model = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+def expected(llama) -> list[int]:
+    model = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
     return model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False)[0, PROMPT.shape[1] :].tolist()
 
 
 @pytest.fixture
-def lab(checkpoint, tmp_path) -> Iterator[Lab]:
+def lab(llama, tmp_path) -> Iterator[Lab]:
     with NatNetwork("one", "two", homes=("home-a", "home-b")) as network, ExitStack() as stack:
-        yield Lab(network, checkpoint, tmp_path, stack)
+        yield Lab(network, llama, tmp_path, stack)
 
 
 def tokens_of(client: subprocess.Popen[str]) -> list[int]:
@@ -145,10 +138,10 @@ def test_status_says_how_a_server_is_reached(lab, way):
     assert relays == {ids[0]: None, ids[1]: None if way == "directly" else ids[0]}
 
 
-def test_two_firewalls_let_their_homes_connect_directly_over_ipv6(checkpoint, tmp_path, expected):
+def test_two_firewalls_let_their_homes_connect_directly_over_ipv6(llama, tmp_path, expected):
     """Addresses are nobody else's there, but routers at home let in answers alone."""
     with FirewalledNetwork("one", homes=("home-a", "home-b")) as network, ExitStack() as stack:
-        lab = Lab(network, checkpoint, tmp_path, stack)
+        lab = Lab(network, llama, tmp_path, stack)
         network.bytes_between("home-b", "home-a")
         lab.serve("one", "0:2")
         hidden = lab.serve("home-a", "2:6")

@@ -96,21 +96,6 @@ def test_a_path_loses_what_it_should(lab: NetworkLab) -> None:
     assert len(answers(lab, 3)) == 3
 
 
-def test_hosts_have_both_kinds_of_addresses(lab: NetworkLab) -> None:
-    lab.set_link("left", Link())
-    lab.set_link("right", Link())
-    listener = lab.run("right", lambda: socket.create_server((lab.addresses_v6["right"], 0), family=socket.AF_INET6))
-    with listener:
-        to = (lab.addresses_v6["right"], listener.getsockname()[1])
-        with lab.run("left", lambda: socket.create_connection(to, timeout=10)) as connection:
-            assert connection.getpeername()[0] == lab.addresses_v6["right"]
-
-
-def test_commands_run_on_their_host(lab: NetworkLab) -> None:
-    command = [*lab.on("right"), "ip", "-br", "address", "show", "dev", "eth0"]
-    assert lab.addresses["right"] in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def namespaces() -> set[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return {line.split()[0] for line in listed.splitlines()}

@@ -22,16 +22,9 @@ from tests.swarm.waiting import wait_for
 from tests.unit.support import server_record
 from tests.zoo import save_checkpoint
 
+SPANS = ("0:3", "3:6")
+
 pytestmark = pytest.mark.promise("servers measure the way to those that may come next, and notice the dead")
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:3", "3:6")
-        yield servers
 
 
 @pytest.fixture
@@ -63,12 +56,6 @@ def test_the_last_server_still_measures_how_many_bytes_pass(records, network_pro
     left, right = records
     background.run(network_probe.measure(SwarmView((left, right)), right))
     assert network_probe.rtts_s == {} and network_probe.bytes_per_s > 1e5
-
-
-def test_alone_there_is_nothing_to_measure(records, network_probe) -> None:
-    left, _right = records
-    background.run(network_probe.measure(SwarmView((left,)), left))
-    assert network_probe.rtts_s == {} and network_probe.bytes_per_s == 0
 
 
 def test_the_nearest_are_announced(records, network_probe) -> None:

@@ -14,30 +14,21 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.process.local_registry import LocalRegistry
 from tests.swarm.network import ME, Network
 from tests.swarm.processes import ServerProcess
-from tests.swarm.waiting import DEADLINE_S, wait_for
-from tests.zoo import save_checkpoint
+from tests.swarm.waiting import wait_for
 
 NUM_BLOCKS = 6
-MANY = 20
 IS_SILENT = re.compile(
     r"no answer yet from …\w+(?:, …\w+)* of swarm default, though it seems to run; trying again for up to \d+ s"
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "llama"
-    save_checkpoint("llama", directory)
-    return directory
-
-
 @pytest.fixture
-def start(model, server_process) -> Iterator[Callable[..., ServerProcess]]:
+def start(llama, server_process) -> Iterator[Callable[..., ServerProcess]]:
     """Starts a server of the whole model; those that are frozen are woken in the end."""
     started: list[ServerProcess] = []
 
     def start(cache: Path, *arguments: str, wait: bool = True) -> ServerProcess:
-        fixed = ("--model", str(model), "--quant", "none", "--throughput", "1", "--blocks", f"0:{NUM_BLOCKS}")
+        fixed = ("--model", str(llama), "--quant", "none", "--throughput", "1", "--blocks", f"0:{NUM_BLOCKS}")
         started.append(server_process(*fixed, *arguments, cache=cache, wait=wait))
         return started[-1]
 
@@ -94,42 +85,6 @@ def test_who_starts_while_the_others_are_frozen_waits_for_them_and_says_so(tmp_p
     assert registered(tmp_path) == {peer_id(server), peer_id(newcomer)}
     assert len(IS_SILENT.findall(newcomer.stderr)) == 1
     assert "starting without them" not in newcomer.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_many_clients_that_come_while_the_servers_are_frozen_all_join(is_whole, tmp_path, start, caplog):
-    """Its libp2p daemon takes connections still; or all of it is, as a container, and the registry says it lives."""
-    server = start(tmp_path)
-
-    async def join() -> None:
-        dht = await Dht.join("default", [server.ready["peer"]], Identity.generate(), are_alive=lambda: is_whole)
-        await dht.shutdown()
-
-    server.freeze(with_children=is_whole)
-    joining = [background.submit(join()) for _ in range(MANY)]
-    wait_for(lambda: len(IS_SILENT.findall(caplog.text)) == MANY, "all say that nobody answers")
-    assert not any(client.done() for client in joining)
-    server.resume()
-    for client in joining:
-        client.result(DEADLINE_S)
-
-
-@pytest.mark.slow
-def test_who_starts_while_the_others_are_frozen_joins_them_when_they_wake(tmp_path, start):
-    """They stay frozen until the newcomer has given up waiting for them."""
-    first, second = begin(start, tmp_path, tmp_path)
-    for server in (first, second):
-        server.freeze()
-    newcomer = start(tmp_path)
-    assert len(re.findall("starting without them, and joining them as soon as they do", newcomer.stderr)) == 1
-    everybody = set(map(peer_id, (first, second, newcomer)))
-    assert registered(tmp_path) == everybody
-    assert seen_by_way_of(newcomer) == {peer_id(newcomer)}
-    for server in (first, second):
-        server.resume()
-    assert_one_swarm(first, second, newcomer)
-    assert registered(tmp_path) == everybody
 
 
 def test_two_halves_that_learn_of_one_another_become_one(tmp_path, start):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -18,19 +16,11 @@ from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
 from tests.swarm.tuning import Tuned, assert_close, lora, loss_of, padded_batch, trained, tuned, whole_model
-from tests.zoo import save_checkpoint
+
+SPANS = ("0:2", "2:6")
 
 BATCH = padded_batch()
 IDS = BATCH["input_ids"]
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:2", "2:6")
-        yield servers
 
 
 def in_peft(servers: InProcessServers, config: LoraConfig) -> AbstractContextManager[Tuned]:
@@ -85,16 +75,6 @@ def saved(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     config = json.loads((directory / "adapter_config.json").read_text())
     config["target_modules"] = sorted(config["target_modules"])  # a set
     return config, load_file(directory / "adapter_model.safetensors")
-
-
-def test_a_family_with_transposed_layers(tmp_path):
-    save_checkpoint("gpt2", tmp_path)
-    with InProcessServers(tmp_path, memory_dht=True) as servers:
-        servers.start("0:2", "2:6")
-        with in_peft(servers, lora(("c_attn", "c_proj"), fan_in_fan_out=True)) as pair:
-            pair.train(3, loss_of(**BATCH))
-            pair.assert_same_weights()
-            assert_same_logits(pair)
 
 
 def test_peft_model_from_pretrained(servers, tmp_path):
@@ -155,27 +135,6 @@ def test_a_model_without_its_head(servers):
 
 
 # ------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (lora(use_dora=True), "use_dora"),
-        (lora(init_lora_weights="pissa"), "q_proj.weight of block 0 is on servers"),
-        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "remote blocks take a peft.LoraConfig"),
-        (lora(modules_to_save=["k_proj", "lm_head"]), "modules_to_save .*: its weights are on servers; leave it out"),
-    ],
-    ids=["dora", "pissa", "ia3", "modules-to-save"],
-)
-def test_what_servers_cannot_do_is_refused_at_once(servers, config, message):
-    """Nothing of it stays: see also tests/unit/test_hollow_blocks.py."""
-    with connected(servers) as remote, torch.no_grad():
-        plain = remote(IDS).logits
-        with pytest.raises(RequestRejected, match=message):
-            get_peft_model(remote, config)
-        assert torch.equal(remote(IDS).logits, plain)
-        remote.add_adapter(lora(init_lora_weights=False))
-        assert not torch.allclose(remote(IDS).logits, plain, atol=1e-3)
 
 
 def test_what_a_later_adapter_asks_for_is_refused_when_it_is_used(servers):

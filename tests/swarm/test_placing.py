@@ -27,14 +27,6 @@ def servers(tmp_path) -> Iterator[InProcessServers]:
         yield servers
 
 
-@pytest.mark.slow
-def test_servers_of_so_many_blocks_cover_the_model(servers):
-    for _ in range(BLOCKS // 2):
-        servers.start(ANYWHERE, blocks=None, num_blocks=2)
-    spans = sorted(record.span for record in servers.records())
-    assert spans == [Span(start, start + 2) for start in range(0, BLOCKS, 2)]
-
-
 def test_memory_decides_how_many_blocks_and_how_much_room(servers):
     block_bytes = max(hosted_bytes(ModelCheckpoint.open(servers.model), "none"))
     memory_bytes = 4 * block_bytes
@@ -63,14 +55,6 @@ def test_servers_that_start_at_once_cover_the_model(servers):
     servers.start(*[ANYWHERE] * 2, blocks=None, num_blocks=2)
     spans = [record.span for record in servers.records()]
     assert spans.count(Span(4, 6)) == 1  # which is best for both
-
-
-def test_blocks_can_be_given_for_the_beginning(servers):
-    servers.start(ANYWHERE, blocks=None, initial_blocks=Span(1, 3))
-    servers.start("3:6")
-    first, second = servers.records()
-    assert (first.span, first.pinned) == (Span(1, 3), False)
-    assert (second.span, second.pinned) == (Span(3, 6), True)
 
 
 @pytest.mark.promise("when all servers of some blocks are gone, others take them over, and then stay")

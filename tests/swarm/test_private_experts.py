@@ -20,7 +20,6 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig, MixtureConfig, RemoteMixtureOfExperts
-from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from tests.swarm.processes import ServerProcess
@@ -130,31 +129,6 @@ def test_strangers_are_refused_every_call(private: Private) -> None:
         network_loop.run(_listed(ClientCredentials(Identity.generate()), holder))
 
 
-def test_servers_that_are_no_members_are_not_believed(private: Private) -> None:
-    with private.client("dora") as client:
-        with ExpertServer(replace(CONFIG, initial_peers=tuple(private.peers), cells=((1, 0), (1, 1)))) as stranger:
-            # its own node believes it, and no member's does
-            own = DhtExpertRegistry(stranger._dht, "demo", GRID, HIDDEN)
-            assert network_loop.run(own.read([(1,)]))[(1,)].keys() == {0, 1}
-            assert network_loop.run(client.board("demo", GRID, HIDDEN).read([(0,), (1,)]))[(1,)] == {}
-            assert stranger.peer_id not in [keeper.peer_id for keeper in keepers(private, client)]
-        moe = mixture(client)
-        moe(torch.zeros(1, HIDDEN))
-        assert moe.cells[0].tolist() == [[0, 0], [0, 1]] or moe.cells[0].tolist() == [[0, 1], [0, 0]]
-        moe.close()
-
-
-def test_members_keep_replicas_for_each_other(private: Private) -> None:
-    config = replace(CONFIG, initial_peers=tuple(private.peers), cells=((1, 0), (1, 2)))
-    with ExpertServer(config, membership=private.membership(Role.SERVER, "second")) as second:
-        with ExpertServer(
-            replace(config, cells=((1, 1),), num_experts=1), membership=private.membership(Role.SERVER, "third")
-        ) as third:
-            wait_for(lambda: third.replicas and second.replicas, "each keeps what the other has")
-        with pytest.raises(ValueError, match="in use by another process of this machine"):
-            ExpertServer(config, membership=private.directory / "second.membership")
-
-
 def test_who_is_revoked_is_refused_from_then_on(private: Private) -> None:
     with private.client("fay") as client:
         holder, rows = holder_seen_by(client), torch.zeros(1, HIDDEN)
@@ -170,18 +144,6 @@ def test_who_is_revoked_is_refused_from_then_on(private: Private) -> None:
             return False
 
         wait_for(is_refused, "the server knows of the revocation")
-
-
-def test_a_membership_that_cannot_be_used_is_said(private: Private) -> None:
-    path = private.membership(Role.CLIENT, "gil")
-    with pytest.raises(ValueError, match="the membership is for the role client: expected server"):
-        ExpertServer(CONFIG, membership=path)
-    with pytest.raises(ValueError, match="cannot read the membership file"):
-        ExpertClient(private.peers, membership=path.with_name("none"))
-
-
-def keepers(private: Private, client: ExpertClient) -> list[ExpertHolder]:
-    return network_loop.run(client.board("demo", GRID, HIDDEN).keepers())
 
 
 def _key_of(private: Private, name: str) -> tuple[Identity, bytes]:

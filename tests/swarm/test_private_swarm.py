@@ -19,7 +19,7 @@ from swarm_cli.demo.local_cluster import LocalServer
 from swarm_cli.keys.grants import GrantsFile
 from swarm_client import AccessDenied, ClientConfig, DistributedModel
 from swarm_client.core import background
-from swarm_protocol.access.access_control import CLOCK_SKEW_S, AccessControl
+from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
@@ -142,20 +142,6 @@ def status(private: Private, capsys: pytest.CaptureFixture[str], *flags: str) ->
     return capsys.readouterr().out
 
 
-def test_status_says_why_who_is_no_member_cannot_use_the_servers(private, capsys):
-    for flags in ((), ("--swarm-key", str(private.key.public))):
-        last = status(private, capsys, *flags).splitlines()[-1]
-        assert last.startswith(
-            f"the servers of blocks 0:{BLOCKS} do not let this client in: this swarm takes only members"
-        )
-        assert "--membership FILE" in last
-    member = str(private.membership(Role.CLIENT, "looker"))
-    assert "this client's chain: " in status(private, capsys, "--membership", member)
-    other = status(private, capsys, "--swarm-key", str(OrganiserKey.generate().public))
-    assert other.splitlines()[0] == f"swarm {SWARM} has no servers"
-    assert other.splitlines()[1].startswith("1 server here is no member of the requested private swarm")
-
-
 @pytest.mark.parametrize("knows_key", [False, True])
 def test_who_is_no_member_is_denied_at_once(private, knows_key):
     """It would wait for servers for an hour."""
@@ -193,20 +179,6 @@ def test_a_role_may_no_more_than_it_is_for(private):
         assert (train_denied, push_denied) == (not may_train, not may_push)
 
 
-def test_a_server_that_is_no_member_is_not_seen(private):
-    peers = (private.server.ready["peer"],)
-    with InProcessServers(private.model) as servers:
-        servers.start(f"0:{BLOCKS}", swarm=SWARM, initial_peers=peers)
-        public = background.run(Dht.join(SWARM, peers, Identity.generate()))
-        try:  # it is there, and those who do not know better see it
-            views = lambda dht: background.run(dht.view(private.model.name, BLOCKS)).servers  # noqa: E731
-            wait_for(lambda: len(views(public)) == 2, "the stranger's record is found")
-            assert [record.peer_id for record in views(private.dht)] == [private.record.peer_id]
-            assert list(background.run(private.dht.models())) == [private.model.name]
-        finally:
-            background.run(public.shutdown())
-
-
 @pytest.mark.promise("who is revoked is refused while the private swarm runs")
 def test_who_is_revoked_is_refused_while_the_swarm_runs(private, capsys):
     path = private.membership(Role.CLIENT, "bob")
@@ -227,19 +199,6 @@ def test_who_is_revoked_is_refused_while_the_swarm_runs(private, capsys):
             other(ids[:, :1], past_key_values=others_cache)
     with load(private, membership=path) as again, pytest.raises(AccessDenied, match="was revoked"):
         again.generate(ids, max_new_tokens=1)
-
-
-def test_a_membership_ends_while_the_swarm_runs(private):
-    member = private.credentials(Role.CLIENT, lasts_s=6.0 - CLOCK_SKEW_S)
-    with private.client(member) as client:
-        assert client.ask("Describe", pb.DescribeRequest()).status is OK
-
-        def refusal() -> str:
-            answer = client.ask("Describe", pb.DescribeRequest())
-            return answer.details if answer.status is DENIED else ""
-
-        sentence = wait_for(refusal, "the membership has ended")
-        assert "the membership of ada has expired" in sentence
 
 
 def test_a_swarm_that_is_open_to_clients(private):

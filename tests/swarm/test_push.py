@@ -11,7 +11,6 @@ import grpc
 import pytest
 import torch
 
-from swarm_client.sessions.session import RemoteSession
 from swarm_client.transport import transport
 from swarm_client.transport.hops import HopOutput, HopSession
 from swarm_protocol.dht.records import ServerRecord
@@ -41,13 +40,6 @@ WAYS = {
     "chunks": (LONG, {"do_sample": False}),
     "speculation": (REPETITIVE, {"do_sample": False, "prompt_lookup_num_tokens": 3}),
 }
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), *SPANS) as pair:
-        yield pair
-        pair.servers.wait_until_all_room_is_free()
 
 
 @pytest.fixture
@@ -183,25 +175,6 @@ def wired(tmp_path) -> Iterator[tuple[Pair, Wires]]:
     with wires_between_servers() as wires, started(tmp_path, *SPANS) as pair:
         yield pair, wires
         pair.servers.wait_until_all_room_is_free()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_streams_that_break_between_two_steps(wired, sent, monkeypatch, way):
-    pair, wires = wired
-    ids, options = WAYS[way]
-    streams = Streams(wires, monkeypatch)
-    step, calls = RemoteSession.step, itertools.count(1)
-
-    def breaking(*args):
-        if next(calls) == 4:
-            assert sent.keys() == {0}
-            streams.cut()
-        return step(*args)
-
-    monkeypatch.setattr(RemoteSession, "step", breaking)
-    whole, remote = pair.both(ids, **options)
-    assert torch.equal(remote, whole)
-    assert sent.keys() == {0, 1, 2}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from swarm_client.adapters.snapshots import AdapterUploader
 from tests.small_chat_model import NEEDS_IT
-from tests.swarm.harness import InProcessServers
 from tests.swarm.test_benchmarks import run_quick
 from tests.swarm.test_examples import run
 from tests.swarm.tuning import Tuned, assert_close, lora, tuned
-from tests.zoo import EOS, PAD, VOCAB, save_checkpoint
+from tests.zoo import EOS, PAD, VOCAB
+
+SPANS = ("0:3", "3:6")
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test-trl")
 trl = pytest.importorskip("trl", reason="trl is not installed: make test-trl")
@@ -36,15 +37,6 @@ class Trained:
 
     losses: list[float]
     completions: list[str] = field(default_factory=list)
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:3", "3:6")
-        yield servers
 
 
 @pytest.fixture

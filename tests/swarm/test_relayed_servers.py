@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from swarm_protocol.tunnel.circuit import relay_of
 from tests.swarm.harness import InProcessServers, Watcher
 from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.waiting import wait_for
-from tests.zoo import VOCAB, save_checkpoint
+from tests.zoo import VOCAB
 
 NOWHERE = "127.0.0.1:1"  # connections are refused
 PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
@@ -27,20 +26,13 @@ NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "llama"
-    save_checkpoint("llama", directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoint) -> torch.Tensor:
-    return generate(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+def expected(llama) -> torch.Tensor:
+    return generate(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
 
 
 @pytest.fixture
-def servers(checkpoint) -> Iterator[InProcessServers]:
-    with InProcessServers(checkpoint) as servers:
+def servers(llama) -> Iterator[InProcessServers]:
+    with InProcessServers(llama) as servers:
         yield servers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import queue
 import re
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 import torch
@@ -41,13 +39,6 @@ TEMPLATE = (  # with the words by which Qwen's calls are known
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}"
     '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>{% endif %}'
 )
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer", "maximum": 99}},
-    "required": ["name", "count"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "sort", "parameters": SCHEMA}}
 
 
 class ServeProcess:
@@ -187,61 +178,6 @@ def test_completions_are_those_of_generate(front: Front) -> None:
         first = front.whole(ids).logits[0, -1].log_softmax(-1).max().item()
     assert abs(choice.logprobs.token_logprobs[0] - first) < 1e-2
     assert "".join(chunk.choices[0].text for chunk in front.complete(max_tokens=12, stream=True)) == choice.text
-
-
-def test_likelihoods_of_a_prompt_are_those_of_the_model(front: Front) -> None:
-    """As lm-evaluation-harness asks for them; the second time, servers have the beginning in their caches."""
-    ids = front.tokenizer(f"{PROMPT} integers that is sorted").input_ids
-    with torch.no_grad():
-        logprobs = front.whole(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    expected = logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
-    client = openai.OpenAI(base_url=front.url, api_key="none", timeout=DEADLINE_S)
-    for max_tokens in (1, 0):
-        answer = client.completions.create(
-            model="docs", prompt=[ids], echo=True, logprobs=1, max_tokens=max_tokens, temperature=0, seed=1234
-        )
-        found = answer.choices[0].logprobs
-        first, *others = found.token_logprobs[: len(ids)]
-        assert first is None and others == pytest.approx(expected, abs=1e-2)
-        assert len(found.tokens) == len(ids) + max_tokens
-
-
-def test_asynchronous_conversations(front: Front) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=front.url, api_key="none", timeout=DEADLINE_S) as client:
-            options = {"model": "docs", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
-            whole = client.chat.completions.create(**options, max_tokens=8)
-            stream = await client.chat.completions.create(**options, max_tokens=8, stream=True)
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-            return [text, (await whole).choices[0].message.content]
-
-    ids = front.tokenizer(PROMPT, add_special_tokens=False, return_tensors="pt").input_ids  # the template has none
-    output = front.whole.generate(ids, max_new_tokens=8, do_sample=False)[0]
-    assert asyncio.run(ask()) == [whole_text(front.tokenizer, output, ids.shape[1])] * 2
-
-
-def test_json_and_calls(front: Front) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-    choice = front.chat(response_format=schema, seed=1, max_tokens=200).choices[0]
-    assert choice.finish_reason == "stop"
-    jsonschema.validate(json.loads(choice.message.content), SCHEMA)
-    choice = front.chat(
-        tools=[TOOL], tool_choice="required", parallel_tool_calls=False, seed=1, max_tokens=200
-    ).choices[0]
-    assert choice.finish_reason == "tool_calls"
-    (call,) = choice.message.tool_calls
-    assert call.function.name == "sort"
-    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-
-
-def test_embeddings_are_those_of_the_model(front: Front) -> None:
-    texts = [PROMPT, "of", "Sort the given list, and return another one", "so"]
-    answer = front.client().embeddings.create(model="docs", input=texts)
-    for text, found in zip(texts, answer.data, strict=True):
-        with torch.no_grad():
-            states = front.whole.base_model(**front.tokenizer(text, return_tensors="pt")).last_hidden_state
-        assert torch.allclose(torch.tensor(found.embedding), states[0].mean(0), atol=2e-2, rtol=1e-2)
-    front.wait_until_all_room_is_free()
 
 
 @SLOW

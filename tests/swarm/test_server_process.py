@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,22 +18,13 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
-from swarm_protocol.process.local_registry import LocalRegistry
-from tests.swarm.processes import ServerProcess, is_alive
+from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for
-from tests.zoo import save_checkpoint
 
 READY_LINE = re.compile(
     r"ready model=llama blocks=\d+:\d+ quant=none peer=/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+ grpc=127\.0\.0\.1:\d+ "
     r"products=(onednn|torch)"
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "llama"
-    save_checkpoint("llama", directory)
-    return directory
 
 
 class Machine:
@@ -57,8 +47,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(model, tmp_path, server_process) -> Machine:
-    return Machine(model, tmp_path, server_process)
+def machine(llama, tmp_path, server_process) -> Machine:
+    return Machine(llama, tmp_path, server_process)
 
 
 class Monitor:
@@ -144,22 +134,6 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
     assert all("Traceback" not in server.stderr for server in (first, second, third))
 
 
-@pytest.mark.slow
-def test_entries_that_lead_nowhere_do_no_harm(machine, observe):
-    """One of a process that is gone, one of a process that lives but no longer serves, and one that is no entry."""
-    closed_port, mute, gone = unused_port(), Identity.generate().peer_id, Identity.generate().peer_id
-    registry = LocalRegistry("default", machine.directory("default").parent)
-    for name in (mute, gone):
-        registry.write(name, [f"/ip4/127.0.0.1/tcp/{closed_port}/p2p/{name}"])
-    path = machine.directory("default") / f"{gone}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": unused_pid()}))
-    path.with_name("broken.json").write_text("{")
-    server = machine.start("--blocks", "0:6")
-    server.wait_ready()
-    assert set(machine.registry("default")) == {peer_id(server), mute}
-    assert observe(server).peers() == [peer_id(server)]
-
-
 @pytest.mark.promise("a server whose terminal closes drains")
 def test_a_closed_terminal_drains_a_server(cluster, cache_home):
     """It may say so more than once: that is no second signal."""
@@ -193,12 +167,3 @@ def has_open(pid: int, path: Path) -> bool:
     with suppress(FileNotFoundError):  # a file is closed at this moment
         return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
     return False
-
-
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def unused_pid() -> int:
-    return next(pid for pid in range(30_000, 4_000_000) if not is_alive(pid))

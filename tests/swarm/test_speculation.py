@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -12,27 +10,21 @@ from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.request import Request
 from swarm_client.drafts import lookup
 from swarm_client.drafts.lookup import LookupDraft
-from swarm_client.drafts.opening import open_speculation
 from swarm_client.drafts.small_model import SmallModelDraft
 from swarm_client.sessions.lane import Lane
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.generating import MOST_SHARING
 from swarm_client.speculation.speculation import Speculation
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_protocol.errors import CheckpointError, PeerBusy, PeerUnavailable, SwarmError
+from swarm_protocol.errors import PeerBusy, PeerUnavailable, SwarmError
 from tests.drafts import Always, KnowingDraft
-from tests.swarm.pair import Pair, started
+from tests.swarm.pair import Pair
 from tests.swarm.test_batching import Heard
 from tests.zoo import VOCAB, save_checkpoint
 
+SPANS = ("0:3", "3:6")
+
 NEW_TOKENS = 40
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 20}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:3", "3:6") as pair:
-        yield pair
 
 
 @pytest.fixture
@@ -130,16 +122,6 @@ def test_other_small_model_guesses_in_vain(pair, prompt, tmp_path):
     assert text == plain
 
 
-def test_end_of_text_within_guesses(pair, prompt):
-    plain, _ = written(pair, prompt, None, do_sample=False)
-    end = plain[prompt.shape[1] + 8]
-    speculation = Always(KnowingDraft([plain], 1.0), 1, 6)
-    expected, _ = written(pair, prompt, None, do_sample=False, eos_token_id=end)
-    text, _ = written(pair, prompt, speculation, do_sample=False, eos_token_id=end)
-    assert text == expected
-    assert text[-1] == end and len(text) < len(plain)
-
-
 @pytest.mark.parametrize(("error", "are_tried_again"), [(PeerBusy("full"), False), (PeerUnavailable("gone"), True)])
 def test_rows_that_are_given_up_are_verified_in_one(pair, prompt, monkeypatch, error: SwarmError, are_tried_again):
     plain, _ = written(pair, prompt, None, do_sample=False)
@@ -180,22 +162,6 @@ def test_a_pass_that_fails_here_leaves_what_is_right_in_the_cache(pair, prompt, 
     assert cache.session.batch_size == 1
     assert generate(torch.tensor([plain[: cache.get_seq_length() + 1]])) == plain
     cache.session.close()
-
-
-def test_draft_of_other_vocabulary_or_name_is_refused(pair, tmp_path):
-    checkpoint = ModelCheckpoint.open(pair.servers.model)
-    save_checkpoint("llama", tmp_path, vocab_size=VOCAB + 8)
-    with pytest.raises(ValueError, match="has other tokens than"):
-        open_speculation(str(tmp_path), pair.remote, checkpoint)
-    with pytest.raises((ValueError, CheckpointError), match="nobody/knows-this"):
-        open_speculation("nobody/knows-this", pair.remote, checkpoint)
-
-
-def test_auto_leaves_fast_passes_alone(pair, prompt):
-    plain, _ = written(pair, prompt, None, do_sample=False)
-    speculation = Speculation(KnowingDraft([plain], 1.0), least_pass_s=1e6)
-    text, num_passes = written(pair, prompt, speculation, do_sample=False)
-    assert text == plain and num_passes == NEW_TOKENS
 
 
 @pytest.mark.parametrize("chance", [pytest.param(0.6, marks=GUESSES), 1.0])

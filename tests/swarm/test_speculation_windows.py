@@ -6,17 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
-from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import Request
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.speculation import Speculation
 from swarm_server.kv.kv_rows import KvGroup
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
-from tests.swarm.test_batching import Heard
 from tests.zoo import SLIDING, save_checkpoint
 
 NEW_TOKENS = 260
@@ -67,26 +64,6 @@ def generate(pair: Pair, cache, ids: torch.Tensor, new_tokens: int) -> list[int]
 def test_a_text_takes_no_more_room_than_without_a_draft(pair, text, kept, num_known):
     pair.remote.speculation = Always(KnowingDraft([text[:num_known]], 0.7), 1, SLIDING)
     assert generate(pair, pair.remote.new_cache(), PROMPT, NEW_TOKENS) == text
-
-
-def test_nor_does_one_that_goes_on_without_guesses(pair, text, kept):
-    """As the next turn of a chat."""
-    pair.remote.speculation = speculation = Always(KnowingDraft([text[:20]], 0.7), 1, SLIDING)
-    cache = pair.remote.new_cache()
-    begun = generate(pair, cache, PROMPT, 20)
-    assert speculation.stats.guesses
-    assert generate(pair, cache, torch.tensor([begun]), NEW_TOKENS - 20) == text
-
-
-def test_nor_does_a_generation_of_the_loop(pair, text, kept):
-    """It guesses at first, while it is alone."""
-    pair.remote.speculation = speculation = Always(KnowingDraft([text[:20]], 0.7), 1, SLIDING)
-    request = Request(tuple(PROMPT[0].tolist()), GenerationConfig(max_new_tokens=NEW_TOKENS), seed=0)
-    with GenerationLoop(pair.remote) as loop:
-        heard = Heard()
-        loop.submit(request, heard)
-        assert heard.ids == text[PROMPT.shape[1] :]
-    assert speculation.stats.guesses
 
 
 def test_what_was_forgotten_is_not_needed_where_guesses_begin_late(pair, text, kept):

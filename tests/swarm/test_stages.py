@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from swarm_training.stages.engine.accumulator import rounded
 from swarm_training.stages.engine.boundaries import FILE_NAME
 from swarm_training.stages.peer.placing import PlacementTimes
 from swarm_training.stages.peer.shared import spans_of
-from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 
 TOKENIZER = Path(__file__).parents[2] / "swarm_models" / "shipped" / "tiny-python-docs"
@@ -177,76 +176,3 @@ def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(
         between = load_file(tmp_path / "out" / FILE_NAME)
         assert len(between) == 6 and all(torch.equal(expected.pop(name), each) for name, each in between.items())
     require_equal(tmp_path / "out", expected)
-
-
-@pytest.mark.slow
-def test_a_peer_moves_to_a_lost_stage_and_the_run_is_still_that_of_one_process(text: str, tmp_path: Path) -> None:
-    file, pace = parse_run_file(text), PlacementTimes(look_s=6.0, check_s=(1.0, 2.0), cooldown_s=3.0)
-    said: list[str] = []
-
-    async def scenario() -> None:
-        async with AsyncExitStack() as running, asyncio.timeout(LIMIT_S):
-            address = await running.enter_async_context(serving(file, 0, pace=pace, said=said))
-            lonely = serving(file, None, address, pace=pace, said=(second := list[str]()))
-            await lonely.__aenter__()
-            assert second[0].startswith("stage 1 of 2")  # nobody was there
-            for _ in range(2):
-                await running.enter_async_context(
-                    serving(file, 0, address, said=said, pace=replace(pace, cooldown_s=9.0))
-                )
-            who = Joining(file.run.name, file.run.target_batch_size, (address,), Identity.generate())
-            steps: list[str] = []
-            training = asyncio.ensure_future(train_run(file, who, "shortest_delay", 14, steps.append))
-            running.callback(training.cancel)
-            while len(steps) < 4:
-                await asyncio.sleep(0.1)
-            await lonely.__aexit__(None, None, None)
-            await training
-            assert any("moves from stage 0 to stage 1" in line for line in said)
-            await export_run(file, replace(who, identity=Identity.generate()), tmp_path / "out", said.append)
-            assert said[-1].endswith("after step 14")
-
-    asyncio.run(scenario())
-    require_equal(tmp_path / "out", one_process(file, 14))
-
-
-@pytest.mark.slow
-def test_processes_that_are_killed_cost_nothing_but_time(text: str, tmp_path: Path) -> None:
-    run_file, steps = tmp_path / "RUN.toml", 30
-    run_file.write_text(text)
-
-    def start(index: int, *initial_peers: str) -> ServerProcess:
-        peers = ["--initial-peers", *initial_peers] if initial_peers else []
-        arguments = ["--train", str(run_file), "--blocks", f"{index}:{index + 1}", "--host", "127.0.0.1", *peers]
-        return ServerProcess(*arguments, cache=tmp_path, wait=False, module="swarm_server")
-
-    def address_of(process: ServerProcess) -> str:
-        wait_for(lambda: any("--initial-peers" in line for line in process.stdout), "a stage is served")
-        return (
-            next(line for line in process.stdout if "--initial-peers" in line).split("--initial-peers ")[1].split()[0]
-        )
-
-    running = [start(0)]
-    try:
-        address = address_of(running[0])
-        running += [start(index, address) for index in (0, 1, 1)]
-        for process in running:
-            address_of(process)
-        arguments = ["trainer", str(run_file), "--initial-peers", address, "--steps", str(steps)]
-        trainer = ServerProcess(*arguments, cache=tmp_path, wait=False, module="swarm_training.stages")
-        running.append(trainer)
-        for step, victim, index in ((5, 1, 0), (12, 2, 1), (18, 3, 1)):
-            wait_for(lambda at=f"step {step}:": any(line.startswith(at) for line in trainer.stdout), "the run goes on")
-            running[victim].kill()
-            running.append(start(index, address))
-            address_of(running[-1])
-        wait_for(lambda: any(line.startswith(f"step {steps}:") for line in trainer.stdout), "the run ends", LIMIT_S)
-        out = tmp_path / "out"
-        exporting = ["export", str(run_file), str(out), "--initial-peers", address]
-        export = ServerProcess(*exporting, cache=tmp_path, wait=False, module="swarm_training.stages")
-        running.append(export)
-        wait_for(lambda: any(f"after step {steps}" in line for line in export.stdout), "it is exported", LIMIT_S)
-        require_equal(out, one_process(parse_run_file(text), steps))
-    finally:
-        for process in running:
-            process.kill()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client.core import background
 from swarm_client.transport.hops import HopSession
 from tests.swarm.pair import random_ids
@@ -53,30 +51,3 @@ def test_a_copy_takes_over(client, moments, options):
     assert client.moved_blocks == ["2:4"]
     (recovery,) = client.recoveries
     assert recovery.from_copy and recovery.replayed_tokens <= 2
-
-
-def test_a_copy_takes_over_in_a_long_prompt(client, moments):
-    chat = client.generate(PROMPT)
-    wait_for_copies(client)
-    moments.after_answer(14, lambda: client.kill(2))  # of the second prompt, a chunk or two
-    talk = torch.cat([chat.sequences, random_ids(1, 150, seed=13)], 1)
-    client.generate(talk, past_key_values=chat.past_key_values)
-    assert client.moved_blocks == ["4:6"]
-    assert client.recoveries[0].from_copy
-
-
-def test_the_copy_is_killed_as_well(fleet, client, moments):
-    third: LocalServer
-
-    def copied() -> None:
-        nonlocal third
-        wait_for_copies(client)
-        third = fleet.add("2:4", "--throughput", "1")  # or the copy might be there
-        fleet.wait_ready(third)
-
-    moments.before_step(4, copied)
-    moments.before_step(8, lambda: fleet.kill_replicas("2:4", but=third))
-    client.generate(PROMPT)
-    assert client.moved_blocks == ["2:4"]
-    (recovery,) = client.recoveries
-    assert not recovery.from_copy and recovery.replacements == (third.peer_id,)

@@ -61,19 +61,6 @@ def test_a_silent_server_is_replaced(network, client, moments):
     assert client.moved_blocks == ["2:4"]
 
 
-def test_silence_in_a_long_prompt(network, client, moments):
-    moments.after_answer(2, lambda: network.cut("middle"))
-    client.generate(random_ids(1, 200, seed=61))
-    assert client.moved_blocks == ["2:4"]
-
-
-def test_two_silent_servers_are_replaced(network, client, moments):
-    """They are not neighbours in the chain."""
-    moments.before_step(5, lambda: network.cut("ends"))
-    client.generate(PROMPT)
-    assert sorted(client.moved_blocks) == ["0:2", "4:6"]
-
-
 def test_the_clients_own_network_is_gone_for_a_while(network, client, moments):
     """No server can be reached, and none has failed."""
 
@@ -84,15 +71,3 @@ def test_the_clients_own_network_is_gone_for_a_while(network, client, moments):
     moments.before_step(5, cut)
     client.generate(PROMPT)
     assert sum(recovery.stall_s for recovery in client.recoveries) > OUTAGE_S
-
-
-def test_the_clients_own_network_is_gone_for_a_moment(network, client, moments):
-    """Too short for anybody to be thought dead: everything goes on where it was."""
-
-    def cut() -> None:
-        network.cut(ME)
-        threading.Timer(0.5, network.mend, [ME]).start()
-
-    moments.before_step(5, cut)
-    client.generate(PROMPT)
-    assert client.events == []

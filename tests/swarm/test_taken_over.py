@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,15 +19,11 @@ from swarm_client.batching.request import Generation
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers
 from tests.swarm.meeting import GREEDY, Gate, another_under_way, sequences
-from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids, started
+from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint
 
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("llama"), "0:2", "2:6") as pair:
-        yield pair
+SPANS = ("0:2", "2:6")
 
 
 @pytest.fixture
@@ -135,23 +130,6 @@ def test_a_text_that_ends_among_guesses_leaves_none_of_them_in_its_session(pair,
         coming.result()
     assert torch.equal(output, expected)
     assert cache.get_seq_length() == expected.shape[1] - 1
-
-
-def test_whoever_computes_in_a_format_of_its_thread_stays_by_itself(pair, taken_over):
-    """``torch.autocast`` is of one thread, and not of the loop's."""
-    ids, first = random_ids(1, 5, seed=3), Gate(num_tokens=2)
-
-    def generate(**options: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return pair.remote.generate(ids, **options, **GREEDY)
-
-    with ThreadPoolExecutor(1) as pool:
-        beginning = pool.submit(generate, streamer=first)
-        assert first.arrived.wait(DEADLINE_S)
-        with another_under_way(pair):
-            first.opened.set()
-            assert torch.equal(generate(), beginning.result())
-    assert taken_over == []
 
 
 class Interrupted(Gate):

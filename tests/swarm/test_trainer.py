@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,10 @@ from peft import get_peft_model
 from transformers import Trainer, TrainingArguments
 
 from tests.marks import SLOW, always
-from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
 from tests.swarm.tuning import assert_close, lora, trained, tuned
-from tests.zoo import save_checkpoint
 
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:2", "2:6")
-        yield servers
+SPANS = ("0:2", "2:6")
 
 
 def options(directory: Path, **others: Any) -> TrainingArguments:

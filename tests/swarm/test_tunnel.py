@@ -9,10 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import pytest
-
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.streams.frames import read_run
 from swarm_protocol.streams.streams import DaemonStreams
@@ -126,39 +123,6 @@ def test_who_does_not_read_is_not_sent_more():
             await until(lambda: sent > seen)
             stream.abort()
             await until(lambda: not net.origins)
-
-    run(check)
-
-
-def test_a_relay_refuses_and_says_why():
-    async def check() -> None:
-        async with three(RelayLimits(servers=1, tunnels_of_caller=1)) as net:
-            server, client = net.streams["server"], net.streams["client"]
-            with pytest.raises(PeerUnavailable, match="no such server"):
-                await open_tunnel(client, net.circuit, NOBODY)
-            reservation = await reserve(server, net.relay_address, NOBODY, KEEPALIVE_S)
-            with pytest.raises(PeerBusy, match="there are 1 servers behind this relay already"):
-                await reserve(client, net.relay_address, NOBODY, KEEPALIVE_S)
-            stream = await open_tunnel(client, net.circuit, NOBODY)
-            with pytest.raises(PeerUnavailable, match="this peer has 1 tunnels through this relay already"):
-                await open_tunnel(client, net.circuit, NOBODY)
-            stream.close()
-            reservation.close()
-            await until(lambda: not net.relay._servers)
-            net.relay.may_relay = lambda: False
-            with pytest.raises(PeerBusy, match="does not relay"):
-                await reserve(server, net.relay_address, NOBODY, KEEPALIVE_S)
-
-    run(check)
-
-
-def test_a_relay_that_relays_no_more_lets_its_servers_go():
-    async def check() -> None:
-        async with three() as net:
-            reservation = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            net.relay.may_relay = lambda: False
-            await reservation.lost
-            await until(lambda: not net.relay._servers)
 
     run(check)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,21 +65,3 @@ def test_one_command_answers_and_ends_in_order(up, tmp_path):
     assert up.terminal.end() == 0
     up.assert_all_is_gone()
     assert not list((tmp_path / "swarm" / "swarms").glob("together/*.json"))  # the server has left, and was not killed
-
-
-@pytest.mark.slow
-def test_the_death_of_one_ends_the_other(up):
-    os.kill(up.halves["serve"], signal.SIGKILL)
-    said = up.terminal.wait_for_end()
-    assert "error: the gateway was killed by SIGKILL; the server had to end, too" in said
-    assert up.terminal.end() == 1
-    up.assert_all_is_gone()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 0), (signal.SIGKILL, -9)])
-def test_a_signal_ends_all(up, number, code):
-    os.kill(up.terminal.pid, number)
-    assert "Traceback" not in up.terminal.wait_for_end()
-    assert up.terminal.end() == code
-    up.assert_all_is_gone()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from swarm_client.model.model import DistributedModel
-from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
-from tests.swarm.processes import run_commands
 from tests.swarm.waiting import wait_for
 from tests.zoo import save_checkpoint
 
@@ -74,23 +71,3 @@ def test_a_machine_without_a_copy_is_killed_twice(
     with DistributedModel.from_pretrained("swarm://", [second.ready["peer"]], "lending", draft="none") as remote:
         assert remote.generate(prompt, max_new_tokens=12, do_sample=False).tolist() == expected.tolist()
     assert 0 < count(cache) < count(lacks)  # embeddings, norm and head
-
-
-def test_a_command_without_a_copy(tmp_path: Path, server_process) -> None:
-    directory = tmp_path / "models" / "lent"
-    shutil.copytree(locate(DEFAULT_MODEL), directory)
-    has, lacks = tmp_path / "has", tmp_path / "lacks"
-    for cache in (has, lacks):
-        cache.mkdir()
-    offered = ("--model", str(directory), "--share-weights", "always")
-    server = server_process(*offered, "--quant", "none", "--swarm", "lent", cache=has)
-    common = ("--initial-peers", server.ready["peer"], "--swarm", "lent", "--temperature", "0")
-    command = ["generate", *common, "--max-new-tokens", "8", "Return a list of"]
-    (outcome,) = run_commands("swarm_client", [command], lacks)
-    assert outcome.code == 0, outcome
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    ids = tokenizer("Return a list of", return_tensors="pt").input_ids
-    expected = local.generate(ids, max_new_tokens=8, do_sample=False)
-    assert outcome.stdout.rstrip("\n") == tokenizer.decode(expected[0], skip_special_tokens=True)

@@ -111,54 +111,6 @@ def test_survivors_of_a_failure_stay_equal_and_go_on(moment: str, name: str) -> 
 
 
 @SLOW
-def test_peers_that_step_by_themselves_are_equal_after_every_average_though_one_is_killed() -> None:
-    victim = {**SLOWLY, "moment": "reducing", "at_step": 1}
-    with volunteers([SLOWLY, SLOWLY, victim, SLOWLY], steps=5, target=48, local=4) as peers:
-        for peer in peers:
-            peer.go()
-        peers[2].wait_for("struck")
-        survivors = [peer for peer in peers if peer is not peers[2]]
-        finish(survivors)
-        require_equal(peers, 1, 5)
-        assert all(peer.steps()[5]["calls"] > 10 for peer in survivors)
-
-
-@SLOW
-def test_all_go_back_to_a_checkpoint_when_losses_are_not_finite() -> None:
-    """After step 3, to the state of step 2; one of them is killed on the way there."""
-    config = {"checkpoint_every": 2, "checkpoints_kept": 6}
-    victim = {"moment": "going back", "at_step": 3}
-    with volunteers([{}, victim, {}, {}], steps=6, target=48, call_s=0.1, broken_at=3, config=config) as peers:
-        for peer in peers:
-            peer.go()
-        peers[1].wait_for("struck")
-        peers = [peer for peer in peers if peer is not peers[1]]
-        finish(peers)
-        lives: list[dict[int, set[str]]] = [{}, {}]
-        for peer in peers:
-            for said in peer.events:
-                if said["event"] == "step":
-                    lives[said["rollbacks"]].setdefault(said["step"], set()).add(said["digest"])
-        assert lives[0].keys() == {1, 2, 3} and lives[1].keys() <= {2, 3, 4, 5, 6} and 6 in lives[1]
-        assert all(len(digests) == 1 for life in lives for digests in life.values())
-        assert lives[1].get(2, lives[0][2]) == lives[0][2] and lives[1].get(3) != lives[0][3]
-
-
-@SLOW
-def test_one_dies_while_another_death_is_repaired() -> None:
-    # The other must have its part in the repair; without the leader, there would be another round instead.
-    reducing = {**SLOWLY, "moment": "reducing", "among": 5, "follows": True}
-    repairing = {**SLOWLY, "moment": "repairing", "among": 5}
-    with volunteers([SLOWLY, SLOWLY, SLOWLY, reducing, repairing], steps=6, target=60) as peers:
-        for peer in peers:
-            peer.go()
-        peers[3].wait_for("struck")
-        peers[4].wait_for("struck")
-        finish(peers[:3])
-        require_equal(peers, 1, 6)
-
-
-@SLOW
 def test_who_joins_takes_part_from_some_step_on_and_who_leaves_is_not_waited_for() -> None:
     """From the next step on if its record comes in time, which a simulated run shows."""
     with volunteers([{"steps": 12}, {"steps": 5}], target=32, call_s=0.3) as peers:

@@ -16,20 +16,16 @@ import torch
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.membership import MemberCredentials
-from swarm_training import LocalSteps, TrainingConfig, TrainingRun
-from swarm_training.averaging.group import Group
+from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.averaging.round import AveragingRound
 from swarm_training.meeting.attending import MeetingClient
-from swarm_training.progress.policy import rank
 from swarm_training.run.state import TrainedState
 
 RUN = "toy"
 MOMENTS = {
     "meeting": (MeetingClient, "attend"),
     "reducing": (AveragingRound, "serve_reduce"),
-    "repairing": (AveragingRound, "repair"),
     "stepping": (TrainedState, "apply"),
-    "going back": (TrainedState, "go_to"),
 }
 
 
@@ -37,11 +33,7 @@ MOMENTS = {
 class Task:
     """Attributes:
     steps: global steps until it leaves.
-    broken_at: from this global step on losses are not finite, until the run has gone back.
-    moment: at which the process sends itself ``signal``, at global step ``at_step``; with ``among``, at that step or a
-        later one, once so many take part in its round.
-    follows: only in a round that another peer leads.
-    local: it takes a step of its own after so many samples; 0: it takes none.
+    moment: at which the process sends itself ``signal``, at global step ``at_step``.
     """
 
     number: int = 0
@@ -51,15 +43,11 @@ class Task:
     call_s: float = 0.01
     steps: int = 4
     size: int = 50
-    broken_at: int | None = None
     moment: str = ""
     at_step: int = 1
-    among: int = 0
-    follows: bool = False
     signal: str = "SIGKILL"
     config: dict[str, Any] = field(default_factory=dict)
     membership: str = ""  # a file
-    local: int = 0
 
 
 def model(size: int) -> torch.nn.Linear:
@@ -110,22 +98,12 @@ def strike(task: Task) -> None:
     strikes = iter([True])
 
     def struck(*args: Any, **options: Any) -> Any:
-        if run is not None and is_due(task, run, args[0]) and next(strikes, False):
+        if run is not None and run.num_steps == task.at_step and next(strikes, False):
             say("struck", moment=task.moment)
             os.kill(os.getpid(), getattr(signal, task.signal))
         return original(*args, **options)
 
     setattr(kind, method, struck)
-
-
-def is_due(task: Task, run: TrainingRun, subject: Any) -> bool:
-    """``subject``: a round, if the task says anything of it."""
-    if task.among:
-        group: Group = subject.group
-        leader = min(group.peer_ids, key=lambda peer_id: rank(RUN, group.moment, peer_id))
-        others_lead = not task.follows or leader != run.peer_id
-        return run.num_steps >= task.at_step and len(group.members) == task.among and others_lead
-    return run.num_steps == task.at_step
 
 
 run: TrainingRun | None = None
@@ -137,12 +115,14 @@ def main(task: Task) -> None:
     if task.moment:
         strike(task)
     trained = model(task.size)
-    optimizer: torch.optim.Optimizer | None = torch.optim.AdamW(trained.parameters(), lr=0.01)
-    options: dict[str, Any] = {"target_batch_size": task.target, "config": TrainingConfig(**task.config)}
-    if task.local and optimizer is not None:
-        optimizer, options["local"] = None, LocalSteps(optimizer, task.local)
     run = TrainingRun(
-        RUN, trained.parameters(), optimizer, initial_peers=task.peers, **options, **member(task.membership)
+        RUN,
+        trained.parameters(),
+        torch.optim.AdamW(trained.parameters(), lr=0.01),
+        initial_peers=task.peers,
+        target_batch_size=task.target,
+        config=TrainingConfig(**task.config),
+        **member(task.membership),
     )
     with run:
         say("joined", peers=run.initial_peers, peer_id=run.peer_id, step=run.num_steps, digest=digest(trained))
@@ -151,16 +131,12 @@ def main(task: Task) -> None:
         while run.num_steps < task.steps:
             time.sleep(task.call_s)
             loss = loss_of(trained, batch(task.number, call, task.samples, task.size))
-            if task.broken_at is not None and run.num_steps >= task.broken_at and not run.num_rollbacks:
-                loss = loss * float("nan")
             loss.backward()
-            before = run.num_steps, run.num_rollbacks
+            before = run.num_steps
             run.step(samples=task.samples, loss=loss.item())
             call += 1
-            if (run.num_steps, run.num_rollbacks) != before:
-                facts = {"rollbacks": run.num_rollbacks, "calls": call, "members": run.last_group}
-                with run.shared_parameters():
-                    say("step", step=run.num_steps, digest=digest(trained), **facts)
+            if run.num_steps != before:
+                say("step", step=run.num_steps, digest=digest(trained), calls=call, members=run.last_group)
         say("done")
         while sys.stdin.readline() == "ledger\n":
             say("ledger", totals={user: [total.samples, total.rounds] for user, total in run.ledger.items()})

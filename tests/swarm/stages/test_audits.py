@@ -34,15 +34,3 @@ def test_a_peer_that_computes_wrongly_is_excluded(tmp_path: Path, lie: str, stag
         assert all(peer.is_alive for peer in peers.peers if peer is not liar)
         peers.peers.remove(liar)
         require_trained_as_one(peers, tmp_path, steps)
-
-
-def test_an_honest_run_is_that_of_one_process_and_accuses_nobody(tmp_path: Path) -> None:
-    steps = 6
-    with crew(write_run(tmp_path, 2, audit_share=1.0), tmp_path) as peers:
-        peers.join(0)
-        peers.join(0, 1, 1)
-        trainer = peers.trainer(steps)
-        trainer.reach(steps)
-        assert all(peer.is_alive and "excluded" not in peer.stderr for peer in peers.peers)
-        assert "audit" not in trainer.stderr and "wrong" not in trainer.stderr
-        require_trained_as_one(peers, tmp_path, steps)

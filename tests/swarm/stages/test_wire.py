@@ -38,17 +38,6 @@ def train_here(peers: Crew, steps: int) -> list[float]:
     return [report.loss for report in reports]
 
 
-def test_fp32_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    steps = 14
-    with crew(write_run(tmp_path, 4, wire="fp32", sums="fp32"), tmp_path) as peers:
-        peers.join(0)
-        peers.join(0, 1, 1, 2, 2, 3, 3)
-        found = train_here(peers, steps)
-    expected = one_process(peers.run_file, steps)[1]
-    assert found == pytest.approx(expected, abs=1e-5)
-    assert expected[-1] < 0.5 * expected[0]
-
-
 @pytest.mark.parametrize(("steps", "most"), [(14, 0.005), pytest.param(60, 0.01, marks=pytest.mark.long)])
 def test_int8_has_nearly_the_losses_of_one_process(tmp_path: Path, steps: int, most: float) -> None:
     with crew(write_run(tmp_path, 4, "int8"), tmp_path) as peers:
