@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import grpc
 import pytest
 
 from swarm_client.core.background import now_s
@@ -15,9 +14,9 @@ from swarm_client.sessions.admission import AdmissionWait
 from swarm_client.sessions.opening import Opener, Opening
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession, Inbox
-from swarm_protocol.errors import NoRoute, PeerBusy
+from swarm_protocol.errors import PeerBusy
 from swarm_protocol.span import Span
-from tests.worlds.fake_servers import FULL, NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play
 
 ALL = Span(0, NUM_BLOCKS)
 OPENING = Opening(batch_size=1, reserve_tokens=8)
@@ -65,21 +64,6 @@ def test_it_gets_room_when_its_turn_has_come(after_s: float, is_reported: bool) 
     admission(servers, story)
 
 
-def test_who_gets_no_room_in_time_gives_up() -> None:
-    servers = FakeServers(a="0:6")
-
-    async def story(session: Session) -> None:
-        servers.fill("a")
-        start_s = now_s()
-        with pytest.raises(PeerBusy, match=f"{FULL}; waited 50 s for room. Nothing is lost") as caught:
-            await session.hops()
-        assert caught.value.peer_id == "a"
-        assert now_s() - start_s == pytest.approx(WAIT_S, abs=0.2)
-        assert all(call.peer_id == "a" and not call.is_open for call in servers.calls)
-
-    admission(servers, story)
-
-
 @pytest.mark.parametrize("is_there_room", [False, True])
 def test_a_session_that_may_not_wait_fails_at_once_and_asks_nobody(is_there_room: bool) -> None:
     servers = FakeServers(a="0:6")
@@ -109,65 +93,5 @@ def test_the_time_is_for_all_waits_until_there_was_room() -> None:
         session.wait.over()
         await session.wait.begin(SHORTAGE)
         assert names(await session.hops()) == ["a"]
-
-    admission(servers, story)
-
-
-def test_a_server_that_comes_meanwhile_is_taken() -> None:
-    servers = FakeServers(a="0:6")
-
-    async def story(session: Session) -> None:
-        servers.fill("a")
-        hops, _ = await asyncio.gather(session.hops(), later(3.0, lambda: servers.records.update(b=record("b", "0:6"))))
-        assert names(hops) == ["b"]
-        await asyncio.sleep(1.0)
-        (queued, opened) = servers.calls
-        assert queued.cancelled and opened.is_open and not opened.cancelled
-
-    admission(servers, story, view_max_age_s=1.0)
-
-
-@pytest.mark.parametrize("others", [{}, {"b": "0:6"}])
-def test_a_server_that_never_has_so_much_room_is_left_out(others: dict[str, str]) -> None:
-    """It refuses at once instead of letting wait."""
-    servers = FakeServers(a="0:6", **others)
-    servers.refusals["a"] = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    async def story(session: Session) -> None:
-        start_s = now_s()
-        if others:
-            servers.fill("b")
-            hops, _ = await asyncio.gather(session.hops(), later(3.0, servers.room["b"].set))
-            assert names(hops) == ["b"]
-        else:
-            with pytest.raises(PeerBusy, match="refused"):
-                await session.hops()
-            assert now_s() - start_s < 1.0
-
-    admission(servers, story)
-
-
-def test_nobody_holds_the_blocks_any_more() -> None:
-    servers = FakeServers(a="0:3")
-
-    async def story(session: Session) -> None:
-        with pytest.raises(NoRoute) as caught:
-            await session.hops()
-        assert caught.value.missing == (Span(3, 6),)
-
-    admission(servers, story, wait_timeout_s=1.0)
-
-
-def test_who_is_interrupted_leaves_the_queue() -> None:
-    servers = FakeServers(a="0:3", b="3:6")
-
-    async def story(session: Session) -> None:
-        servers.fill("b")
-        waiting = asyncio.ensure_future(session.hops())
-        await asyncio.sleep(5.0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        await asyncio.sleep(0.1)
-        assert waiting.cancelled() and all(call.cancelled or call.closed for call in servers.calls)
 
     admission(servers, story)

@@ -18,7 +18,7 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import BlockAnswer, HopEvent, HopOutput, HopSession, Inbox, Trouble
 from swarm_client.transport.steps import split
 from swarm_client.transport.wire_tensor import WireTensor
-from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
+from swarm_protocol.errors import AccessDenied, BadReply, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
@@ -96,34 +96,6 @@ def session(
 # ------------------------------------------------------------ answers
 
 
-def test_outputs_are_those_of_the_last_hop() -> None:
-    async def story(session: Session) -> None:
-        output = torch.randn(1, 1, HIDDEN)
-        assert session.says(2, FIRST) == session.says(2, SECOND) == session.says(1, LAST, output) == {}
-        assert not session.call.complete
-        assert session.says(2, LAST, output) == {}
-        assert session.call.complete and torch.equal(session.call.output(), output)
-        assert session.num_answers == 3
-        assert session.says(2, LAST, output + 1) == {}  # it comes again
-        assert torch.equal(session.call.output(), output) and session.num_answers == 3
-
-    session(story)
-
-
-@pytest.mark.parametrize(
-    "hidden",
-    [None, torch.zeros(1, 2, HIDDEN), torch.zeros(1, 1, HIDDEN + 1), torch.full((1, 1, HIDDEN), float("nan"))],
-    ids=["nothing", "of-two-positions", "too-wide", "nan"],
-)
-def test_a_wrong_output_is_blamed_on_its_server(hidden: torch.Tensor | None) -> None:
-    async def story(session: Session) -> None:
-        ((index, error),) = session.says(2, LAST, hidden).items()
-        assert index == 2 and isinstance(error, BadReply) and error.peer_id == "c"
-        assert not session.call.outputs and not session.num_answers
-
-    session(story)
-
-
 def test_outputs_of_blocks_are_taken_from_who_has_the_block() -> None:
     async def story(session: Session) -> None:
         session.call.watched = range(0, 6)
@@ -138,24 +110,6 @@ def test_outputs_of_blocks_are_taken_from_who_has_the_block() -> None:
     session(story)
 
 
-def test_what_servers_cannot_send_to_one_another_is_relayed() -> None:
-    async def story(session: Session) -> None:
-        hidden = torch.randn(1, 2, HIDDEN)
-        assert session.says(0, SECOND, hidden, route=0) == {}
-        assert session.says(0, SECOND, hidden, route=1) == {}  # to a hop that is not there any more
-        assert session.says(2, SECOND, hidden, route=0) == {}  # there is nobody after it
-        (step,) = await session.sent_to(1)
-        assert (step.number, step.start_position) == (SECOND, SIZE)
-        assert step.hidden == WireTensor.of(hidden).header
-        assert not session.call.outputs
-
-        ((index, error),) = session.says(0, SECOND, hidden[:, :1], route=0).items()
-        assert index == 0 and isinstance(error, BadReply)
-        assert len(await session.sent_to(1)) == 1
-
-    session(story)
-
-
 def test_what_others_say_is_theirs() -> None:
     async def story(session: Session) -> None:
         stranger = Trouble(99, None, PeerUnavailable("gone"))
@@ -166,16 +120,6 @@ def test_what_others_say_is_theirs() -> None:
 
 
 # ------------------------------------------------------------ trouble
-
-
-def test_a_hop_that_is_gone_is_replaced() -> None:
-    async def story(session: Session) -> None:
-        error = PeerUnavailable("gone", "b")
-        assert session.refuses(1, None, error) == session.refuses(1, FIRST_STEP - 1, error) == {1: error}
-        full = PeerBusy("no room", "b")
-        assert session.refuses(1, SECOND, full) == {1: full}
-
-    session(story)
 
 
 def test_who_may_not_come_in_hears_it() -> None:

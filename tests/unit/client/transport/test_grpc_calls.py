@@ -162,17 +162,6 @@ def test_no_answer_in_time() -> None:
 # ---------------------------------------------------------------- streams
 
 
-def test_messages_pass_in_both_directions() -> None:
-    call = FakeCall(["one", "two"])
-
-    async def talk() -> list[str]:
-        await stream(call).write("hello")
-        await stream(call).done_writing()
-        return [await stream(call).read() for _ in range(2)]
-
-    assert run(talk()) == ["one", "two"] and call.written == ["hello"]
-
-
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: code.name)
 def test_a_stream_that_ends_with_a_status_while_it_is_read(code: grpc.StatusCode) -> None:
     """gRPC either raises it or says that nothing more comes."""
@@ -203,12 +192,6 @@ def test_a_stream_that_ends_well_has_ended_all_the_same() -> None:
     with pytest.raises(PeerUnavailable, match=f"the stream to {NAME} has ended") as caught:
         run(stream(FakeCall()).read())
     assert_of_the_server(caught.value)
-
-
-def test_a_stream_can_be_cancelled() -> None:
-    call = FakeCall()
-    stream(call).cancel()
-    assert call.cancelled
 
 
 @pytest.mark.parametrize("code", [Code.PERMISSION_DENIED, Code.UNAUTHENTICATED])
