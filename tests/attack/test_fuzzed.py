@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import grpc
 import pytest
@@ -16,10 +15,8 @@ from tests.attack.attacked import Attacked
 from tests.attack.attacks import attack
 from tests.attack.fuzzed import fuzz
 from tests.attack.fuzzing.conversations import RPCS, conversation
-from tests.attack.fuzzing.files import Files
 from tests.attack.fuzzing.honest_requests import HonestRequests
 from tests.attack.fuzzing.records import RECORDS
-from tests.marks import SLOW
 from tests.unit.support import server_record
 from tests.zoo import HIDDEN
 
@@ -80,11 +77,3 @@ def test_a_number_stands_for_the_same_messages_every_time() -> None:
 
     assert [said(number) for number in range(50)] == [said(number) for number in range(50)]
     assert len({str(said(number)) for number in range(50)}) > 40
-
-
-@SLOW
-def test_files(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    for kind, tried in files.kinds.items():
-        answers = {tried(random.Random(f"{kind}/{number}")) for number in range(100)}
-        assert answers == {"read", "refused"}, kind

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
-from swarm_models.checkpoints.family import max_positions, slice_config
+from swarm_models.checkpoints.family import max_positions, rope_depends_on_length, slice_config
 from swarm_models.checkpoints.formats.shards import INDEX, SINGLE
 from swarm_models.checkpoints.peft_files import read_adapter
 from swarm_models.checkpoints.safetensors_file import read_header
@@ -113,7 +113,7 @@ def _load(model: Path) -> None:
     checkpoint = ModelCheckpoint.open(model)
     _tried(lambda: checkpoint.generation_config)
     describe(checkpoint.config)
-    max_positions(checkpoint.config)
+    max_positions(checkpoint.config), rope_depends_on_length(checkpoint.config)
     slice_config(checkpoint.config, Span(0, 1))
     load_blocks(checkpoint, Span(0, 1))
 

@@ -196,26 +196,21 @@ def test_no_weights_in_the_cache(single: Path, tmp_path: Path, monkeypatch: pyte
         ModelCheckpoint.open("someone/tiny-llama")
 
 
-@pytest.mark.parametrize("name", ["nobody/nothing", "nothing"])
-def test_unreachable_hub(name: str) -> None:
-    with pytest.raises(
-        CheckpointError, match="neither a directory nor in the local cache, and the hub cannot be reached"
-    ):
-        ModelCheckpoint.open(name)
-
-
 # ---------------------------------------------------------------- what can be wrong
 
 
-@pytest.mark.parametrize("path", ["/no/such/model", "./model", "../model", "~/no-such-model", "a/b/c"])
-def test_missing_path(path: str) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        ModelCheckpoint.open(path)
-
-
-def test_name_that_cannot_be_a_model() -> None:
-    with pytest.raises(CheckpointError, match="neither a directory nor the name of a model"):
-        ModelCheckpoint.open("what is this?")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((path, "does not exist") for path in ("/no/such/model", "./model", "../model", "~/no-such-model", "a/b/c")),
+        ("what is this?", "neither a directory nor the name of a model"),
+        ("nobody/nothing", "neither a directory nor in the local cache, and the hub cannot be reached"),
+        ("nothing", "neither a directory nor in the local cache, and the hub cannot be reached"),
+    ],
+)
+def test_what_is_no_model(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        ModelCheckpoint.open(name)
 
 
 def test_file_instead_of_directory(sharded: Path) -> None:
@@ -228,126 +223,101 @@ def test_revision_of_a_directory(sharded: Path) -> None:
         ModelCheckpoint.open(sharded, revision="main")
 
 
-def test_no_config(sharded: Path) -> None:
-    (sharded / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        ModelCheckpoint.open(sharded)
+Damage = Callable[[Path], object]
 
 
-@pytest.mark.parametrize("text", ['{"model_type": "llama",', "", "\x00\x01"])
-def test_config_is_no_json(sharded: Path, text: str) -> None:
-    (sharded / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json is no valid JSON"):
-        ModelCheckpoint.open(sharded)
+def config(edit: Callable[[dict], object]) -> Damage:
+    return lambda model: edit_json(model / "config.json", edit)
+
+
+def write(file: str, content: bytes) -> Damage:
+    return lambda model: (model / file).write_bytes(content)
+
+
+def shard_of(model: Path) -> Path:
+    """Return the file that has ``Q_PROJ``."""
+    index = model / INDEX
+    return model / (weight_map(model)[Q_PROJ] if index.exists() else "model.safetensors")
+
+
+def cut(kept_bytes: int) -> Damage:
+    return lambda model: shard_of(model).write_bytes(shard_of(model).read_bytes()[:kept_bytes])
+
+
+def without_q_proj(model: Path) -> None:
+    edit_tensors(shard_of(model), lambda tensors: tensors.pop(Q_PROJ))
+
+
+NO_SHARD = r"\.safetensors is (truncated|damaged|no safetensors file)"
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    ("layout", "damage", "message"),
     [
-        (lambda config: config.clear(), "does not say its model_type"),
+        ("sharded", lambda model: (model / "config.json").unlink(), r"has no config\.json"),
+        ("sharded", write("config.json", b'{"model_type": "llama",'), r"config\.json is no valid JSON"),
+        ("sharded", write("config.json", b""), r"config\.json is no valid JSON"),
+        ("sharded", write("config.json", b"\x00\x01"), r"config\.json is no valid JSON"),
+        ("sharded", write("config.json", b"[1, 2]"), "holds a JSON list, expected an object"),
+        ("sharded", config(dict.clear), "does not say its model_type"),
+        ("sharded", config(lambda c: c.update(hidden_size="wide")), r"has hidden_size='wide': expected a whole number"),
+        ("sharded", config(lambda c: c.update(hidden_act=3)), "does not fit a model of type 'llama'.*hidden_act"),
+        ("sharded", config(lambda c: c.update(model_type=["llama"])), r"models of type \['llama'\] are not known"),
         (
-            lambda config: config.update(hidden_size="wide"),
-            r"config\.json has hidden_size='wide': expected a whole number",
+            "sharded",
+            config(lambda c: c.update(model_type="llama99")),
+            "'llama99' are not known to the installed transf",
         ),
-        (lambda config: config.update(hidden_act=3), "does not fit a model of type 'llama'.*hidden_act"),
-        (lambda config: config.update(model_type=["llama"]), r"models of type \['llama'\] are not known"),
+        ("single", lambda model: shard_of(model).unlink(), "has no safetensors weights$"),
+        (
+            "single",
+            lambda model: shard_of(model).rename(model / "pytorch_model.bin"),
+            r"has no safetensors weights but pytorch_model\.bin: convert it",
+        ),
+        ("sharded", write(INDEX, b'{"weight_map": 3}'), "no index of shards"),
+        ("sharded", lambda model: shard_of(model).unlink(), r"has no model-\d+-of-\d+\.safetensors"),
+        *(("sharded", cut(kept_bytes), NO_SHARD) for kept_bytes in (0, 5, 50, -1)),
+        *(
+            ("sharded", lambda model, data=data: shard_of(model).write_bytes(data), NO_SHARD)
+            for data in (b"<html>not found</html>", b"\x10" + bytes(7) + b"{" * 16, bytes(8), b"\xff" * 64)
+        ),
+        ("sharded", without_q_proj, f"lacks tensor {Q_PROJ}"),
     ],
 )
-def test_config_makes_no_sense(sharded: Path, edit: Callable, message: str) -> None:
-    edit_json(sharded / "config.json", edit)
+def test_damaged_models_are_not_opened(
+    layout: str, damage: Damage, message: str, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(layout)
+    damage(model)
     with pytest.raises((CheckpointError, UnsupportedModel), match=message) as caught:
-        ModelCheckpoint.open(sharded)
+        ModelCheckpoint.open(model)
     assert "\n" not in str(caught.value)
-
-
-def test_config_is_a_list(sharded: Path) -> None:
-    (sharded / "config.json").write_text("[1, 2]")
-    with pytest.raises(CheckpointError, match="holds a JSON list, expected an object"):
-        ModelCheckpoint.open(sharded)
-
-
-def test_unknown_model_type(sharded: Path) -> None:
-    edit_json(sharded / "config.json", lambda config: config.update(model_type="llama99"))
-    with pytest.raises(UnsupportedModel, match="'llama99' are not known to the installed transformers"):
-        ModelCheckpoint.open(sharded)
-
-
-def test_no_weights(single: Path) -> None:
-    (single / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"has no safetensors weights$"):
-        ModelCheckpoint.open(single)
-
-
-def test_only_pickled_weights(single: Path) -> None:
-    (single / "model.safetensors").rename(single / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"has no safetensors weights but pytorch_model\.bin: convert it"):
-        ModelCheckpoint.open(single)
-
-
-def test_index_is_damaged(sharded: Path) -> None:
-    (sharded / INDEX).write_text('{"weight_map": 3}')
-    with pytest.raises(CheckpointError, match="no index of shards"):
-        ModelCheckpoint.open(sharded)
-
-
-def test_shard_is_missing(sharded: Path) -> None:
-    shard = weight_map(sharded)[Q_PROJ]
-    (sharded / shard).unlink()
-    with pytest.raises(CheckpointError, match=f"has no {shard}"):
-        ModelCheckpoint.open(sharded)
-
-
-@pytest.mark.parametrize("kept_bytes", [0, 5, 50, -1])
-def test_shard_is_truncated(sharded: Path, kept_bytes: int) -> None:
-    shard = sharded / weight_map(sharded)[Q_PROJ]
-    shard.write_bytes(shard.read_bytes()[:kept_bytes])
-    with pytest.raises(CheckpointError, match=rf"{shard.name} is (truncated|no safetensors file)"):
-        ModelCheckpoint.open(sharded)
-
-
-@pytest.mark.parametrize("content", [b"<html>not found</html>", b"\x10" + bytes(7) + b"{" * 16, bytes(8), b"\xff" * 64])
-def test_shard_is_something_else(sharded: Path, content: bytes) -> None:
-    shard = sharded / weight_map(sharded)[Q_PROJ]
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{shard.name} is (truncated|damaged|no safetensors file)"):
-        ModelCheckpoint.open(sharded)
 
 
 def test_shard_shrinks_after_opening(sharded: Path) -> None:
     checkpoint = ModelCheckpoint.open(sharded)
-    shard = sharded / weight_map(sharded)[Q_PROJ]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=f"{shard.name} is truncated"):
+    cut(-100)(sharded)
+    with pytest.raises(CheckpointError, match=f"{shard_of(sharded).name} is truncated"):
         checkpoint.read(lambda name: True)
 
 
-def test_tensor_is_missing_in_its_shard(sharded: Path) -> None:
-    edit_tensors(sharded / weight_map(sharded)[Q_PROJ], lambda tensors: tensors.pop(Q_PROJ))
-    with pytest.raises(CheckpointError, match=f"lacks tensor {Q_PROJ}"):
-        ModelCheckpoint.open(sharded)
-
-
-def test_tensor_is_missing(single: Path) -> None:
-    edit_tensors(single / "model.safetensors", lambda tensors: tensors.pop(Q_PROJ))
+@pytest.mark.parametrize(
+    ("damage", "blocks", "message"),
+    [
+        (without_q_proj, "0:3", r"lacks tensor layers\.1\.self_attn\.q_proj\.weight"),
+        (config(lambda c: c.update(num_hidden_layers=4)), "2:4", "has no tensors of block 3"),
+        (
+            lambda model: edit_tensors(shard_of(model), lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 32)})),
+            "1:2",
+            r"tensor layers\.1\.self_attn\.q_proj\.weight has shape \[64, 32\], expected \[64, 64\]",
+        ),
+    ],
+)
+def test_damaged_blocks_are_not_loaded(single: Path, damage: Damage, blocks: str, message: str) -> None:
+    damage(single)
     checkpoint = ModelCheckpoint.open(single)
-    with pytest.raises(CheckpointError, match=r"lacks tensor layers\.1\.self_attn\.q_proj\.weight"):
-        load_blocks(checkpoint, Span(0, 3))
-
-
-def test_block_is_missing(single: Path) -> None:
-    edit_json(single / "config.json", lambda config: config.update(num_hidden_layers=4))
-    checkpoint = ModelCheckpoint.open(single)
-    with pytest.raises(CheckpointError, match="has no tensors of block 3"):
-        load_blocks(checkpoint, Span(2, 4))
-
-
-def test_tensor_has_the_wrong_shape(single: Path) -> None:
-    edit_tensors(single / "model.safetensors", lambda tensors: tensors.update({Q_PROJ: torch.zeros(64, 32)}))
-    checkpoint = ModelCheckpoint.open(single)
-    with pytest.raises(
-        CheckpointError, match=r"tensor layers\.1\.self_attn\.q_proj\.weight has shape \[64, 32\], expected \[64, 64\]"
-    ):
-        load_blocks(checkpoint, Span(1, 2))
+    with pytest.raises(CheckpointError, match=message):
+        load_blocks(checkpoint, Span.parse(blocks))
 
 
 @pytest.mark.parametrize("edit", ["missing", "shape"])

@@ -17,7 +17,7 @@ from swarm_models.kernels.attention import (
     attention_kernel,
     channel_table,
 )
-from tests.unit.models.kernels.threads import on
+from tests.unit.models.kernels.conftest import instructions, on
 
 pytestmark = pytest.mark.skipif(attention_kernel() is None, reason="the kernel was not compiled")
 NAMES = [] if (compiled := attention_kernel()) is None else compiled.names
@@ -37,17 +37,8 @@ SHAPES = [
 
 @pytest.fixture(params=NAMES)
 def kernel(request) -> Iterator[AttentionKernel]:
-    chosen = attention_kernel()
-    assert chosen is not None
-    before = chosen.name
-    chosen.choose(request.param)
-    yield chosen
-    chosen.choose(before)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request) -> int:
-    return request.param
+    with instructions(chosen := attention_kernel(), request.param):
+        yield chosen
 
 
 class Paged:

@@ -20,7 +20,7 @@ from swarm_models.kernels.int4_linear import (
     scales_and_zeros,
 )
 from swarm_models.kernels.library import kernel
-from tests.unit.models.kernels.threads import on
+from tests.unit.models.kernels.conftest import inputs, instructions, on
 
 NAMES = [] if (library := kernel()) is None else library.names
 SHAPES = [(96, 64), (100, 1000), (37, 61), (5, 513), (3, 1), (1, 3), (64, 32), (65, 33), (300, 1025)]  # [out, in]
@@ -31,20 +31,11 @@ needs_kernel = pytest.mark.skipif(kernel() is None, reason="the kernel was not c
 @pytest.fixture(params=[*NAMES, "torch"])
 def implementation(request) -> Iterator[type[Int4Weight]]:
     """The kernel with each instruction set, and torch without it."""
-    chosen = kernel()
     if request.param == "torch":
         yield PlainInt4Weight
     else:
-        assert chosen is not None
-        before = chosen.name
-        chosen.choose(request.param)
-        yield KernelInt4Weight
-        chosen.choose(before)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request) -> int:
-    return request.param
+        with instructions(kernel(), request.param):
+            yield KernelInt4Weight
 
 
 def weight_of(out: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,14 +45,6 @@ def weight_of(out: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.
     exponents = torch.randint(100, 140, (out, -(-width // GROUP)), generator=generator)
     rest = torch.randint(0, 256, exponents.shape, generator=generator)
     return q, (exponents << 8 | rest).to(torch.int16)
-
-
-def inputs(rows: int, width: int) -> torch.Tensor:
-    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
-    if rows > 2:
-        x[1] = 0
-        x[2, 0] = 6000
-    return x
 
 
 def exact(x: torch.Tensor, q: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -116,18 +99,6 @@ def test_the_weight_and_gradients_are_those_of_the_formula(implementation, threa
         )
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_is_nan_and_spoils_no_other(implementation, bad):
-    weight = implementation(*weight_of(100, 70))
-    x = inputs(7, 70)
-    alone = weight.matmul(x)
-    x[4, 69] = bad
-    y = weight.matmul(x)
-    others = [0, 1, 2, 3, 5, 6]
-    assert y[4].isnan().all()
-    assert torch.equal(y[others], alone[others])
-
-
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 9, 40])
 def test_no_bit_of_a_row_depends_on_the_others(implementation, rows):
     weight = implementation(*weight_of(130, 200))
@@ -135,18 +106,6 @@ def test_no_bit_of_a_row_depends_on_the_others(implementation, rows):
     y = weight.matmul(x)
     assert torch.equal(torch.cat([weight.matmul(row[None]) for row in x]), y)
     assert torch.equal(weight.matmul(x.flip(0)), y.flip(0))
-
-
-@needs_kernel
-def test_weights_that_share_an_input_give_what_each_gives(threads):
-    shapes = [(2048, 512), (65, 512), (3, 512), (1000, 512)]
-    weights = [KernelInt4Weight(*weight_of(*shape, seed)) for seed, shape in enumerate(shapes)]
-    for rows in (1, 3, 300):
-        x = inputs(rows, 512)
-        with on(threads):
-            shared = KernelInt4Weight.matmul_shared(x, weights)
-        for weight, together in zip(weights, shared, strict=True):
-            assert torch.equal(together, weight.matmul(x))
 
 
 @needs_kernel
@@ -161,13 +120,6 @@ def test_packed_weights_of_whole_strips_can_be_joined():
     whole = torch.empty(packed4_bytes(*q.shape), dtype=torch.uint8)
     chosen.pack4(q, groups, whole)
     assert torch.equal(torch.cat(packed), whole)
-
-
-def test_tiny_and_huge_numbers_are_finite(implementation):
-    weight = implementation(*quantize_groups(torch.randn(8, 8)))
-    for factor in (1e-45, 1e-38, 1e30):
-        y = weight.matmul(inputs(1, 8).abs().clamp(min=1) * factor)
-        assert not y.isnan().any()
 
 
 @pytest.mark.parametrize("shape", [(5, 64), (300, 100), (2, 31), (3, 1)], ids=str)
@@ -214,12 +166,6 @@ def test_the_kernel_is_used_where_there_is_one():
     assert fastest() is (PlainInt4Weight if kernel() is None else KernelInt4Weight)
 
 
-def test_linears_differentiate_through_it(implementation):
+def test_a_linear_names_its_weight(implementation):
     linear = Int4Linear.from_float(torch.randn(30, 20), torch.randn(30), implementation)
-    x = torch.randn(2, 4, 20, requires_grad=True)
-    linear(x).square().sum().backward()
-    expected = 2 * (x.detach() @ linear.weight.T + linear.bias) @ linear.weight
-    assert x.grad is not None
-    assert (x.grad - expected).norm() < 1e-3 * expected.norm()  # 14 bits of activations
-    assert linear(x.bfloat16()).dtype == torch.bfloat16
     assert linear.quantized.size_bytes > 0 and type(linear.quantized).__name__ in repr(linear)

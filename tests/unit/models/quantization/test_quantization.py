@@ -89,14 +89,6 @@ def test_int8_is_accurate_with_outliers(implementation, outliers, rows):
     assert error(linear(x), x @ rounded(weight, 1).T) < 0.004
 
 
-@NEEDS_FBGEMM
-@pytest.mark.parametrize("rows", [1, 16, 40])
-def test_both_implementations_agree(rows):
-    weight, x = torch.randn(100, 256), activations(rows, 256, 60)
-    results = [Int8Linear.from_float(weight, implementation=each)(x) for each in (FbgemmWeight, PlainWeight)]
-    assert error(*results) < 0.004
-
-
 @all_implementations
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weight_is_rounded_to_the_nearest(implementation, shape):
@@ -354,32 +346,6 @@ def test_int8_blocks_of_every_family(name):
         assert report.quantised_params + report.left_params == num_params
         index_params = sum(part.num_params for part in report.left if ".indexer." in part.name)
         assert report.left_params < 0.05 * num_params + index_params
-
-
-@pytest.mark.parametrize("name", families())
-def test_int8_model_of_every_family(name):
-    """Int8 is fp32 with rounded weights, but for 14 bits of activations; a model may amplify what was rounded."""
-    original = family(name)
-    int8, rounded_weights = (copy.deepcopy(original.model) for _ in range(2))
-    for index, routes in enumerate(original.routes):
-        quantize_(blocks_of(int8)[index], "int8", CPU, torch.float32)
-        blocks_of(rounded_weights)[index] = round_weights(original.blocks[index])
-        for model in (int8, rounded_weights):
-            replay(blocks_of(model)[index], routes)
-    with torch.inference_mode():
-        final, expected = (
-            model(original.tokens, use_cache=False).last_hidden_state for model in (int8, rounded_weights)
-        )
-    assert 0 < error(final, expected) < 0.01
-    assert error(final, expected) < error(expected, original.final) / 2
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-7b", *MOE])
-def test_plain_int8_blocks(name):
-    original = family(name)
-    for index in range(BLOCKS):
-        quantised, _ = original.quantised(index, int8_weight=PlainWeight)
-        assert error(original.run(quantised, index), original.outputs[index]) < BOUND
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "gpt2", "falcon-40b", *MOE])
