@@ -14,7 +14,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable
@@ -201,7 +200,3 @@ async def training(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await network.close()
-
-
-def sums_of(history: list[list[Tensor]]) -> list[Tensor]:
-    return [torch.cat(stages) for stages in history]

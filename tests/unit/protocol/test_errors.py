@@ -55,19 +55,6 @@ def test_errors_of_the_client_survive_the_wire_and_blame_no_server(error: type[S
     assert not isinstance(caught, PeerError)
 
 
-@pytest.mark.parametrize(
-    ("status", "error"),
-    [
-        (grpc.StatusCode.DEADLINE_EXCEEDED, PeerUnavailable),
-        (grpc.StatusCode.CANCELLED, PeerUnavailable),
-        (grpc.StatusCode.UNIMPLEMENTED, RequestRejected),
-        (grpc.StatusCode.UNAUTHENTICATED, AccessDenied),
-    ],
-)
-def test_statuses_of_grpc_itself_have_a_meaning(status: grpc.StatusCode, error: type[SwarmError]) -> None:
-    assert type(from_status(status, "details")) is error
-
-
 @pytest.mark.parametrize("status", list(grpc.StatusCode))
 def test_every_status_becomes_one_of_our_errors(status: grpc.StatusCode) -> None:
     error = from_status(status, "")
@@ -87,15 +74,6 @@ def test_only_what_another_server_may_do_better_is_a_peer_error() -> None:
     assert all(issubclass(error, PeerError) for error in peer_errors)
     for error in (RequestRejected, AccessDenied, NoRoute, CheckpointError, UnsupportedModel):
         assert issubclass(error, SwarmError) and not issubclass(error, PeerError)
-
-
-@pytest.mark.parametrize("error", [RequestRejected, CheckpointError, UnsupportedModel])
-def test_a_users_mistake_is_a_value_error(error: type[SwarmError]) -> None:
-    assert issubclass(error, ValueError)
-
-
-def test_no_route_carries_the_missing_blocks() -> None:
-    assert NoRoute("no server holds blocks 3:5", (Span(3, 5),)).missing == (Span(3, 5),)
 
 
 class Ending(BlocksServicer):

@@ -111,16 +111,6 @@ def test_a_loss_that_stays_above_its_median_is_undone() -> None:
     simulate(scenario)
 
 
-def test_a_loss_that_is_high_for_a_moment_is_not() -> None:
-    async def scenario() -> None:
-        peers = await enter_all(World(), 2, target=20, config=CHECKPOINTS)
-        high = (6, 7, 9, 10)
-        await all_done(start(peers, lambda peer: 9.0 if peer.state.step in high else 2.0, Moment(0, 12)))
-        assert {peer.state.moment.rollbacks for peer in peers} == {0}
-
-    simulate(scenario)
-
-
 def test_a_state_that_is_not_finite_is_not_gone_back_to() -> None:
     """A step makes the parameters infinite, at a step whose state would be kept."""
 
