@@ -41,23 +41,33 @@ _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(HEAVY)
 
 
+def preload(*modules: str) -> None:
+    """Have the process that is forked import these modules too, unless it runs already."""
+    _forking.set_forkserver_preload([*HEAVY, *modules])
+
+
 class ForkedProcess:
     """A module run as ``python -m`` would, in a fork; it has those methods of ``subprocess.Popen`` that are used here.
 
     Attributes:
+        stdin: what it reads.
         stdout: what it prints, line by line.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        reader, writer = _forking.Pipe(duplex=False)
-        target = (module, tuple(arguments), writer, str(log), dict(environment), os.getcwd())
-        log.touch()  # so that it can be read at once
+    def __init__(self, module: str, arguments: Sequence[str], log: Path | None, environment: Mapping[str, str]) -> None:
+        """``log``: of what it says on stderr, which otherwise is that of this process."""
+        stdin, told = _forking.Pipe(duplex=False)
+        said, stdout = _forking.Pipe(duplex=False)
+        target = (module, tuple(arguments), stdin, stdout, log and str(log), dict(environment), os.getcwd())
+        if log is not None:
+            log.touch()  # so that it can be read at once
         with open("/proc/thread-self/ns/net") as network:
             self._process = _forking.Process(target=_become, args=(_Descriptor(network.fileno()), *target))
             self._process.start()
-        writer.close()
-        self.stdout = os.fdopen(os.dup(reader.fileno()))
-        reader.close()
+        self.stdin = os.fdopen(os.dup(told.fileno()), "w")
+        self.stdout = os.fdopen(os.dup(said.fileno()))
+        for end in (stdin, told, said, stdout):
+            end.close()
 
     @property
     def pid(self) -> int:
@@ -79,6 +89,7 @@ class ForkedProcess:
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        self.stdin.close()
         return code
 
 
@@ -100,8 +111,9 @@ def _become(
     network: int,
     module: str,
     arguments: Sequence[str],
+    stdin: Connection,
     stdout: Connection,
-    log: str,
+    log: str | None,
     environment: Mapping[str, str],
     directory: str,
 ) -> None:
@@ -112,9 +124,13 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    os.dup2(stdin.fileno(), 0)
     os.dup2(stdout.fileno(), 1)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    stdout.close()
+    if log is not None:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    for end in (stdin, stdout):
+        end.close()
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another one there
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

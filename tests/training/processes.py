@@ -9,12 +9,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from tests.training.forker import forker
+from tests.swarm.processes import ForkedProcess, preload
 
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
 Event = dict[str, Any]
+preload("swarm_training.run.training_run", "tests.training.volunteer", "torch._dynamo")  # which optimizers import
 
 
 class Volunteer:
@@ -25,14 +28,9 @@ class Volunteer:
     def __init__(self, *, program: str = "tests.training.volunteer", **task: Any) -> None:
         self.number = task.get("number", 0)
         self.events: list[Event] = []
-        self._code: int | None = None
-        stdin, own_end = os.pipe()
-        self._stdin = open(own_end, "w", encoding="utf-8")  # noqa: SIM115 (closed with the process)
-        own_end, stdout = os.pipe()
-        self._stdout = open(own_end, encoding="utf-8")  # noqa: SIM115
-        self.pid = forker().start(program, task, stdin, stdout)
-        os.close(stdin)
-        os.close(stdout)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._process = ForkedProcess(program, [json.dumps(task)], None, environment)
+        self.pid = self._process.pid
         self._said: queue.Queue[Event | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -52,8 +50,8 @@ class Volunteer:
         self.tell("go")
 
     def tell(self, line: str) -> None:
-        self._stdin.write(line + "\n")
-        self._stdin.flush()
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
 
     def finish(self) -> None:
         """Has it leave the run, and waits for its end."""
@@ -68,30 +66,21 @@ class Volunteer:
         """Waits for its end, which was no failure."""
         while self._said.get(timeout=TIMEOUT_S) is not None:
             pass
-        assert self._wait() == 0
+        assert self._process.wait(TIMEOUT_S) == 0
 
     def kill(self) -> None:
-        if self._code is None:
-            self.send_signal(signal.SIGKILL)
-            self._wait()
+        self.send_signal(signal.SIGKILL)
+        self._process.wait(TIMEOUT_S)
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def _wait(self) -> int:
-        """Waits for its end, which must be near, and returns its exit code."""
-        if self._code is None:
-            self._code = forker().wait(self.pid)
-            self._stdin.close()
-        return self._code
+        self._process.send_signal(number)
 
     def steps(self) -> dict[int, Event]:
         return {said["step"]: said for said in self.events if said["event"] == "step"}
 
     def _read(self) -> None:
-        with self._stdout:
-            for line in self._stdout:
-                self._said.put(json.loads(line))
+        for line in self._process.stdout:
+            self._said.put(json.loads(line))
         self._said.put(None)
 
 

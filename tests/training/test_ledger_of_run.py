@@ -20,8 +20,7 @@ from swarm_training.ledger.archive import restored
 from swarm_training.ledger.ledger import LedgerLimits
 from swarm_training.runfile.example import example
 from tests.marks import SLOW
-from tests.training.forker import ROOT
-from tests.training.processes import TIMEOUT_S, Volunteer, volunteers
+from tests.training.processes import ROOT, TIMEOUT_S, Volunteer, volunteers
 
 SAMPLES, TARGET, STEPS = 4, 32, 6
 MOST_LINES = 30  # of `watch`, one every two seconds

@@ -20,8 +20,7 @@ from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_training.checkpoints.checkpoint import parameters_digest
 from swarm_training.checkpoints.store import CheckpointDirectory
 from tests.marks import SLOW
-from tests.training.forker import ROOT
-from tests.training.processes import TIMEOUT_S
+from tests.training.processes import ROOT, TIMEOUT_S
 
 NUM_STEPS = 3
 SWARM = "from swarm_cli.entry import main; main()"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PrinterCallback, Trainer
@@ -44,6 +44,6 @@ def main(number: int, peers: list[str]) -> None:
         sys.stdin.readline()
 
 
-def start(task: dict[str, Any]) -> None:
-    """As the forker calls it."""
+if __name__ == "__main__":
+    task = json.loads(sys.argv[1])
     main(task["number"], task.get("peers", []))

@@ -142,6 +142,5 @@ def main(task: Task) -> None:
             say("ledger", totals={user: [total.samples, total.rounds] for user, total in run.ledger.items()})
 
 
-def start(task: dict[str, Any]) -> None:
-    """As the forker calls it."""
-    main(Task(**task))
+if __name__ == "__main__":
+    main(Task(**json.loads(sys.argv[1])))
