@@ -76,15 +76,16 @@ def test_layout_is_steps_then_outliers_then_levels() -> None:
     assert pack_int4(row) == expected == encode(row, pb.INT4_BLOCKS)[0].data
 
 
-def test_error_on_normal_data_is_that_of_the_formula() -> None:
-    """Uniform in steps of M / 7.5, where M is the largest of 64 absolute normal values: E[M²] = ∫ 2x P(M > x) dx."""
+@pytest.mark.parametrize(("name", "levels", "most"), [("int4", 7.5, 0.105), ("int8", 127, 0.01)])
+def test_error_on_normal_data_is_that_of_the_formula(name: str, levels: float, most: float) -> None:
+    """Uniform in steps of M / levels, where M is the largest of 64 absolute normal values: E[M²] = ∫ 2x P(M > x) dx."""
     dx = 1e-3
     tail = (1 - math.erf(x * dx / math.sqrt(2)) ** BLOCK for x in range(8000))
     mean_square = sum(2 * x * dx * p * dx for x, p in enumerate(tail))
-    expected = math.sqrt(mean_square / 12) / 7.5
+    expected = math.sqrt(mean_square / 12) / levels
     tensor = random(4096, BLOCK)
-    assert error(there_and_back(tensor, "int4"), tensor) == pytest.approx(expected, rel=0.02)
-    assert expected < 0.105
+    assert error(there_and_back(tensor, name), tensor) == pytest.approx(expected, rel=0.02)
+    assert expected < most
 
 
 def test_a_few_huge_channels_leave_the_others_as_they_are() -> None:
