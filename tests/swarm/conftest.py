@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_cli.demo.local_cluster import LocalCluster
+from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm import peer_health
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
@@ -77,6 +78,20 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     with started(tmp_path_factory.mktemp("llama"), *request.module.SPANS) as pair:
         yield pair
         pair.servers.wait_until_all_room_is_free()
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """How many new positions each step through the servers brings."""
+    counts: list[int] = []
+    step = RemoteSession.step
+
+    def counted(session: RemoteSession, inputs, *args) -> torch.Tensor:
+        counts.append(inputs.hidden.shape[1])
+        return step(session, inputs, *args)
+
+    monkeypatch.setattr(RemoteSession, "step", counted)
+    return counts
 
 
 @pytest.fixture(scope="session")

@@ -118,20 +118,9 @@ def assert_one_sentence(text: str, pattern: str) -> None:
 BAD_HIDDEN = {
     "hidden-size": (header(1, 3, HIDDEN + 1), rf"shape \[1, 3, {HIDDEN + 1}\]: expected \[batch, tokens, {HIDDEN}\]"),
     "rank-2": (header(3, HIDDEN), rf"shape \[3, {HIDDEN}\]: expected \[batch, tokens, {HIDDEN}\]"),
-    "rank-5": (header(1, 1, 1, 3, HIDDEN), r"expected \[batch, tokens, 64\]"),
-    "no-shape": (header(), r"shape \[\]: expected"),
-    "no-tokens": (header(1, 0, HIDDEN), r"shape \[1, 0, 64\]: expected"),
-    "no-rows": (header(0, 3, HIDDEN), "batch size 0 is out of range"),
-    "negative-rows": (header(-1, 3, HIDDEN, size_bytes=0), "batch size -1 is out of range"),
     "too-many-rows": (header(5000, 1, HIDDEN), "batch size 5000 is out of range: expected 1 to 4096"),
-    "integers": (header(1, 3, HIDDEN, dtype=pb.INT64), "expected float32, bfloat16 or float16"),
     "unknown-dtype": (header(1, 3, HIDDEN, dtype=99), "expected float32, bfloat16 or float16"),
     "unknown-codec": (header(1, 3, HIDDEN, codec=7), "codec 7 .* is unknown"),
-    "size-and-shape-differ": (header(1, 3, HIDDEN, size_bytes=99), r"takes 768 bytes, not 99 as announced"),
-    "over-the-limit": (
-        header(1, 3, HIDDEN, size_bytes=MAX_TENSOR_BYTES + 1),
-        f"is over the limit of {MAX_TENSOR_BYTES} bytes",
-    ),
     "huge": (header(1, 2**62, HIDDEN, size_bytes=2**63), f"is over the limit of {MAX_TENSOR_BYTES} bytes"),
     "longer-than-the-model": (header(1, POSITIONS + 1, HIDDEN), f"257 positions are more than the model's {POSITIONS}"),
     "more-than-announced": (
@@ -145,13 +134,7 @@ BAD_HIDDEN = {
 BAD_CONTEXT = {
     "mask-too-big": ({"attention_mask": pb.AttentionMask(values=b"\1" * 2)}, "2 bytes, .* 6 positions need 1"),
     "too-few-positions": ({"position_ids": positions(0, 5)}, r"shape \[1, 5\]: expected int32 \[1, 6\]"),
-    "positions-of-two-rows": (
-        {"position_ids": wire(torch.zeros(2, 6, dtype=torch.int32))},
-        r"expected int32 \[1, 6\]",
-    ),
-    "wide-positions": ({"position_ids": wire(torch.arange(6)[None])}, "expected int32"),
     "fractional-positions": ({"position_ids": wire(torch.zeros(1, 6))}, "expected int32"),
     "negative-positions": ({"position_ids": positions(-1, 5)}, "from -1 to 4 are outside"),
-    "far-positions": ({"position_ids": positions(251, 257)}, "from 251 to 256 are outside"),
     "positions-that-do-not-come": ({"position_ids": header(1, 6, dtype=pb.INT32, size_bytes=24)}, "only 0 of 24 bytes"),
 }

@@ -33,40 +33,6 @@ def target(tmp_path_factory) -> Iterator[Target]:
         yield target
 
 
-def test_training_is_that_of_peft(target):
-    name = target.put(target.adapter(), part_bytes=1000)
-    hidden, grad = random(5, 6, HIDDEN), random(5, 6, HIDDEN, seed=1)  # in pieces of two rows
-    assert_close(target.output(hidden, name), target.local.run(HOSTED, hidden))
-    expected = target.local.gradients(HOSTED, hidden, grad)
-    actual = target.gradients(hidden, grad, name)
-    assert len(actual) == len(expected) == 1 + 2 * 2 * len(HOSTED)
-    for one, other in zip(actual, expected, strict=True):
-        assert_close(one, other)
-    assert (target.output(hidden) - target.output(hidden, name)).abs().max() > 1
-
-
-def test_dropout_is_the_same_in_every_pass(target):
-    adapter = target.local.adapter(HOSTED, salt=secrets.token_bytes(16), dropout=0.5)
-    name = target.put(adapter)
-    hidden, grad = random(5, 6, HIDDEN), random(5, 6, HIDDEN, seed=1)
-    outputs = [target.output(hidden, name, dropout_seed=seed) for seed in (0, 3, 3, 2**64 - 1)]
-    assert torch.equal(outputs[1], outputs[2])
-    assert_close(outputs[0], target.local.run(HOSTED, hidden))
-    assert not torch.allclose(outputs[0], outputs[1]) and not torch.allclose(outputs[1], outputs[3])
-    alike = target.output(hidden[:1].expand(5, -1, -1), name, dropout_seed=3)  # in pieces of two rows
-    assert len({tuple(row) for row in alike[:, 0].tolist()}) == 5
-    whole = target.gradients(hidden, grad, name, dropout_seed=3)
-    assert all(map(torch.equal, whole, target.gradients(hidden, grad, name, dropout_seed=3)))
-    # The output is linear in each b: its gradient foretells exactly what a change of b changes.
-    change = [random(*part.b.shape, seed=2) for part in adapter.low_rank[-1:]]
-    last = adapter.low_rank[-1]
-    moved = LowRank(last.block, last.module, last.scaling, last.a, last.b + change[0], last.dropout)
-    moved_name = target.put(Adapter(adapter.salt, (*adapter.low_rank[:-1], moved)))
-    difference = target.output(hidden, moved_name, dropout_seed=3) - outputs[1]
-    assert last.module == "mlp.down_proj"
-    assert abs((difference * grad).sum() / (whole[-1] * change[0]).sum() - 1) < 1e-3
-
-
 def test_a_name_of_the_server_s_own(target):
     record = target.client.describe()
     assert record.adapters == ("poet",)

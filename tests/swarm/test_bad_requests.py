@@ -48,11 +48,7 @@ BAD_CONTRACTS = {
         MOVED,
         f"speaks wire version {WIRE_VERSION}, the client {WIRE_VERSION + 1}: update the older",
     ),
-    "revision": ({"revision": "other"}, MOVED, "at revision .*, the client expects .* at revision other"),
-    "model": ({"model": "other"}, MOVED, "the client expects other at revision"),
     "blocks-before": ({"blocks": pb.Span(start=0, end=5)}, MOVED, "holds blocks 1:5, not 0:5"),
-    "blocks-behind": ({"blocks": pb.Span(start=1, end=6)}, MOVED, "holds blocks 1:5, not 1:6"),
-    "blocks-far-outside": ({"blocks": pb.Span(start=7, end=2**32 - 1)}, MOVED, "holds blocks 1:5, not 7:"),
     "no-blocks": ({"blocks": pb.Span(start=3, end=3)}, INVALID, "blocks 3:3 are no range of blocks"),
     "nothing-at-all": ({"blocks": None}, INVALID, "blocks 0:0 are no range of blocks"),
 }

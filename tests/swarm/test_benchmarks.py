@@ -61,31 +61,34 @@ def test_gpu_report_goes_on_with_the_parts_that_are_missing(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-def test_engine_measures_every_row(tmp_path: Path) -> None:
-    results = run_quick("engine.py", tmp_path, "--models", str(tmp_path))
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        (
+            "engine.py",
+            [
+                *("decode-1-int8", "decode-16-int8", "context", "prefill-fp32", "memory", "start", "hop", "chat"),
+                *("prefix", "crowd-64", "crowd-256", "group-decode-1-int8", "group-decode-8-int8"),
+            ],
+        ),
+        (
+            "gateway.py",
+            [
+                *(f"{streams} streams, tokens/s beside transformers serve" for streams in (1, 8)),
+                "client's processor time, ms/token at 16 streams",
+            ],
+        ),
+        (
+            "finetune.py",
+            [f"swarm {q}, {name}" for q in ("fp32", "int8") for name in ("frozen", "LoRA", "deep prompts")],
+        ),
+    ],
+)
+def test_every_row_is_measured(script: str, names: list[str], tmp_path: Path) -> None:
+    results = run_quick(script, tmp_path, "--models", str(tmp_path))
     assert results["exit code"] == 0, results["output"]
-    names = {"decode-1-int8", "decode-16-int8", "context", "prefill-fp32", "memory", "start", "hop", "chat", "prefix"}
-    names |= {"crowd-64", "crowd-256", "group-decode-1-int8", "group-decode-8-int8"}
-    assert names <= results["rows"].keys()
+    assert {*names} <= results["rows"].keys()
     assert all(row["measured"] > 0 for name, row in results["rows"].items() if name != "hop")
-
-
-@pytest.mark.long
-def test_gateway_measures_streams_beside_the_peer_and_the_clients_own_work(tmp_path: Path) -> None:
-    results = run_quick("gateway.py", tmp_path, "--models", str(tmp_path))
-    assert results["exit code"] == 0, results["output"]
-    names = {f"{streams} streams, tokens/s beside transformers serve" for streams in (1, 8)}
-    assert {*names, "client's processor time, ms/token at 16 streams"} <= results["rows"].keys()
-    assert all(row["measured"] > 0 for row in results["rows"].values())
-
-
-@pytest.mark.long
-def test_finetune_measures_every_kind_of_training(tmp_path: Path) -> None:
-    results = run_quick("finetune.py", tmp_path, "--models", str(tmp_path))
-    assert results["exit code"] == 0, results["output"]
-    kinds = {f"swarm {quant}, {name}" for quant in ("fp32", "int8") for name in ("frozen", "LoRA", "deep prompts")}
-    assert kinds <= results["rows"].keys()
-    assert all(row["measured"] > 0 for row in results["rows"].values())
 
 
 def test_quality_of_four_and_eight_bits_beside_float32(tmp_path: Path) -> None:
@@ -101,17 +104,17 @@ def test_quality_of_four_and_eight_bits_beside_float32(tmp_path: Path) -> None:
     assert kept < rounded
 
 
-def test_routing_finds_the_best_chain(tmp_path: Path) -> None:
-    results = run_quick("routing.py", tmp_path)
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        ("routing.py", "slower than the best chain, at most"),
+        pytest.param("simulate_swarm.py", "10 servers, gaps opened by moves", marks=pytest.mark.long),
+    ],
+)
+def test_targets_are_met(script: str, name: str, tmp_path: Path) -> None:
+    results = run_quick(script, tmp_path)
     assert results["exit code"] == 0, results["output"]
-    assert results["rows"]["slower than the best chain, at most"]["met"] == "yes"
-
-
-@pytest.mark.long
-def test_simulate_swarm_simulates_every_policy(tmp_path: Path) -> None:
-    results = run_quick("simulate_swarm.py", tmp_path)
-    assert results["exit code"] == 0, results["output"]
-    assert results["rows"]["10 servers, gaps opened by moves"]["met"] == "yes"
+    assert results["rows"][name]["met"] == "yes"
 
 
 @pytest.mark.long

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,19 +112,6 @@ def test_the_death_of_a_server_is_a_pause_and_a_dim_line(cluster, tmp_path, monk
             terminal.wait_for_prompt()  # the answer has come to its end
             terminal.type(CTRL_D)
             assert terminal.end() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_a_turn_is_typed_ends_it_quietly(servers, tmp_path, number):
-    with chat(servers, tmp_path, 2) as terminal:
-        terminal.wait_for_prompt()
-        terminal.type("half a turn")
-        terminal.wait_for("half a turn")
-        os.kill(terminal.pid, number)
-        said = terminal.wait_for_end()
-        assert "Traceback" not in said
-        assert terminal.end() == 128 + number
 
 
 @pytest.mark.slow

@@ -208,18 +208,17 @@ def test_hints_are_for_the_command_that_was_typed(tmp_path):
         assert hint.format(command) in said
 
 
-@pytest.mark.parametrize("module", ["argparse", "swarm_protocol.errors", "torch", "transformers"])
-def test_interrupted_while_a_server_is_imported(module, tmp_path):
-    result = python(INTERRUPTED, module, "swarm_server", cache=tmp_path)
-    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
-
-
 @pytest.mark.parametrize(
     ("package", "module"),
-    [("swarm", "argparse"), ("swarm", "swarm_protocol.errors"), ("swarm", "torch"), ("swarm_client", "argparse")],
+    [
+        *(("swarm_server", module) for module in ("argparse", "swarm_protocol.errors", "torch", "transformers")),
+        *(("swarm", module) for module in ("argparse", "swarm_protocol.errors", "torch")),
+        ("swarm_client", "argparse"),
+    ],
 )
-def test_interrupted_while_a_client_is_imported(package, module, tmp_path):
-    result = python(INTERRUPTED, module, package, "status", cache=tmp_path)
+def test_interrupted_while_it_is_imported(package, module, tmp_path):
+    command = [] if package == "swarm_server" else ["status"]
+    result = python(INTERRUPTED, module, package, *command, cache=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 

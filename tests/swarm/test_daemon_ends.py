@@ -17,11 +17,10 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.identity import Identity
-from swarm_server.node import joining
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.processes import ServerProcess, is_alive
-from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.swarm.waiting import wait_for
 from tests.zoo import BLOCKS
 
 PROMPT = random_ids(1, 9, seed=41)
@@ -63,28 +62,6 @@ def test_a_server_is_found_again(server_process, llama, tmp_path) -> None:
         assert_generates(llama, model)
     assert server.stderr.count("the libp2p daemon has ended") == 1 and "Traceback" not in server.stderr
     assert server.terminate() == 0
-
-
-def test_a_server_whose_daemon_cannot_be_restarted_ends_with_an_error(llama, monkeypatch) -> None:
-    async def fail(_dht: Dht) -> None:
-        raise NoSwarm("the libp2p daemon did not start: no memory")
-
-    monkeypatch.setattr(joining, "_RESTARTS_S", (0.0, 0.01))
-    monkeypatch.setattr(Dht, "restart", fail)
-    members: list[joining.SwarmMembership] = []
-
-    class Member(joining.SwarmMembership):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)
-            members.append(self)
-
-    monkeypatch.setattr(joining, "SwarmMembership", Member)
-    with InProcessServers(llama) as servers:
-        (server,) = servers.start(f"0:{BLOCKS}")
-        running = servers._running.pop(server)
-        members[0].dht._node.p2p._child.kill()
-        with pytest.raises(NoSwarm, match="cannot be started again: the libp2p daemon did not start: no memory"):
-            running.result(DEADLINE_S)
 
 
 def test_a_client_finds_servers_that_came_after_its_daemon_had_ended(llama, caplog) -> None:

@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 
 from swarm_cli.demo.local_cluster import LocalCluster
-from swarm_protocol.net.identity import Identity
-from swarm_server.group import links
-from swarm_server.group.group_key import read_group_key
 from tests.marks import SLOW
 from tests.swarm.network import Network
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -75,48 +72,3 @@ def test_servers_that_start_together_are_one_swarm_and_a_client_finds_it(hosts, 
     for host, server in servers.items():
         server.signal(15)
         assert server.wait_gone(DEADLINE_S), host
-
-
-@SLOW
-@pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
-def test_members_of_a_group_that_start_together_find_each_other(hosts, tmp_path):
-    """Neither has an address of the other, and each begins with a swarm of its own."""
-    save_checkpoint("llama", tmp_path / "llama", hidden_size=128, intermediate_size=320)
-    read_group_key(tmp_path / "group.key", create=True)
-    flags = ["--model", str(tmp_path / "llama"), "--blocks", "0:6", "--throughput", "10", "--discover"]
-    flags += ["--swarm", "near", "--group", "lab", "--group-key", str(tmp_path / "group.key"), "--group-always"]
-    servers = {host: hosts.clusters[host].start(*flags) for host in hosts.clusters}
-    leader = wait_for(
-        lambda: next((host for host, each in servers.items() if each.ready.get("group") == "2"), None), "one leads"
-    )
-    (follower,) = [each for host, each in servers.items() if host != leader]
-    assert f"following leader={hosts.network.addresses[leader]}:" in follower.stdout.read_text()
-    for server in servers.values():
-        server.kill()
-
-
-# Says that a member is where nobody listens.
-FALSE_ANSWER = """
-import asyncio, sys
-from swarm_protocol.dht.lan_discovery import LanDiscovery
-async def main():
-    discovery = await LanDiscovery.start("lied")
-    assert await discovery.advertise(sys.argv[2], [f"/ip4/{sys.argv[1]}/tcp/9/p2p/{sys.argv[2]}"])
-    print("advertised", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    await discovery.close()
-asyncio.run(main())
-"""
-
-
-@SLOW
-def test_a_false_answer_keeps_no_server_from_its_swarm(hosts):
-    command = [sys.executable, "-c", FALSE_ANSWER, hosts.network.addresses["three"], Identity.generate().peer_id]
-    start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with hosts.network.run("three", start) as liar:
-        assert liar.stdout.readline() == "advertised\n"
-        server = hosts.clusters["one"].start("--discover", "--swarm", "lied", "--num-blocks", "1", "--throughput", "1")
-        hosts.clusters["one"].wait_ready([server])
-        assert "found on the local network, but no initial peer answered" in server.stderr.read_text()
-        server.kill()
-        liar.communicate("\n", timeout=COMMAND_S)

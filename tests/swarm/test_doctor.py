@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.swarm.processes import run_commands
-from tests.swarm.test_command_line import run
 
 
 def subjects(outcome) -> dict[str, dict[str, str]]:
@@ -28,15 +27,6 @@ def test_with_a_server_of_this_machine(cluster, cache_home):
     assert found["servers here"]["found"] == "1 of swarm mine on this machine"
     assert "1 of 1 servers answer" in found["swarm"]["found"]
     assert any(subject.startswith("server …") for subject in found)
-
-
-@pytest.mark.long
-def test_with_a_server_that_hangs(server_process, tmp_path):
-    with server_process("--blocks", "0:20", "--quant", "none", "--swarm", "mine") as server:
-        server.freeze()
-        result = run("doctor", "--swarm", "mine", cache=tmp_path)
-        server.resume()
-    assert result.returncode == 1 and "✗ swarm" in result.stdout and "Traceback" not in result.stderr
 
 
 def test_with_things_that_are_broken(tmp_path):

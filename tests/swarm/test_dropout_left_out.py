@@ -7,16 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from swarm_client.model.left_out import notes_on_training
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
-from tests.swarm.tuning import assert_close, lora
 from tests.zoo import save_checkpoint
 
 IDS = random_ids(2, 9, seed=1)
-NONE = {"attn_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +44,6 @@ def test_a_model_that_is_trained_says_it_once(servers, said):
             remote(IDS, labels=IDS)
         (text,) = said()
         assert "attn_pdrop=0.1" in text and "resid_pdrop=0.1" in text and "embd" not in text
-
-
-def test_nothing_is_said_of_what_is_zero_and_that_is_what_is_computed(servers, said):
-    local = AutoModelForCausalLM.from_pretrained(servers.model, dtype=torch.float32, embd_pdrop=0.0, **NONE).train()
-    with connected(servers, embd_pdrop=0.0, **NONE) as silent, connected(servers, embd_pdrop=0.0) as remote:
-        for model in (silent, remote):
-            model.add_adapter(lora(("c_attn",)))
-        expected = local(IDS, labels=IDS, use_cache=False).loss
-        assert_close(silent.train()(IDS, labels=IDS, use_cache=False).loss, expected)
-        assert said() == []
-        assert_close(remote.train()(IDS, labels=IDS, use_cache=False).loss, expected)
-        assert len(said()) == 1
 
 
 def test_a_command_that_said_it_says_no_more(servers, said):

@@ -157,16 +157,6 @@ def is_announced_by(client: ExpertClient, cell: Cell, peer_id: str) -> bool:
     return [holder.peer_id for holder in found.get(cell[-1], [])] == [peer_id]
 
 
-def test_a_replica_of_another_kind_of_expert_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with ExpertServer(QUICK) as first:
-        with ExpertServer(beside(first)) as second:
-            (cell,) = second.experts
-            wait_for_version(first, cell, 0)
-        with ExpertServer(beside(first, cells=(cell,), kind="linear")) as third:
-            assert third.experts[cell].num_steps == 0
-    assert "cannot be used: it is another kind of expert" in caplog.text
-
-
 def test_saved_experts_are_loaded_from_replicas_only_if_those_are_newer(tmp_path: Path) -> None:
     with ExpertServer(QUICK) as first:
         config = beside(first, directory=tmp_path / "experts", save_every_s=3600.0)

@@ -22,9 +22,8 @@ from swarm_client import (
     NoSwarm,
     RequestRejected,
 )
-from swarm_client.sessions.session import RemoteSession
 from tests.swarm.harness import InProcessServers, Numbers
-from tests.swarm.pair import NEW_TOKENS, Pair, connected, ends_only_at_its_length, random_ids
+from tests.swarm.pair import NEW_TOKENS, connected, ends_only_at_its_length, random_ids
 from tests.zoo import BLOCKS, HIDDEN, PAD, POSITIONS, save_checkpoint
 
 SPANS = ("0:2", "2:5", "5:6")
@@ -45,20 +44,6 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
 def repetitive() -> torch.Tensor:
     """A prompt that repeats itself, for decoding that guesses ahead."""
     return random_ids(1, 6, seed=1).repeat(1, 3)
-
-
-@pytest.fixture
-def steps(monkeypatch) -> list[int]:
-    """How many new positions each step through the servers brings."""
-    counts: list[int] = []
-    step = RemoteSession.step
-
-    def counted(session: RemoteSession, inputs, *args) -> torch.Tensor:
-        counts.append(inputs.hidden.shape[1])
-        return step(session, inputs, *args)
-
-    monkeypatch.setattr(RemoteSession, "step", counted)
-    return counts
 
 
 # ------------------------------------------------------------ generate
@@ -156,19 +141,6 @@ def test_chat_over_several_calls(pair, repetitive, steps, kind):
         assert torch.equal(talks[pair.remote], talks[pair.whole])
         assert steps == [repetitive.shape[1] if turn == 0 else 1 + question_length] + [1] * (answer_length - 1)
     assert caches[pair.remote].get_seq_length() == caches[pair.whole].get_seq_length()
-
-
-def test_two_models_in_one_process(pair, padded, tmp_path):
-    ids, mask = padded
-    save_checkpoint("llama", tmp_path / "other", seed=1)
-    other = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path / "other", dtype=torch.float32))
-    with InProcessServers(tmp_path / "other") as servers:
-        servers.start("0:6")
-        with connected(servers) as remote:
-            both = Pair(other, remote, servers)
-            for models in (both, pair, both):
-                whole, through_swarm = models.both(ids, attention_mask=mask, do_sample=False)
-                assert torch.equal(through_swarm, whole)
 
 
 def test_room_comes_back_when_a_generation_ends(pair, padded):

@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from swarm_client import RequestRejected
-from swarm_client.sessions.session import RemoteSession
 from tests.swarm.pair import random_ids
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, trained, tuned
 
@@ -19,20 +18,6 @@ SPANS = ("0:2", "2:6")
 NEW_TOKENS = 6
 REFUSED = "gradients do not flow through a cache.*use_cache=False"
 BATCH = padded_batch()
-
-
-@pytest.fixture
-def steps(monkeypatch) -> list[int]:
-    """How many new positions each step through the servers' caches brings."""
-    counts: list[int] = []
-    step = RemoteSession.step
-
-    def counted(session: RemoteSession, inputs, *args) -> torch.Tensor:
-        counts.append(inputs.hidden.shape[1])
-        return step(session, inputs, *args)
-
-    monkeypatch.setattr(RemoteSession, "step", counted)
-    return counts
 
 
 def decode_loop(model: PreTrainedModel, ids: torch.Tensor, past: Any = None, **options: Any) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -130,25 +129,6 @@ def test_members_of_a_named_group_find_each_other_and_another_leader(server_proc
         assert other.terminate() == 0
         for process in (*members, third):
             assert "Traceback" not in process.stderr
-
-
-@pytest.mark.slow
-def test_members_of_a_named_group_that_does_not_pay_serve_alone(server_process, tmp_path: Path) -> None:
-    """Both say why. A member that computes otherwise than the leader ends, and says why, too."""
-    model, key = tmp_path / "model", tmp_path / "group.key"
-    save_checkpoint("llama", model, hidden_size=128, intermediate_size=320)
-    read_group_key(key, create=True)
-    member = ["--model", str(model), "--blocks", "0:6", "--group", "lab", "--group-key", str(key), "--throughput", "10"]
-    members = [server_process(*member, "--swarm", "unpaid", wait=False) for _ in range(2)]
-    wait_for(lambda: all(each.stdout for each in members), "both serve")
-    assert all(line.startswith("ready") and "group=" not in line for each in members for line in each.stdout)
-    leader, other = sorted(members, key=lambda each: "serves without the group" in each.stderr)
-    assert "1 of 1 followers are left out: the group with all members would reach only 0." in leader.stderr
-    assert re.search(r"cannot follow .*: the group with all members would reach only 0\.", other.stderr)
-    wrong = server_process(*member, "--swarm", "unpaid", "--quant", "int4", wait=False)
-    wait_for(lambda: "members of a group compute alike: the other has quant int8" in wrong.stderr, "it is refused")
-    for process in (*members, wrong):
-        assert "Traceback" not in process.stderr
 
 
 def _leads(process: ServerProcess) -> bool:

@@ -7,8 +7,6 @@ import signal
 
 import pytest
 
-from tests.marks import SLOW
-from tests.swarm.processes import run_commands
 from tests.swarm.terminal import CTRL_C, Terminal
 from tests.swarm.waiting import DEADLINE_S
 
@@ -26,15 +24,6 @@ def test_a_server_writes_lines_of_json(cluster):
     assert {"time", "level", "logger"} <= ready.keys() and len(lines) > 1
 
 
-@SLOW
-def test_errors_are_lines_of_json_too(tmp_path):
-    wrong = [["status", "--log-format", "json"], ["generate", "", "--log-format", "json"]]
-    for outcome, code in zip(run_commands("swarm_client", wrong, tmp_path), (1, 2), strict=True):
-        (line,) = map(json.loads, outcome.stderr.splitlines())
-        assert line["level"] == "error" and line["message"].startswith(("no swarm named", "the prompt is empty"))
-        assert (outcome.code, outcome.stdout) == (code, "")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("log_format", "is_shown"), [("text", True), ("json", False)])
 def test_loading_blocks_is_shown_to_who_looks(tmp_path, log_format, is_shown):
@@ -46,9 +35,3 @@ def test_loading_blocks_is_shown_to_who_looks(tmp_path, log_format, is_shown):
         said = terminal.wait_for_end()
         assert is_shown or "tokens contributed" not in said
         assert terminal.end() == 0
-
-
-@pytest.mark.slow
-def test_nothing_is_shown_to_files(server_process):
-    with server_process(*SERVER) as server:
-        assert "loading blocks:" not in server.stderr

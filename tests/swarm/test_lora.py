@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from swarm_client import DistributedModelForSequenceClassification, NoRoute
+from swarm_client import DistributedModelForSequenceClassification
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected, random_ids
@@ -247,29 +247,6 @@ def test_two_clients_with_different_adapters_at_once(servers):
 
 
 # ------------------------------------------------------------ adapters of the servers
-
-
-def test_an_adapter_of_the_servers(servers, tmp_path):
-    ids = BATCH["input_ids"]
-    with tuned(servers, lora()) as pair:
-        pair.train(2, loss_of(**BATCH))
-        pair.local.save_pretrained(tmp_path / "polite")
-        with torch.no_grad():
-            expected = pair.local.eval()(ids).logits
-    with InProcessServers(servers.model, memory_dht=True) as others:
-        others.start(*SPANS)
-        missing = pytest.raises(NoRoute, match="no server has adapter 'polite': they have none")
-        with missing, connected(others, adapter="polite"):
-            pass
-        for span in SPANS:
-            others.start(span, adapters=(tmp_path / "polite",))
-        with connected(others, adapter="polite") as remote, torch.no_grad():
-            assert_close(remote(ids).logits, expected)
-            assert_close(remote(ids, use_cache=False).logits, expected)
-            with pytest.raises(ValueError, match="uses adapter 'polite' of the servers"):
-                remote.add_adapter(lora())
-        with connected(others) as remote, torch.no_grad():
-            assert torch.equal(remote(ids).logits, whole_model(servers.model)(ids).logits)
 
 
 # ------------------------------------------------------------ what is refused

@@ -137,20 +137,6 @@ def test_a_model_without_its_head(servers):
 # ------------------------------------------------------------ what is refused
 
 
-def test_what_a_later_adapter_asks_for_is_refused_when_it_is_used(servers):
-    with connected(servers) as remote, torch.no_grad():
-        model = get_peft_model(remote, lora(init_lora_weights=False)).eval()
-        logits = model(IDS).logits
-        model.add_adapter("biased", lora(bias="all"))
-        model.set_adapter("biased")
-        with pytest.raises(ValueError, match="bias='all' would train weights of the servers"):
-            model(IDS)
-        with pytest.raises(RequestRejected, match=r"q_proj.weight of block 0 is on servers"):
-            model.add_adapter("third", lora(init_lora_weights="pissa"))
-        model.set_adapter("default")
-        assert torch.equal(model(IDS).logits, logits)
-
-
 def test_hooks_on_layers_of_peft_are_refused(servers):
     """They would never run; PEFT registers some itself, to use an adapter for each row."""
     with connected(servers) as remote, torch.no_grad():

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig
 
 from swarm_client import NoRoute
 from swarm_client.batching.loop import GenerationLoop
@@ -175,19 +175,6 @@ def test_servers_of_an_older_version_compute_text_alone(tmp_path, monkeypatch):
             pair.remote.generate(**given, **GREEDY)
 
 
-class _Once(LogitsProcessor):
-    """Calls a function before the third token is chosen."""
-
-    def __init__(self, function) -> None:
-        self._function, self._num_calls = function, 0
-
-    def __call__(self, _ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._num_calls += 1
-        if self._num_calls == 3:
-            self._function()
-        return scores
-
-
 @pytest.mark.parametrize("pair", [*OF_EACH_KIND, "gemma3"], indirect=True)
 def test_a_loop_of_many_generations(pair, name):
     """One with a picture and two of words alone, at once; the gateway computes them so."""
@@ -240,21 +227,6 @@ def test_an_adapter_of_the_language_model_is_trained_on_pictures(tmp_path):
         both.train(2, lambda model: model(**given, labels=given["input_ids"]).loss)
         both.assert_same_weights()
         both.assert_same_logits(**given)
-
-
-@pytest.mark.parametrize("name", OF_EACH_KIND)
-def test_a_server_leaves_after_the_picture(tmp_path, name):
-    """The positions of a picture go to the server that takes over."""
-    save_seeing(name, tmp_path)
-    given = with_pictures(name, rows=2)
-    with served(tmp_path) as pair:
-
-        def replace() -> None:
-            pair.servers.start("0:2")
-            pair.servers.stop(pair.started[0])
-
-        found = pair.remote.generate(**given, **GREEDY, logits_processor=LogitsProcessorList([_Once(replace)]))
-        assert torch.equal(found, pair.whole.generate(**given, **GREEDY))
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])

@@ -224,19 +224,6 @@ def test_a_server_is_killed_in_the_middle_of_a_stream(front: Front) -> None:
 
 
 @SLOW
-def test_a_swarm_may_come_later(tmp_path: Path, cache_home: Path) -> None:
-    serving = ServeProcess("--swarm", f"nobody-{os.getpid()}", directory=tmp_path)
-    try:
-        client = openai.OpenAI(base_url=serving.url, api_key="none", max_retries=0, timeout=DEADLINE_S)
-        assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]
-        with pytest.raises(openai.InternalServerError) as failed:
-            client.completions.create(model=DEFAULT_MODEL, prompt=PROMPT)
-        assert failed.value.status_code == 503 and failed.value.code == "swarm_error"
-    finally:
-        assert serving.end() == 0
-
-
-@SLOW
 def test_a_model_that_cannot_be_loaded_is_said_at_the_start(tmp_path: Path) -> None:
     shutil.copytree(locate(DEFAULT_MODEL), tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()

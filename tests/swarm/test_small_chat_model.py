@@ -16,13 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from swarm_client import DistributedModel
-from swarm_client.drafts.lookup import LookupDraft
-from swarm_client.drafts.small_model import SmallModelDraft
-from swarm_client.sessions.session import RemoteSession
-from swarm_client.speculation.speculation import Speculation
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, SMALL_CHAT_MODEL, locate
 from swarm_protocol.errors import RequestRejected
-from tests.drafts import Always
 from tests.small_chat_model import ANSWER, NEEDS_IT, QUESTION
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
@@ -120,26 +115,6 @@ def test_perplexity_of_rounded_weights(quant, directory, local, text):
             losses = [model(ids, labels=ids).loss.item() for model in (rounded, local)]
     assert math.exp(losses[1]) < 40  # it has learned English
     assert math.exp(losses[0] - losses[1]) < MOST_PERPLEXITY[quant]
-
-
-def test_guesses_by_lookup_and_by_the_model_itself_change_no_token(remote, local, tokenizer, monkeypatch):
-    monkeypatch.setattr(RemoteSession, "num_sharing", 1)
-    ids = tokenizer("The quick brown fox jumps over the lazy dog. " * 3, return_tensors="pt").input_ids
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
-    written, passes = [], []
-    for speculation in (
-        Speculation(None),
-        Always(LookupDraft(), 1, 4),
-        Always(SmallModelDraft(local, "itself", len(tokenizer)), 1, 4),
-    ):
-        monkeypatch.setattr(remote, "speculation", speculation)
-        cache = remote.new_cache()
-        written.append(remote.generate(ids, past_key_values=cache, **options).tolist())
-        passes.append(cache.session.stats.steps)
-        cache.session.close()
-    assert written[1] == written[2] == written[0]
-    plain, by_lookup, by_itself = passes
-    assert by_lookup < 0.8 * plain and by_itself <= 1 + math.ceil(plain / 5)
 
 
 def test_lora_learns_a_real_text_as_plain_peft_does(servers, text):

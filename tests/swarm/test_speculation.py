@@ -19,7 +19,7 @@ from swarm_protocol.errors import PeerBusy, PeerUnavailable, SwarmError
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.pair import Pair
 from tests.swarm.test_batching import Heard
-from tests.zoo import VOCAB, save_checkpoint
+from tests.zoo import VOCAB
 
 SPANS = ("0:3", "3:6")
 
@@ -115,13 +115,6 @@ def test_model_as_its_own_draft_is_always_right(pair, prompt, rows, options):
     assert num_passes == 1 + -(-(NEW_TOKENS - 1) // 5)
 
 
-def test_other_small_model_guesses_in_vain(pair, prompt, tmp_path):
-    save_checkpoint("llama", tmp_path, seed=1)
-    plain, _ = written(pair, prompt, None, do_sample=False)
-    text, _ = written(pair, prompt, Always(SmallModelDraft.load(str(tmp_path), VOCAB), 2, 3), do_sample=False)
-    assert text == plain
-
-
 @pytest.mark.parametrize(("error", "are_tried_again"), [(PeerBusy("full"), False), (PeerUnavailable("gone"), True)])
 def test_rows_that_are_given_up_are_verified_in_one(pair, prompt, monkeypatch, error: SwarmError, are_tried_again):
     plain, _ = written(pair, prompt, None, do_sample=False)
@@ -139,29 +132,6 @@ def test_rows_that_are_given_up_are_verified_in_one(pair, prompt, monkeypatch, e
     assert text == plain
     assert all(is_optional == (rows > 1) for rows, is_optional in asked)
     assert (sum(rows > 1 for rows, _ in asked) > 1) == are_tried_again
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_pass_that_fails_here_leaves_what_is_right_in_the_cache(pair, prompt, rows):
-    plain, _ = written(pair, prompt, None, do_sample=False)
-    pair.remote.speculation = Always(KnowingDraft([plain], 0.7), rows, 3)
-    cache, passes = pair.remote.new_cache(), iter(range(4))
-
-    def fail(_head, _args) -> None:
-        if next(passes, None) is None:
-            raise KeyboardInterrupt
-
-    def generate(ids: torch.Tensor) -> list[int]:
-        options = {"max_length": len(plain), "past_key_values": cache, "do_sample": False}
-        return pair.remote.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
-
-    hook = pair.remote.get_output_embeddings().register_forward_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        generate(prompt)
-    hook.remove()
-    assert cache.session.batch_size == 1
-    assert generate(torch.tensor([plain[: cache.get_seq_length() + 1]])) == plain
-    cache.session.close()
 
 
 @pytest.mark.parametrize("chance", [pytest.param(0.6, marks=GUESSES), 1.0])

@@ -24,7 +24,7 @@ from swarm_gateway.monitor.status import read_status
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply
 from swarm_protocol.tunnel.dialing import Dialer
-from tests.swarm.processes import all_processes, is_alive, parent_of, run_commands
+from tests.swarm.processes import all_processes, is_alive, parent_of
 from tests.swarm.raw_client import own_credentials
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
@@ -226,17 +226,3 @@ def test_watching_as_json_prints_lines(servers, watch):
         (model,) = json.loads(line)["models"]
         assert model["servers"][0]["answers"] and model["servers"][0]["rtt_s"] >= 0
         assert model["chain"] == [{"peer_id": servers.running[0].peer_id, "blocks": "0:20"}]
-
-
-def test_mistakes_get_one_sentence(servers, cache_home):
-    servers.start("0:20")
-    mistakes = {
-        "--watch 0": r"--watch is '0': expected a number of seconds from 0\.5 to 3600",
-        "--watch abc": r"--watch is 'abc': expected a number of seconds",
-        "--watch --swarm nobody": rf"no swarm named 'nobody' runs on this machine \(there (is|are) .*'{servers.swarm}'",
-        f"--model nope --swarm {servers.swarm}": "hosts model 'nope'; its models: tiny-python-docs",
-        f"--watch --model nope --swarm {servers.swarm}": "hosts model 'nope'; its models: tiny-python-docs",
-    }
-    outcomes = run_commands("swarm_client", [["status", *options.split()] for options in mistakes], cache_home)
-    for outcome, sentence in zip(outcomes, mistakes.values(), strict=True):
-        outcome.assert_one_sentence(sentence, code=2 if "expected" in sentence else 1)

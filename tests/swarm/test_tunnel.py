@@ -138,26 +138,6 @@ def test_a_relay_itself_reaches_the_servers_for_which_it_relays():
     run(check)
 
 
-def test_both_ends_notice_when_the_other_is_gone():
-    async def check() -> None:
-        async with three() as net:
-            first = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            old = await open_tunnel(net.streams["client"], net.circuit, NOBODY)
-            second = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)  # in its place
-            await old.reader.read()  # cut: as if the server had come by another way
-            await first.lost
-            second.close()
-            first.close()
-            await until(lambda: not net.relay._servers)
-            third = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            stream = await open_tunnel(net.streams["client"], net.circuit, NOBODY)
-            net.dhts["relay"].p2p._child.kill()
-            await third.lost
-            await stream.reader.read()  # what was sent, and then the end
-
-    run(check)
-
-
 def test_others_dial_back_only_where_one_comes_from():
     async def check() -> None:
         async with three() as net:
