@@ -14,7 +14,7 @@ from swarm_protocol.process import network_loop
 from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig
 from swarm_training.experts.command_line import main
 from swarm_training.experts.core.cells import Cell
-from swarm_training.experts.server.expert import Expert
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.server.registry import build
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
@@ -68,7 +68,7 @@ def train(client: ExpertClient, cell: Cell, seeds: range) -> None:
 
 
 def kept(server: ExpertServer, cell: Cell) -> State | None:
-    data = server.replica_data(cell)
+    data = server._keeper.data(cell)
     return None if data is None else safetensors.torch.load(data)
 
 

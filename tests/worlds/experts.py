@@ -11,9 +11,9 @@ import torch
 
 from swarm_protocol.errors import PeerMoved, PeerUnavailable
 from swarm_training.experts.core.cells import Cell, Prefix
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.directory.board import Holders
 from swarm_training.experts.directory.records import ExpertHolder
-from swarm_training.experts.server.expert import Expert
 
 
 def holder(name: str) -> ExpertHolder:

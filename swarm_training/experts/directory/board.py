@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht import node as dht_node
@@ -26,14 +25,6 @@ _TIMEOUT_S = 10.0
 _JOIN_TIMEOUT_S = 30.0
 Holders = dict[int, list[ExpertHolder]]  # by the coordinate that follows a prefix, sorted by peer id
 _logger = logging.getLogger(__name__)
-
-
-class ExpertRegistry(Protocol):
-    async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]:
-        """Return each prefix's servers, by the next coordinate. Raise PeerUnavailable if the DHT does not answer."""
-
-    async def publish(self, own: ExpertHolder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
-        """Publish the records of a server; return whether all are stored."""
 
 
 class DhtNodeOfExperts:
@@ -80,6 +71,7 @@ class DhtExpertRegistry:
         self.revocations = None if control is None else Revocations(dht.node, name, control)
 
     async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]:
+        """Return each prefix's servers, by the next coordinate. Raise PeerUnavailable if the DHT does not answer."""
         keys = {self._key(prefix): prefix for prefix in prefixes}
         read: dict[Prefix, Holders] = {}
         for key, records in (await self._read(list(keys))).items():
@@ -97,6 +89,7 @@ class DhtExpertRegistry:
         return sorted(holder for holder, _ in self._valid(records, size=0))
 
     async def publish(self, own: ExpertHolder, following: Mapping[Prefix, Iterable[int]], lifetime_s: float) -> bool:
+        """Publish the records of a server; return whether all are stored."""
         return await self._publish(own, {self._key(prefix): after for prefix, after in following.items()}, lifetime_s)
 
     async def publish_keeper(self, own: ExpertHolder, lifetime_s: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.experts.core.cells import Cell, Prefix
-from swarm_training.experts.directory.board import ExpertRegistry, Holders
+from swarm_training.experts.directory.board import DhtExpertRegistry, Holders
 from swarm_training.experts.directory.records import ExpertHolder
 
 _STALE = 6  # times the refresh interval: records themselves do not last much longer
@@ -32,7 +32,7 @@ class ExpertCache:
     or very old.
     """
 
-    def __init__(self, board: ExpertRegistry, refresh_s: float, ban_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, board: DhtExpertRegistry, refresh_s: float, ban_s: float, clock: Callable[[], float]) -> None:
         """Create an empty cache; ``clock`` returns seconds."""
         self._board = board
         self._refresh_s = refresh_s

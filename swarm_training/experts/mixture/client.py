@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Role
@@ -14,19 +14,10 @@ from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_training.experts.core.config import MixtureConfig
-from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts, ExpertRegistry
+from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts
 from swarm_training.experts.directory.directory import ExpertCache
 from swarm_training.experts.mixture.dispatch import Dispatcher
-from swarm_training.experts.net.calls import ExpertCalls, GrpcCalls
-
-
-class ExpertNetwork(Protocol):
-    """The interface of a client that a layer uses."""
-
-    @property
-    def calls(self) -> ExpertCalls: ...
-
-    def board(self, name: str, grid: Sequence[int], hidden: int) -> ExpertRegistry: ...
+from swarm_training.experts.net.calls import GrpcCalls
 
 
 class ExpertClient:
@@ -50,10 +41,10 @@ class ExpertClient:
         for peer in initial_peers:
             check_peer(peer)
         access = SwarmAccess.of(Role.CLIENT, membership)
-        self.calls: ExpertCalls = GrpcCalls(ClientCredentials(access.identity, access.token))
+        self.calls = GrpcCalls(ClientCredentials(access.identity, access.token))
         self._dht = network_loop.run(DhtNodeOfExperts.join(initial_peers, access, Listening()))
 
-    def board(self, name: str, grid: Sequence[int], hidden: int) -> ExpertRegistry:
+    def board(self, name: str, grid: Sequence[int], hidden: int) -> DhtExpertRegistry:
         return DhtExpertRegistry(self._dht, name, grid, hidden)
 
     def close(self) -> None:
@@ -71,7 +62,7 @@ class ExpertClient:
 
 
 def dispatcher(
-    network: ExpertNetwork, name: str, grid: Sequence[int], hidden: int, k: int, config: MixtureConfig
+    network: ExpertClient, name: str, grid: Sequence[int], hidden: int, k: int, config: MixtureConfig
 ) -> Dispatcher:
     """Return the dispatcher of one layer."""
     board = network.board(name, grid, hidden)

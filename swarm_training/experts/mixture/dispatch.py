@@ -16,7 +16,7 @@ from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.config import MixtureConfig, max_rows
 from swarm_training.experts.directory.directory import ExpertCache, Failure
 from swarm_training.experts.directory.records import ExpertHolder
-from swarm_training.experts.net.calls import ExpertCalls
+from swarm_training.experts.net.calls import GrpcCalls
 from swarm_training.experts.search.beam import BeamResult, Floats, Ints, Mask, beam_search
 
 _ATTEMPTS = 3  # for a row that too few experts have answered
@@ -55,7 +55,7 @@ class Dispatcher:
     """The dispatcher of one layer, used on one event loop only. Tensors are on the CPU, in fp32."""
 
     def __init__(
-        self, name: str, hidden: int, k: int, directory: ExpertCache, calls: ExpertCalls, config: MixtureConfig
+        self, name: str, hidden: int, k: int, directory: ExpertCache, calls: GrpcCalls, config: MixtureConfig
     ) -> None:
         self._name = name
         self._max_rows = max_rows(hidden)

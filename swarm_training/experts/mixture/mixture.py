@@ -11,7 +11,7 @@ from torch import nn
 from swarm_protocol.process import network_loop
 from swarm_training.experts.core.cells import check_grid, check_name
 from swarm_training.experts.core.config import MAX_HIDDEN, MixtureConfig
-from swarm_training.experts.mixture.client import ExpertClient, ExpertNetwork, dispatcher
+from swarm_training.experts.mixture.client import ExpertClient, dispatcher
 from swarm_training.experts.mixture.gating import balance_loss, scores_of, weights_of
 from swarm_training.experts.mixture.remote_function import expert_outputs, on_wire
 
@@ -43,7 +43,7 @@ class RemoteMixtureOfExperts(nn.Module):
         k: int = 4,
         *,
         name: str = "experts",
-        client: ExpertNetwork | None = None,
+        client: ExpertClient | None = None,
         initial_peers: Sequence[str] = (),
         membership: Path | None = None,
         config: MixtureConfig | None = None,

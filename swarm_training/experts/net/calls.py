@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
@@ -18,33 +16,23 @@ from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 
 
-class ExpertCalls(Protocol):
-    """The interface of calls to experts. Tensors are [rows, hidden] fp32 on the CPU. Calls raise SwarmError."""
-
-    async def forward(self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the expert's outputs."""
-
-    async def backward(
-        self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the gradient of the inputs; the expert takes an optimizer step."""
-
-    async def close(self) -> None: ...
-
-
 class GrpcCalls:
-    """The calls to experts over gRPC, with channels that are kept open. Used on one event loop only."""
+    """The calls to experts over gRPC, with channels that are kept open. Used on one event loop only.
+
+    Tensors are [rows, hidden] fp32 on the CPU. Calls raise SwarmError."""
 
     def __init__(self, credentials: ClientCredentials) -> None:
         self._channels = PinnedChannels(credentials)
 
     async def forward(self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the expert's outputs."""
         reply = await self.send_forward(holder, pb.ForwardRequest(name=name, cell=cell, inputs=encode(inputs)[0]))
         return _checked(reply.outputs, inputs, holder)
 
     async def backward(
         self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor, grad_outputs: torch.Tensor
     ) -> torch.Tensor:
+        """Return the gradient of the inputs; the expert takes an optimizer step."""
         stub = await self._stub(holder)
         request = pb.BackwardRequest(
             name=name, cell=cell, inputs=encode(inputs)[0], grad_outputs=encode(grad_outputs)[0]

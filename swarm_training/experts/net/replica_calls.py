@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Protocol
 
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import ClientCredentials
@@ -19,11 +18,7 @@ from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 
 _ANSWER_S = 10.0
-
-
-class _Part(Protocol):
-    @property
-    def data(self) -> bytes: ...
+_Part = pb.KeepReplicaRequest | pb.FetchReplicaReply
 
 
 def most_seconds(size_bytes: int) -> float:

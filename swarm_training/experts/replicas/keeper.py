@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
 from swarm_protocol.wire.codec import parts_of
 from swarm_protocol.wire.printable import printable
-from swarm_training.experts.core.cells import Cell, Prefix, expert_name
+from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
-from swarm_training.experts.directory.board import Holders
+from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.net.replica_calls import most_seconds, received
 from swarm_training.experts.pb import experts_pb2 as pb
 
@@ -24,10 +23,6 @@ MAX_REPLICAS = 4096  # so many that a list of them fits in a message
 STALE_S = 3600.0  # senders renew their replicas twice in that time; a replica that nobody renews may be replaced
 _FIRST_S = 10.0
 _logger = logging.getLogger(__name__)
-
-
-class CellRegistry(Protocol):
-    async def read(self, prefixes: Iterable[Prefix]) -> dict[Prefix, Holders]: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Keeper:
     """
 
     def __init__(
-        self, config: ExpertServerConfig, board: CellRegistry, clock: Callable[[], float] = time.monotonic
+        self, config: ExpertServerConfig, board: DhtExpertRegistry, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
         self._board = board
@@ -124,7 +119,8 @@ class Keeper:
         most = self._config.replica_bytes
         if own + replica.size_bytes > most // 2:
             raise PeerBusy(f"no room for a replica of {replica.size_bytes} bytes: one server may use half of {most}")
-        for cell in sorted(filter(self._may_go, self._kept), key=lambda cell: self._kept[cell].at):
+        stale = [cell for cell, kept in self._kept.items() if self._is_stale(kept)]
+        for cell in sorted(stale, key=lambda cell: self._kept[cell].at):
             if self._has_room(replica):
                 break
             _logger.info("the replica of %s makes room for others", expert_name(self._config.name, cell))
@@ -138,9 +134,6 @@ class Keeper:
             yield
         finally:
             del self._arriving[caller]
-
-    def _may_go(self, cell: Cell) -> bool:
-        return self._is_stale(self._kept[cell])
 
     def _is_stale(self, kept: _Kept) -> bool:
         return self._clock() - kept.at > STALE_S

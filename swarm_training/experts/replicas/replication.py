@@ -7,16 +7,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from swarm_models.checkpoints import safetensors_bytes
 from swarm_protocol.errors import SwarmError
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ExpertServerConfig
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.core.replica import Replica
+from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from swarm_training.experts.replicas.keeper import STALE_S, Keeper
@@ -24,27 +26,8 @@ from swarm_training.experts.search.keeping import in_rank
 
 _RENEW_S = STALE_S / 2
 _TRIED = 3  # keepers to try for each replica that is wanted
-State = dict[str, torch.Tensor]
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
-
-
-class KeeperRegistry(Protocol):
-    async def keepers(self) -> list[ExpertHolder]:
-        """Return the keepers. Raise PeerUnavailable if the DHT does not answer."""
-
-
-class TrainedExpert(Protocol):
-    """The interface of a trained expert, see ``Expert`` of the server."""
-
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def most_bytes(self) -> int: ...
-
-    def versioned_state(self) -> tuple[int, State]: ...
-
-    def load(self, tensors: State, num_steps: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +51,7 @@ class Replication:
         self,
         config: ExpertServerConfig,
         own: ExpertHolder,
-        board: KeeperRegistry,
+        board: DhtExpertRegistry,
         calls: ReplicaCalls,
         keeper: Keeper,
         in_thread: InThread,
@@ -82,7 +65,7 @@ class Replication:
         self._in_thread = in_thread
         self._sent: dict[Cell, dict[ExpertHolder, _Sent]] = {}
 
-    async def send(self, experts: Mapping[Cell, TrainedExpert]) -> None:
+    async def send(self, experts: Mapping[Cell, Expert]) -> None:
         """Send experts that have changed to as many keepers as are configured.
 
         Raises:
@@ -96,7 +79,7 @@ class Replication:
             ranked = [keepers[peer_id] for peer_id in in_rank(self._config.name, cell, keepers)]
             await self._send(cell, expert, ranked[: self._config.replicas * _TRIED])
 
-    async def _send(self, cell: Cell, expert: TrainedExpert, keepers: Sequence[ExpertHolder]) -> None:
+    async def _send(self, cell: Cell, expert: Expert, keepers: Sequence[ExpertHolder]) -> None:
         known = self._sent.setdefault(cell, {})
         encoded: tuple[Replica, bytes] | None = None
         count = 0
@@ -128,15 +111,13 @@ class Replication:
             keepers = []
         lists = await asyncio.gather(*map(self._list, keepers))
         found: dict[Cell, list[FoundReplica]] = {}
-        for each in [FoundReplica(replica, None) for replica in self._keeper.replicas] + [
-            f for some in lists for f in some
-        ]:
+        for each in chain((FoundReplica(replica, None) for replica in self._keeper.replicas), *lists):
             found.setdefault(each.replica.cell, []).append(each)
         for some in found.values():
             some.sort(key=lambda each: each.replica.num_steps, reverse=True)
         return found
 
-    async def load(self, cell: Cell, expert: TrainedExpert, found: Sequence[FoundReplica], above: int) -> bool:
+    async def load(self, cell: Cell, expert: Expert, found: Sequence[FoundReplica], above: int) -> bool:
         """Load the newest available replica into an expert that is not in use; return whether there was one.
 
         Replicas with ``above`` steps or fewer are ignored.
@@ -171,7 +152,7 @@ class Replication:
         return found.replica, data
 
 
-def _load(expert: TrainedExpert, replica: Replica, data: bytes) -> None:
+def _load(expert: Expert, replica: Replica, data: bytes) -> None:
     """Load the bytes. Raise ValueError if they are not the state of such an expert after so many steps."""
     try:
         tensors, _ = safetensors_bytes.from_bytes(data)

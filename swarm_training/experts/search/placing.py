@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import gcd
 
 from swarm_training.experts.core.cells import Cell, num_cells, numbered
 
@@ -13,7 +14,7 @@ def candidates(grid: Sequence[int], salt: str) -> Iterator[Cell]:
     size = num_cells(grid)
     digest = hashlib.sha256(salt.encode()).digest()
     start, stride = int.from_bytes(digest[:8], "big") % size, int.from_bytes(digest[8:16], "big") % size
-    while not _is_coprime(stride, size):
+    while gcd(stride, size) != 1:
         stride += 1
     return (numbered((start + number * stride) % size, grid) for number in range(size))
 
@@ -34,9 +35,3 @@ def by_prefix(cells: Iterable[Cell]) -> dict[Cell, set[int]]:
         for length in range(min(1, len(cell) - 1), len(cell)):
             following.setdefault(cell[:length], set()).add(cell[length])
     return following
-
-
-def _is_coprime(first: int, second: int) -> bool:
-    while second:
-        first, second = second, first % second
-    return first == 1

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection
 
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ExpertServerConfig
+from swarm_training.experts.core.expert import Expert
+from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.replicas.keeper import Keeper
-from swarm_training.experts.replicas.replication import KeeperRegistry, Replication
+from swarm_training.experts.replicas.replication import Replication
 from swarm_training.experts.search.keeping import Orphans, in_rank
 from swarm_training.experts.server.announcing import Announcer
-from swarm_training.experts.server.expert import Expert
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Adopter:
         self,
         config: ExpertServerConfig,
         peer_id: str,
-        board: KeeperRegistry,
+        board: DhtExpertRegistry,
         announcer: Announcer,
         keeper: Keeper,
         replication: Replication,

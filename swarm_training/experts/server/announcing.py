@@ -10,7 +10,7 @@ from itertools import islice
 from swarm_protocol.errors import SwarmError
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ExpertServerConfig
-from swarm_training.experts.directory.board import ExpertRegistry
+from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.search.placing import by_prefix, candidates, clashes
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 class Announcer:
     """The announcer of one server's experts."""
 
-    def __init__(self, board: ExpertRegistry, own: ExpertHolder, config: ExpertServerConfig) -> None:
+    def __init__(self, board: DhtExpertRegistry, own: ExpertHolder, config: ExpertServerConfig) -> None:
         self._board = board
         self._own = own
         self._config = config

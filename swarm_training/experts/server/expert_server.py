@@ -21,18 +21,18 @@ from swarm_protocol.process import network_loop
 from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_training.experts.core.cells import Cell, is_in
 from swarm_training.experts.core.config import ExpertServerConfig
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
-from swarm_training.experts.net.service import start_service
 from swarm_training.experts.replicas.keeper import Keeper
 from swarm_training.experts.replicas.replication import FoundReplica, Replication
 from swarm_training.experts.server.adopting import Adopter
 from swarm_training.experts.server.announcing import Announcer
-from swarm_training.experts.server.expert import Expert
 from swarm_training.experts.server.host import ExpertHost
 from swarm_training.experts.server.registry import build
+from swarm_training.experts.server.service import start_service
 from swarm_training.experts.server.storage import ExpertFiles
 
 _NO_STEPS = -1  # less than any replica has
@@ -99,10 +99,6 @@ class ExpertServer:
     def replicas(self) -> list[Replica]:
         """Return the descriptions of the replicas that this server keeps for other servers."""
         return self._keeper.replicas
-
-    def replica_data(self, cell: Cell) -> bytes | None:
-        """Return the replica of another server's expert, in the safetensors format, or None if there is none."""
-        return self._keeper.data(cell)
 
     def check(self) -> None:
         """Raise NoSwarm if the libp2p daemon has ended, because nobody finds this server any more."""

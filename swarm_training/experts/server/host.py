@@ -12,8 +12,8 @@ from swarm_protocol.wire.codec import decode, encode
 from swarm_protocol.wire.printable import printable
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import MAX_CALL_BYTES, ExpertServerConfig
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.pb import experts_pb2 as pb
-from swarm_training.experts.server.expert import Expert
 from swarm_training.experts.server.task_pool import Key, TaskPool
 
 _SHOWN_DIMS = 8

@@ -34,14 +34,10 @@ def register_expert(kind: str, factory: Factory) -> None:
     _FACTORIES[kind] = factory
 
 
-def kinds() -> list[str]:
-    return sorted(_FACTORIES)
-
-
 def build(kind: str, hidden: int) -> nn.Module:
     """Build a module. Raise ValueError if the kind is unknown, or its modules do not map rows to rows."""
     if kind not in _FACTORIES:
-        raise ValueError(f"experts of kind {kind!r} are not known: expected one of {', '.join(kinds())}")
+        raise ValueError(f"experts of kind {kind!r} are not known: expected one of {', '.join(sorted(_FACTORIES))}")
     module = _FACTORIES[kind](hidden)
     with torch.no_grad():
         outputs = module(torch.zeros(2, hidden))

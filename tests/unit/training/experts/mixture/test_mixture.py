@@ -12,8 +12,8 @@ from torch import nn
 from swarm_protocol.errors import PeerUnavailable, TrainingDiverged
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.config import MixtureConfig
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.mixture.mixture import RemoteMixtureOfExperts
-from swarm_training.experts.server.expert import Expert
 from swarm_training.experts.server.registry import build
 from tests.worlds.experts import LocalNetwork
 

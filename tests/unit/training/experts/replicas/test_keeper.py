@@ -14,11 +14,11 @@ from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
-from swarm_training.experts.net.service import start_service
 from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.replicas import keeper as keeping
 from swarm_training.experts.replicas.keeper import Keeper
 from swarm_training.experts.server.host import ExpertHost
+from swarm_training.experts.server.service import start_service
 from tests.worlds.experts import MemoryBoard, holder
 from tests.worlds.identities import identity
 

@@ -14,14 +14,14 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.pb import swarm_pb2
 from swarm_protocol.wire.codec import encode
 from swarm_training.experts.core.config import ExpertServerConfig
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.calls import GrpcCalls
-from swarm_training.experts.net.service import start_service
 from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.replicas.keeper import Keeper
-from swarm_training.experts.server.expert import Expert
 from swarm_training.experts.server.host import ExpertHost
 from swarm_training.experts.server.registry import build
+from swarm_training.experts.server.service import start_service
 from tests.worlds.experts import MemoryBoard
 from tests.worlds.identities import identity
 

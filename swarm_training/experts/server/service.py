@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -13,32 +13,16 @@ from swarm_protocol.access.tokens import Role
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.rpc.serving import add_service, admitted, start_server
 from swarm_training.experts.pb import experts_pb2 as pb
+from swarm_training.experts.replicas.keeper import Keeper
+from swarm_training.experts.server.host import ExpertHost
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"]
 
 
-class ExpertHandlers(Protocol):
-    """The handlers of calls to experts. Both raise SwarmError; the first argument is the caller's peer id."""
-
-    async def forward(self, caller: str, request: pb.ForwardRequest) -> pb.ForwardReply: ...
-
-    async def backward(self, caller: str, request: pb.BackwardRequest) -> pb.BackwardReply: ...
-
-
-class ReplicaHandlers(Protocol):
-    """The handlers for replicas, see ``Keeper``. They raise SwarmError; ``keep`` also ValueError and TimeoutError."""
-
-    async def keep(self, caller: str, requests: AsyncIterator[pb.KeepReplicaRequest]) -> pb.KeepReplicaReply: ...
-
-    async def listed(self, request: pb.ListReplicasRequest) -> pb.ListReplicasReply: ...
-
-    def fetch(self, request: pb.FetchReplicaRequest) -> AsyncIterator[pb.FetchReplicaReply]: ...
-
-
 class ExpertsService:
-    def __init__(self, handlers: ExpertHandlers, replicas: ReplicaHandlers, access: AccessControl | None) -> None:
+    def __init__(self, handlers: ExpertHost, replicas: Keeper, access: AccessControl | None) -> None:
         """Create the service; ``access`` is the access control of a private swarm, or None if everybody may call."""
         self._handlers = handlers
         self._replicas = replicas
@@ -66,8 +50,8 @@ class ExpertsService:
 
 
 async def start_service(
-    handlers: ExpertHandlers,
-    replicas: ReplicaHandlers,
+    handlers: ExpertHost,
+    replicas: Keeper,
     certificate: Certificate,
     host: str,
     port: int,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from swarm_protocol.errors import RequestRejected
-from swarm_training.experts.server.expert import Expert
+from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.server.registry import build, register_expert
 from swarm_training.experts.server.storage import ExpertFiles
 
