@@ -37,7 +37,7 @@ from swarm_training.commands.staged import (
     require_unstaged,
 )
 from swarm_training.contract.backend import Backend, Look, ReadLedger, SendOrder
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.views import RunView
 from swarm_training.core_backend import BACKEND
 from swarm_training.reports.observing import RunObserver
 from swarm_training.reports.reporter import parse_report
@@ -87,26 +87,25 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     export.add_argument("directory", type=Path, metavar="DIR")
     add_export_flags(export)
 
-    if backend.look is not None:
-        watch = command("watch", partial(_watch, backend, stages), "show the run live, until Ctrl-C")
-        add_joining_flags(watch)
-        watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
-        watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="time between two updates")
-        watch.add_argument(
-            "--web",
-            nargs="?",
-            const=WEB_ADDRESS,
-            metavar="HOST:PORT",
-            help=f"show it as a page for browsers instead, at {WEB_ADDRESS} if no address is given",
-        )
-        add_report_flag(watch)
-    if backend.read_ledger is not None:
-        summed = command("ledger", partial(_ledger, backend.read_ledger), "show how much each user has contributed")
-        add_joining_flags(summed)
-        summed.add_argument("--file", type=Path, metavar="LEDGER", help="sum this file instead of asking peers")
-        summed.add_argument("--json", action="store_true", help="print JSON")
-    if backend.send_order is not None:
-        _add_moderate(commands, backend.send_order, backend.look)
+    watch = command("watch", partial(_watch, backend, stages), "show the run live, until Ctrl-C")
+    add_joining_flags(watch)
+    watch.add_argument("--json", action="store_true", help="print a line of JSON each time")
+    watch.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="time between two updates")
+    watch.add_argument(
+        "--web",
+        nargs="?",
+        const=WEB_ADDRESS,
+        metavar="HOST:PORT",
+        help=f"show it as a page for browsers instead, at {WEB_ADDRESS} if no address is given",
+    )
+    add_report_flag(watch)
+
+    summed = command("ledger", partial(_ledger, backend.read_ledger), "show how much each user has contributed")
+    add_joining_flags(summed)
+    summed.add_argument("--file", type=Path, metavar="LEDGER", help="sum this file instead of asking peers")
+    summed.add_argument("--json", action="store_true", help="print JSON")
+
+    _add_moderate(commands, backend.send_order, backend.look)
     return parser
 
 
@@ -125,9 +124,7 @@ def parse_args(
     return parser.parse_args(argv)
 
 
-def _add_moderate(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], send: SendOrder, look: Look | None
-) -> None:
+def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser], send: SendOrder, look: Look) -> None:
     text = "order a ban or a rollback; needs the membership of a moderator"
     actions = commands.add_parser("moderate", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
@@ -142,11 +139,10 @@ def _add_moderate(
         add_joining_flags(parser)
         return parser
 
-    if look is not None:
-        rollback = action("rollback", partial(_rollback, send, look), "go back to a checkpoint, all together")
-        rollback.add_argument(
-            "--to-step", type=int, required=True, metavar="N", help="the newest checkpoint up to this step is taken"
-        )
+    rollback = action("rollback", partial(_rollback, send, look), "go back to a checkpoint, all together")
+    rollback.add_argument(
+        "--to-step", type=int, required=True, metavar="N", help="the newest checkpoint up to this step is taken"
+    )
     ban = action("ban", partial(_ban, send), "ban a peer")
     ban.add_argument("peer_id", metavar="PEER_ID")
     ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="duration of the ban")
@@ -235,7 +231,7 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
     targets = [parse_report(text) for text in args.report]
     # Peers of a stage report their progress to trainers alone; peers of other runs publish it on the DHT.
     who = joining(args, file, Role.TRAINER if file.stages.count else Role.CLIENT)
-    looking = partial(_required(stages).look, file, who) if file.stages.count else partial(_look_of(backend), who)
+    looking = partial(_required(stages).look, file, who) if file.stages.count else partial(backend.look, who)
 
     def run() -> None:
         from swarm_training.commands.watching import as_json, watch
@@ -260,11 +256,6 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
             )
 
     return run
-
-
-def _look_of(backend: Backend) -> Look:
-    assert backend.look is not None
-    return backend.look
 
 
 def _ledger(read: ReadLedger, args: argparse.Namespace) -> Command:

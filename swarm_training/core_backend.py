@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from swarm_training.contract.backend import Backend, Joining
-from swarm_training.contract.run_like import RunLike, RunView
+from swarm_training.contract.views import RunView
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from swarm_training.ledger.ledger import Ledger
     from swarm_training.net.channels import GrpcNetwork
     from swarm_training.progress.board import DhtPeerRegistry
+    from swarm_training.run.training_run import TrainingRun
 
 _MAX_ASKED = 8  # peers, each of which may lack rounds that other peers have
 _SLOW_ROUND_S = 600.0  # the least deadline of a round with local steps, which are for slow lines
 _logger = logging.getLogger(__name__)
 
 
-def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> RunLike:
+def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> TrainingRun:
     """Start the run if there are no initial peers, else join it. Raises what ``TrainingRun`` raises."""
     from swarm_protocol.access.access_control import AccessControl
     from swarm_protocol.process.scratch import scratch_directory
@@ -57,7 +58,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
             checkpoint_directory=scratch_directory(),
             rollback=who.rollback,
         )
-    run: RunLike = TrainingRun(
+    return TrainingRun(
         who.run,
         parameters,
         optimizer,
@@ -73,7 +74,6 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         local=who.local,
         evaluation=who.evaluation,
     )
-    return run
 
 
 @contextmanager

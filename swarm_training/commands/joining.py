@@ -34,7 +34,6 @@ from swarm_training.commands.building import (
 from swarm_training.commands.checking import require_held_out
 from swarm_training.commands.looking import shown_bans, view_of
 from swarm_training.contract.backend import Joining, OpenRun
-from swarm_training.contract.run_like import RunLike
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.data.loader import Batches, Prefetcher
@@ -52,6 +51,8 @@ from swarm_training.runfile.settings import RunFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from swarm_training.run.training_run import TrainingRun
 
 Say = Callable[[str], object]
 
@@ -98,7 +99,7 @@ class Writing:
         self._policy = EvaluationPolicy() if trained.evaluation is None else trained.evaluation.policy
         self._losses = KnownLosses(say)
 
-    def begin(self, run: RunLike, is_own: bool = True, is_founder: bool = True) -> None:
+    def begin(self, run: TrainingRun, is_own: bool = True, is_founder: bool = True) -> None:
         """Remove the checkpoints from which the run does not go on: discard those that a rollback has undone, and
         rename those of steps that the run has not reached. The losses go on from there. ``is_own``: whether the run has
         begun with the newest one here; if not, ``is_founder``: whether it has begun here, with that of another peer."""
@@ -188,7 +189,7 @@ class Writing:
 class RunFollower:
     """The follower of the run that is trained here, who reports each of its steps."""
 
-    def __init__(self, trained: TrainingSetup, run: RunLike) -> None:
+    def __init__(self, trained: TrainingSetup, run: TrainingRun) -> None:
         file = trained.file
         self._settings, self._max_samples, self._reports = file.run, file.averaging.max_samples, trained.reports
         self._run = run
@@ -204,7 +205,7 @@ class RunFollower:
 
 
 @contextmanager
-def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], run: RunLike) -> Iterator[None]:
+def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], run: TrainingRun) -> Iterator[None]:
     """Give each step of the optimizer the learning rate of the run's global step, while the context is active."""
 
     def set_rate(*_arguments: object) -> None:
@@ -218,7 +219,7 @@ def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], ru
         hook.remove()
 
 
-def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: threading.Event, say: Say) -> None:
+def train(trained: TrainingSetup, run: TrainingRun, writing: Writing, stopping: threading.Event, say: Say) -> None:
     """Train until ``stopping`` is set, or the schedule is at its end, or the run ends since the loss on held-out data
     falls no more. ``writing`` has begun; the caller closes the run.
 
@@ -251,7 +252,7 @@ def train(trained: TrainingSetup, run: RunLike, writing: Writing, stopping: thre
         _end(run, writing, say)
 
 
-def _end(run: RunLike, writing: Writing, say: Say) -> None:
+def _end(run: TrainingRun, writing: Writing, say: Say) -> None:
     """Wait for the last loss on held-out data, and say why the run has ended, and which checkpoint is the best one."""
     run.finish()
     writing.after_evaluations(run.evaluations)
@@ -395,7 +396,7 @@ def go_on_with_data(trained: TrainingSetup, data: Mapping[str, object], say: Say
         say("the data start over: the position in the checkpoint is of another part of the data")
 
 
-def goes_on_from_own(who: Joining, run: RunLike) -> bool:
+def goes_on_from_own(who: Joining, run: TrainingRun) -> bool:
     """Return whether the run, as it has begun or was joined, goes on from what this peer has on its disk."""
     if who.resumed_at is None:
         return not who.initial_peers

@@ -8,7 +8,7 @@ from contextlib import suppress
 from math import inf, isfinite
 from typing import TYPE_CHECKING
 
-from swarm_training.contract.run_like import BanView, HeldOutView, PeerView, RunView, UserView
+from swarm_training.contract.views import BanView, HeldOutView, PeerView, RunView, UserView
 from swarm_training.core.record import PRESENT, HeldOutLoss, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.evaluation.policy import shown_losses

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from swarm_training.contract.backend import Joining
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.views import RunView
 from swarm_training.reports.reporter import OpenReporter, parse_report
 from swarm_training.runfile.settings import RunFile
 

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from swarm_protocol.wire.printable import printable
-from swarm_training.contract.run_like import BanView, PeerView, RunView, StagePeerView, StageView, UserView
+from swarm_training.contract.views import BanView, PeerView, RunView, StagePeerView, StageView, UserView
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _SHOWN_PEERS = 8  # last characters of a peer id

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from swarm_training.compression.settings import AveragingSettings
-from swarm_training.contract.run_like import RunLike, RunView
+from swarm_training.contract.views import RunView
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from swarm_training.ledger.ledger import Ledger
     from swarm_training.net.membership import RunMembership
     from swarm_training.optim.local_steps import LocalSteps
+    from swarm_training.run.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Joining:
 
 
 # All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if this peer may not take part.
-OpenRun: TypeAlias = "Callable[[Joining, Sequence[nn.Parameter], torch.optim.Optimizer], RunLike]"
+OpenRun: TypeAlias = "Callable[[Joining, Sequence[nn.Parameter], torch.optim.Optimizer], TrainingRun]"
 Look = Callable[[Joining], AbstractContextManager[Callable[[], RunView]]]  # each call inside it: the present view
 SendOrder = Callable[[Joining, bytes], None]  # a moderator's signed order
 ReadLedger: TypeAlias = "Callable[[Joining], Ledger]"  # the rounds that peers gave and that were verified here
@@ -77,9 +78,9 @@ ReadLedger: TypeAlias = "Callable[[Joining], Ledger]"  # the rounds that peers g
 
 @dataclass(frozen=True)
 class Backend:
-    """The functions that reach a run. The command line has no command for a function that is None."""
+    """The functions that reach a run."""
 
     open_run: OpenRun
-    look: Look | None = None
-    send_order: SendOrder | None = None
-    read_ledger: ReadLedger | None = None
+    look: Look
+    send_order: SendOrder
+    read_ledger: ReadLedger

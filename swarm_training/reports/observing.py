@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from swarm_protocol.dht.records import short_id
-from swarm_training.contract.run_like import EventView, RunView
+from swarm_training.contract.views import EventView, RunView
 
 _WINDOW_S = 1800.0
 _MOST_EVENTS = 30

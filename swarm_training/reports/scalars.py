@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.views import RunView
 
 _PEER_CHARS = 8  # last characters of a peer id, as `swarm train watch` shows them
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.views import RunView
 from swarm_training.reports.reporter import OpenReporter, RunReporter
 from swarm_training.reports.scalars import scalars_of
 

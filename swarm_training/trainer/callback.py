@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from swarm_training.contract.run_like import RunLike
 from swarm_training.trainer.optimizer import RunOptimizer, RunSchedule
+
+if TYPE_CHECKING:
+    from swarm_training.run.training_run import TrainingRun
 
 
 class TrainingRunCallback(TrainerCallback):
@@ -24,7 +26,7 @@ class TrainingRunCallback(TrainerCallback):
     checkpoints have the present model, for use or evaluation. Training continues by joining the run again.
     """
 
-    def __init__(self, run: RunLike, optimizer: torch.optim.Optimizer, max_run_steps: int | None = None) -> None:
+    def __init__(self, run: TrainingRun, optimizer: torch.optim.Optimizer, max_run_steps: int | None = None) -> None:
         """Prepare for ``run``. ``optimizer``: the optimizer that the run steps."""
         self._run = run
         self._max_run_steps = max_run_steps

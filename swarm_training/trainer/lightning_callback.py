@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils import _pytree as pytree
 
-from swarm_training.contract.run_like import RunLike
 from swarm_training.trainer.optimizer import RunOptimizer, RunSchedule
+
+if TYPE_CHECKING:
+    from swarm_training.run.training_run import TrainingRun
 
 
 def batch_size_of(batch: Any) -> int:
@@ -40,7 +42,7 @@ class LightningRunCallback(Callback):
 
     def __init__(
         self,
-        run: RunLike,
+        run: TrainingRun,
         optimizer: torch.optim.Optimizer,
         max_run_steps: int | None = None,
         count: Callable[[Any], int] = batch_size_of,

@@ -14,7 +14,7 @@ from socket import AF_INET, AF_INET6
 from typing import Any
 
 from swarm_protocol.net.hosts import host_port, split_address
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.views import RunView
 from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
 from swarm_training.losses.drawing import draw
 

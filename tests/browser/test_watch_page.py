@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from swarm_training.commands.watching import as_json
-from swarm_training.contract.run_like import BanView, EventView, PeerView, StagePeerView, StageView, UserView
+from swarm_training.contract.views import BanView, EventView, PeerView, StagePeerView, StageView, UserView
 from swarm_training.web.server import WatchServer
 from tests.browser.conftest import PHONE, WIDE, NewPage
 from tests.unit.training.reports.test_reporters import VIEW

@@ -1,4 +1,4 @@
-"""A run of one peer, in plain torch: what ``RunLike`` promises, without a network."""
+"""A run of one peer, in plain torch: as ``TrainingRun`` is driven, without a network."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Backend, Joining
-from swarm_training.contract.run_like import PeerView, RunView
+from swarm_training.contract.views import PeerView, RunView
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.data.order import DataShard
 from swarm_training.ledger.archive import Archive
@@ -327,14 +327,6 @@ def test_a_ledger_in_a_file_is_summed_from_what_is_valid_in_it(
     command_line.main(["ledger", str(path), "--file", str(archive.path), "--json"], Network().backend())
     assert [user["samples"] for user in json.loads(capsys.readouterr().out)["users"]] == [300, 100]
     assert "a round is left out" in caplog.text
-
-
-def test_what_the_network_cannot_do_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    backend = Backend(Network().backend().open_run)
-    for name in ("watch", "moderate", "ledger"):
-        with pytest.raises(SystemExit):
-            command_line.main([name], backend)
-        assert f"invalid choice: '{name}'" in capsys.readouterr().err
 
 
 def test_mistakes_are_found_before_anything_heavy_is_imported(tmp_path: Path) -> None:

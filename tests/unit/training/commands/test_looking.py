@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarm_training.commands.looking import peers_of, view_of
-from swarm_training.contract.run_like import HeldOutView, RunView
+from swarm_training.contract.views import HeldOutView, RunView
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, LEFT, MEETING, HeldOutLoss, Progress
 from swarm_training.core.signing import sign

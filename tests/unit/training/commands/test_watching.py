@@ -12,7 +12,7 @@ from rich.console import Console, Group
 
 from swarm_training.commands import watching
 from swarm_training.commands.watching import as_json, picture, watch
-from swarm_training.contract.run_like import BanView, HeldOutView, PeerView, RunView, UserView
+from swarm_training.contract.views import BanView, HeldOutView, PeerView, RunView, UserView
 
 VIEW = RunView(
     run="my-run",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_training.contract.run_like import BanView, PeerView, RunView
+from swarm_training.contract.views import BanView, PeerView, RunView
 from swarm_training.reports.observing import RunObserver, changes
 
 TARGET = 100

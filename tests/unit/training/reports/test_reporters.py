@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarm_training.contract.run_like import BanView, HeldOutView, PeerView, RunView
+from swarm_training.contract.views import BanView, HeldOutView, PeerView, RunView
 from swarm_training.reports.reporter import parse_report
 from swarm_training.reports.scalars import scalars_of
 from swarm_training.reports.stepping import SETTLED_S, StepReports

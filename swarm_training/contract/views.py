@@ -1,76 +1,8 @@
-"""A training run as seen by the code that drives it or shows it."""
+"""The views of a run, as the commands show and report it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from swarm_training.evaluation.policy import EvaluationHistory
-
-if TYPE_CHECKING:
-    from swarm_training.core.record import Progress
-    from swarm_training.ledger.orders import ModeratorOrder
-
-
-class RunLike(Protocol):
-    """A training run. Parameters and optimizer belong to the run from its beginning to ``close``."""
-
-    @property
-    def num_steps(self) -> int:
-        """Return the number of global steps taken."""
-
-    @property
-    def num_rollbacks(self) -> int:
-        """Return how often the run has gone back to a checkpoint; ``num_steps`` has decreased each time."""
-
-    @property
-    def went_back_to(self) -> int:
-        """Return the step of the checkpoint that the run went back to last."""
-
-    @property
-    def max_norm(self) -> float:
-        """Return the norm to which averaged gradients are clipped; 0: they are not clipped."""
-
-    @property
-    def evaluations(self) -> EvaluationHistory:
-        """Return the losses on held-out data that are known."""
-
-    @property
-    def reason_of_end(self) -> str:
-        """Return why the run has ended, for all peers at this step; empty while it goes on."""
-
-    @property
-    def initial_peers(self) -> Sequence[str]:
-        """Return the multiaddrs by which other peers join."""
-
-    @property
-    def last_loss(self) -> float | None:
-        """Return the mean loss over the batch of the last global step, before the step; None: it is not known."""
-
-    @property
-    def records(self) -> Sequence[Progress]:
-        """Return the newest record of each peer that has been heard from recently."""
-
-    @property
-    def bans(self) -> Mapping[str, ModeratorOrder]:
-        """Return the moderators' bans that are in force now, by peer id."""
-
-    def step(self, samples: int, loss: float | None = None) -> object:
-        """Take the gradients in ``.grad``, the mean over ``samples`` samples, and leave none there. ``loss``: the mean
-        over the same samples, for the view of the run and to detect that the run has diverged.
-
-        When all peers together have the target batch, average and step the optimizer.
-        """
-
-    def shared_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has the parameters that all peers share, without local steps."""
-
-    def finish(self) -> None:
-        """Wait until the loss on held-out data is known, if the parameters of the last steps are being evaluated."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
