@@ -13,7 +13,7 @@ from swarm_training.commands.staged import StagesBackend
 
 if TYPE_CHECKING:
     from swarm_training.contract.backend import Joining
-    from swarm_training.contract.run_like import RunView
+    from swarm_training.contract.views import RunView
     from swarm_training.reports.reporter import OpenReporter
     from swarm_training.reports.stepping import StepReports
     from swarm_training.runfile.settings import RunFile

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
 from swarm_training.contract.backend import Joining
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.views import RunView
 from swarm_training.runfile.reading import parse_run_file
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands import serving as serving_module

@@ -130,7 +130,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["rpc"],
         ["peer"],
         ["engine"],
-        ["compress", "routing", "placement", "resume", "evaluation"],
+        ["compress", "routing", "placement", "resume"],
         ["pb"],
     ],
     "swarm_training.experts": [
@@ -174,7 +174,7 @@ POLICIES = [
     "swarm_server/queueing/fair_queue.py",
     "swarm_server/queueing/prompt_order.py",
     "swarm_training/stages/peer/barrier.py",
-    "swarm_training/stages/peer/run_stages.py",
+    "swarm_training/stages/routing/run_stages.py",
     "swarm_training/stages/placement/stage_choice.py",
     "swarm_training/stages/resume/agreement.py",
     "swarm_training/stages/routing/backlogs.py",

@@ -31,10 +31,10 @@ from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
 from swarm_training.stages.peer.replicas import Replicas
-from swarm_training.stages.peer.run_stages import RunStages, StageMember, stage_run
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.routing.run_stages import RunStages, StageMember, stage_run
 from tests.worlds.identities import identity
 from tests.worlds.runs import SimulatedNetwork, World
 from tests.worlds.toy_stages import ToyGradients, exact

@@ -47,9 +47,9 @@ from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import Scratch
 from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.peer.replicas import Replicas
-from swarm_training.stages.peer.run_stages import stage_run
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.routing.run_stages import stage_run
 from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
@@ -223,7 +223,7 @@ class WholeRun:
         config = TrainerConfig(forms=WireForms("fp64", "fp64"))
         recomputing = Recomputing(RUN, hosted, lambda: watch.view().stages, network, config, Data.loss_scale)
         life.evaluation.compute_by(HeldOutSamples(HELD_OUT, ROWS, recomputing.held_out_loss).loss)
-        service = StagesService(RUN, hosted, answers=answers, is_finite=recomputing.is_finite)
+        service = StagesService(RUN, hosted, note_answer=answers.note, is_finite=recomputing.is_finite)
         audits = AuditService(RUN, Witness(hosted, sums, peer, own, answers))
 
         def add_services(server: grpc.aio.Server) -> None:

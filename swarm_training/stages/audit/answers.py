@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swarm_training.stages.audit.statements import answer_digest, read_answer, request_digest
+from swarm_training.stages.audit.statements import answer_digest, request_digest
 from swarm_training.stages.pb import stages_pb2 as pb
+from swarm_training.stages.rpc.answers import read_answer
 
 _MOST = 8192  # answers that are kept
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from swarm_protocol.errors import BadReply
 from swarm_protocol.rpc.channels import translated
 from swarm_protocol.wire.status import FirstStatus
@@ -20,28 +18,13 @@ from swarm_training.stages.audit.statements import (
     evidence_form,
     request_digest,
 )
-from swarm_training.stages.audit.testimony import AuditAnswer
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsStub
-from swarm_training.stages.rpc.client import BackwardReply, MicroBatch, StagesClient, answering
+from swarm_training.stages.rpc.answers import StageAnswer, replies_of
+from swarm_training.stages.rpc.client import StageRequest, StagesClient, answering, form_of
 from swarm_training.stages.rpc.forms import encode_as
 from swarm_training.stages.rpc.framing import pack
-from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS
-
-
-@dataclass(frozen=True)
-class AuditedRequest:
-    """A request to a peer of a stage, see ``StagesClient``."""
-
-    which: MicroBatch
-    inputs: Tensor
-    labels: Tensor | None = None
-    grad: Tensor | None = None
-    loss_scale: float = 1.0
-    accumulates: bool = False
-    wants_grad: bool = False
-    is_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,8 +44,8 @@ class AuditClient:
     async def attest(
         self,
         peer: Progress,
-        asked: AuditedRequest,
-        answer: AuditAnswer,
+        asked: StageRequest,
+        answer: StageAnswer,
         seed: bytes,
         timeout_s: float,
         *,
@@ -84,8 +67,8 @@ class AuditClient:
             statement = AnswerStatement.read(reply.statement)
         except ValueError as error:
             raise BadReply(str(error), peer.peer_id) from None
-        work = self._work(asked)
-        tensors = {name: arrived(_form(work, name), tensor) for name, tensor in _tensors(asked).items()}
+        work = self._client.work(asked)
+        tensors = {name: arrived(form_of(work, name), tensor) for name, tensor in asked.tensors().items()}
         expected = AnswerStatement(
             peer.peer_id,
             work,
@@ -101,7 +84,7 @@ class AuditClient:
         return AuditEvidence(statement, reply.statement)
 
     async def accuse(
-        self, mate: Progress, asked: AuditedRequest, answer: AuditAnswer, evidence: AuditEvidence, timeout_s: float
+        self, mate: Progress, asked: StageRequest, answer: StageAnswer, evidence: AuditEvidence, timeout_s: float
     ) -> bool:
         """Return whether the mate upholds the accusation, and excludes the peer that gave this answer."""
         stub = AuditsStub(await self._network.channel(mate))  # type: ignore[no-untyped-call]
@@ -112,41 +95,12 @@ class AuditClient:
             return reply.is_upheld
 
     def _accusation(
-        self, asked: AuditedRequest, answer: AuditAnswer, evidence: AuditEvidence
+        self, asked: StageRequest, answer: StageAnswer, evidence: AuditEvidence
     ) -> Iterator[audit_pb.AccuseRequest]:
-        work = self._work(asked)
+        work = self._client.work(asked)
         yield audit_pb.AccuseRequest(statement=evidence.signed)
-        named = [(name, encode_as(_form(work, name), tensor)) for name, tensor in _tensors(asked).items()]
+        named = [(name, encode_as(form_of(work, name), tensor)) for name, tensor in asked.tensors().items()]
         for request in pack(pb.ComputeRequest(), named):
             yield audit_pb.AccuseRequest(request=request)
-        first = pb.ComputeReply(loss_sum=answer.loss_sum, num_tokens=answer.num_tokens)
-        shown = evidence_form(work.reply_form)
-        tensor = [] if answer.tensor is None else [("tensor", encode_as(shown, answer.tensor))]
-        for reply in pack(first, tensor):
+        for reply in replies_of(answer, evidence_form(work.reply_form)):
             yield audit_pb.AccuseRequest(answer=reply)
-
-    def _work(self, asked: AuditedRequest) -> pb.Work:
-        if not asked.is_backward:
-            return self._client.forward_work(asked.which)
-        return self._client.backward_work(
-            asked.which,
-            accumulates=asked.accumulates,
-            wants_grad=asked.wants_grad,
-            loss_scale=asked.loss_scale,
-        )
-
-
-def answer_of(reply: Tensor | BackwardReply) -> AuditAnswer:
-    """Return the answer in a reply of ``StagesClient.forward`` or ``backward``."""
-    if isinstance(reply, Tensor):
-        return AuditAnswer(reply)
-    return AuditAnswer(reply.grad, reply.loss_sum, reply.num_tokens)
-
-
-def _tensors(asked: AuditedRequest) -> dict[str, Tensor]:
-    found = {INPUTS: asked.inputs, LABELS: asked.labels, GRAD: asked.grad}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _form(work: pb.Work, name: str) -> pb.Form:
-    return work.grad_form if name == GRAD else work.inputs_form

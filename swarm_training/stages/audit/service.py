@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from torch import Tensor
@@ -17,42 +17,25 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.rpc.serving import add_service, admitted
 from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
-from swarm_training.stages.audit.statements import (
-    AnswerStatement,
-    answer_digest,
-    evidence_form,
-    read_answer,
-    request_digest,
-)
-from swarm_training.stages.audit.testimony import AuditAnswer, Testimony, Tolerance, agree
+from swarm_training.stages.audit.statements import AnswerStatement, answer_digest, evidence_form, request_digest
+from swarm_training.stages.audit.testimony import Testimony, Tolerance, agree
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
+from swarm_training.stages.rpc.answers import StageAnswer, read_answer
 from swarm_training.stages.rpc.forms import FORMS
-from swarm_training.stages.rpc.hosting import StageHost
+from swarm_training.stages.rpc.hosting import HostedStage, computed
 from swarm_training.stages.rpc.room import RequestReservation, RequestRoom, StageLimits
 from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, require_moment
 
 if TYPE_CHECKING:
+    from swarm_training.run.peer import TrainingPeer
+    from swarm_training.stages.engine.accumulator import Accumulator
+    from swarm_training.stages.engine.stage import StageGradients
+
     _Context = grpc.aio.ServicerContext[Any, Any]
 _NAMES = {form: name for name, form in FORMS.items()}
 _logger = logging.getLogger(__name__)
-
-
-class Pending(Protocol):
-    """The interface of ``Accumulator`` that audits need."""
-
-    def pending(self, m: int, trainer: str) -> Sequence[Tensor] | None: ...
-
-    def withdraw(self, m: int, trainer: str) -> None: ...
-
-
-class Mates(Protocol):
-    """The interface of ``TrainingPeer`` to the mates of a stage peer."""
-
-    def banned(self) -> frozenset[str]: ...
-
-    def exclude(self, peer_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,9 +47,9 @@ class Witness:
         answers: the answers that the peer has given.
     """
 
-    host: StageHost
-    pending: Pending
-    mates: Mates
+    host: HostedStage
+    pending: Accumulator
+    mates: TrainingPeer
     identity: Identity
     answers: AnswerLog
     precision: str = "fp32"
@@ -190,26 +173,14 @@ class AuditService:
         return not agree(Testimony(statement.peer_id, said, statement.sketch), own, tolerance)
 
     async def _compute(self, statement: AnswerStatement, tensors: dict[str, Tensor]) -> Testimony:
-        work, stage = statement.work, self._witness.host.stage
-        inputs, labels = tensors["inputs"], tensors.get("labels")
+        work, host, is_backward = statement.work, self._witness.host, statement.is_backward
 
-        def forward() -> tuple[AuditAnswer, Sequence[Tensor]]:
-            require_moment(work.micro_batch, self._witness.host)
-            found = stage.forward(inputs, labels)
-            loss_sum = 0.0 if found.loss_sum is None else float(found.loss_sum)
-            return AuditAnswer(found.hidden, loss_sum, found.num_tokens or 0), ()
+        def run() -> tuple[StageAnswer, StageGradients | None]:
+            require_moment(work.micro_batch, host)
+            return computed(host.stage, work, tensors, is_backward)
 
-        def backward() -> tuple[AuditAnswer, Sequence[Tensor]]:
-            require_moment(work.micro_batch, self._witness.host)
-            scale = work.loss_scale if stage.is_last else 1.0
-            found = stage.backward(inputs, labels, tensors.get("grad"), loss_scale=scale)
-            tensor = found.inputs if work.wants_grad else None
-            return AuditAnswer(tensor, found.loss_sum or 0.0, found.num_tokens or 0), found.parameters
-
-        is_backward = statement.is_backward
-        share = SHARES[BACKWARD if is_backward else FORWARD]
-        answer, gradients = await self._witness.host.compute(backward if is_backward else forward, share)
+        answer, found = await host.compute(run, SHARES[BACKWARD if is_backward else FORWARD])
         sketched: tuple[float, ...] = ()
-        if statement.sketch:
-            sketched = await asyncio.to_thread(sketch, gradients, statement.seed)
+        if statement.sketch and found is not None:
+            sketched = await asyncio.to_thread(sketch, found.parameters, statement.seed)
         return Testimony(self._witness.identity.peer_id, answer, sketched)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from swarm_protocol.net.identity import Identity
-from swarm_protocol.pb import swarm_pb2 as wire_pb
 from swarm_protocol.wire.codec import Assembler
 from swarm_training.ledger.signing import ContentKind, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.stages.audit.sketch import BUCKETS, SEED_BYTES
-from swarm_training.stages.audit.testimony import AuditAnswer
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.rpc.forms import check_header, decoded, encode_as
-from swarm_training.stages.rpc.framing import TensorCollector
+from swarm_training.stages.rpc.answers import StageAnswer
+from swarm_training.stages.rpc.forms import decoded, encode_as
 
 MAX_STATEMENT_BYTES = 8192
 
@@ -70,7 +68,7 @@ def request_digest(tensors: Mapping[str, Tensor]) -> bytes:
     return hasher.digest()
 
 
-def answer_digest(answer: AuditAnswer) -> bytes:
+def answer_digest(answer: StageAnswer) -> bytes:
     """Return the SHA-256 of an answer with the values that arrive at the trainer."""
     hasher = hashlib.sha256(f"{answer.loss_sum.hex()} {answer.num_tokens}:".encode())
     if answer.tensor is not None:
@@ -89,23 +87,6 @@ def arrived(form: pb.Form, tensor: Tensor) -> Tensor:
 def evidence_form(form: pb.Form) -> pb.Form:
     """Return the form in which an answer that came in ``form`` is shown to other peers without loss."""
     return pb.FP64 if form == pb.FP64 else pb.FP32
-
-
-def read_answer(form: pb.Form, replies: Iterable[pb.ComputeReply]) -> AuditAnswer:
-    """Return the answer in these replies. Raises RequestRejected if they are not a complete answer in this form."""
-
-    def begin(_: str, wire: wire_pb.Tensor) -> Assembler:
-        check_header(form, wire)
-        return Assembler(wire)
-
-    arriving, first = TensorCollector(("tensor",), begin), None
-    for reply in replies:
-        first = first or reply
-        arriving.take(reply)
-    arriving.finish()
-    assert first is not None
-    tensor = decoded(form, arriving.found["tensor"]) if "tensor" in arriving.found else None
-    return AuditAnswer(tensor, first.loss_sum, first.num_tokens)
 
 
 def _add(hasher: hashlib._Hash, tensor: Tensor) -> None:

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from swarm_training.stages.audit.sketch import relative_difference, relative_distance
+from swarm_training.stages.rpc.answers import StageAnswer
 
 _TOLERANCES = {"fp32": 1e-2, "bf16": 1e-1}  # by precision: threads and processors change 1e-7 (fp32) or 1e-2 (bf16)
 _WIRE = {"int8": 3e-2, "bf16": 1e-2}  # one peer may round a number up to the next grid step, and another one down
@@ -34,25 +33,11 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class AuditAnswer:
-    """A peer's answer to a request.
-
-    Attributes:
-        tensor: [rows, positions, width], a forward output or the gradient of the input; None if none was asked for.
-        loss_sum, num_tokens: the summed loss and the number of its tokens, from the last stage; else 0.
-    """
-
-    tensor: Tensor | None = None
-    loss_sum: float = 0.0
-    num_tokens: int = 0
-
-
-@dataclass(frozen=True)
 class Testimony:
     """A peer's answer, with a sketch of the gradient of the weights; the sketch is empty if none was to be kept."""
 
     peer_id: str
-    answer: AuditAnswer
+    answer: StageAnswer
     sketch: tuple[float, ...] = ()
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from swarm_protocol.errors import PeerUnavailable
 from swarm_training.checkpoints.whole_directory import require_writable
 from swarm_training.contract.backend import Joining
 from swarm_training.runfile.settings import RunFile
@@ -15,10 +14,8 @@ from swarm_training.stages.commands.collecting import collect, require_new
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import FILE_NAME
 from swarm_training.stages.peer.presence import WatchPresence
-from swarm_training.stages.peer.watch import RunWatch
 
 Say = Callable[[str], object]
-_LOOK_S = 0.2
 
 
 async def export_run(
@@ -52,7 +49,7 @@ async def export_run(
     source = await asyncio.to_thread(stage_source, file)
     watching = await WatchPresence.enter(file.run.name, file.stages.count, who.membership(), config)
     try:
-        await _until_all_are_known(watching.watch, timeout_s)
+        await watching.watch.until_complete(timeout_s)
         watch, network = watching.watch, watching.network
         step = await collect(file, source, watch.all_records, network, directory, averaged=averaged, best=best)
     finally:
@@ -65,13 +62,3 @@ async def export_run(
             f"in {FILE_NAME} it computes something else. "
             "swarm_training.stages.engine.boundaries.install_boundaries puts them into the loaded model"
         )
-
-
-async def _until_all_are_known(watch: RunWatch, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while watch.view().moment is None:
-                await asyncio.sleep(_LOOK_S)
-    except TimeoutError:
-        empty = [str(number) for number, stage in enumerate(watch.view().stages) if not stage]
-        raise PeerUnavailable(f"nobody is at stage {', '.join(empty)}: expected a peer at each") from None

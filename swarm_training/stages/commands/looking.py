@@ -12,12 +12,13 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.failures import first_line, logged_errors
 from swarm_protocol.process import network_loop
 from swarm_training.checkpoints.checkpoint import read_losses, write_losses
 from swarm_training.commands.looking import shown_loss
 from swarm_training.contract.backend import Joining
-from swarm_training.contract.run_like import PeerView, RunView, StagePeerView, StageView
+from swarm_training.contract.views import PeerView, RunView, StagePeerView, StageView
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import TRAINING, Progress
@@ -30,14 +31,14 @@ from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import require_stages, training_config
 from swarm_training.stages.peer.presence import WatchPresence
-from swarm_training.stages.peer.run_stages import RunStages, StageMember
 from swarm_training.stages.peer.stage_peer import StagePeer
 from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.routing.run_stages import RunStages, StageMember
 
 Say = Callable[[str], object]
 _FOLLOW_S = 0.2
 _AFTER_ERROR_S = 60.0  # so that an error that stays does not fill the log
-_FIRST_S, _LOOK_S = 5.0, 0.1  # the first look waits so long until every stage has a peer
+_FIRST_S = 5.0  # the first look waits so long until every stage has a peer
 _logger = logging.getLogger(__name__)
 
 
@@ -54,14 +55,11 @@ def look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
     presence = network_loop.run(WatchPresence.enter(file.run.name, count, who.membership(), config))
 
     async def until_known() -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_S):
-                while presence.watch.view().moment is None:
-                    await asyncio.sleep(_LOOK_S)
+        with suppress(PeerUnavailable):
+            await presence.watch.until_complete(_FIRST_S)
 
     async def see() -> RunView:
-        records = [presence.watch.records(stage) for stage in range(count)]
-        return view_of(file.run.name, size, records)
+        return view_of(file.run.name, size, presence.watch.all_records())
 
     try:
         network_loop.run(until_known())

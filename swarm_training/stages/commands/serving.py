@@ -185,6 +185,7 @@ class _Serving:
             )
         stage, services = built.stage, list[StagesService]()
         answers = AnswerLog() if self.file.stages.audit_share else None
+        note = None if answers is None else answers.note
 
         def add_services(server: grpc.aio.Server, peer: StagePeer, network: GrpcNetwork) -> None:
             hosted, access = HostedStage(stage, peer, built.sums), self.member.access
@@ -193,7 +194,7 @@ class _Serving:
                 rows = self.file.stages.micro_batch_size
                 peer.evaluation.compute_by(HeldOutSamples(self.held_out, rows, recomputing.held_out_loss).loss)
             services.append(
-                StagesService(place.run, hosted, built.limits, access, answers, peer.peer.banned, recomputing.is_finite)
+                StagesService(place.run, hosted, built.limits, access, note, peer.peer.banned, recomputing.is_finite)
             )
             services[-1].add_to(server)
             if answers is not None:

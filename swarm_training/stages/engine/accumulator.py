@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
 from swarm_protocol.failures import undone_on_error
 
-MAX_MICRO_BATCHES = 4096
+if TYPE_CHECKING:
+    from swarm_training.stages.engine.stage import Stage
+
 GRID = 2.0**-40  # the unit of float64 sums
 Key = tuple[int, str]  # micro-batch, trainer
-
-
-class ParameterOwner(Protocol):
-    """The owner of the parameters that the gradients belong to: a ``Stage``."""
-
-    parameters: list[nn.Parameter]
 
 
 class Accumulator:
@@ -41,15 +37,9 @@ class Accumulator:
     """
 
     def __init__(
-        self, stage: ParameterOwner, num_micro_batches: int, dtype: torch.dtype, max_pending_bytes: int, step: int = 0
+        self, stage: Stage, num_micro_batches: int, dtype: torch.dtype, max_pending_bytes: int, step: int = 0
     ) -> None:
-        """Start with empty sums. Raises ValueError if M, the dtype or the limit is out of range."""
-        if not 1 <= num_micro_batches <= MAX_MICRO_BATCHES:
-            raise ValueError(f"num_micro_batches is {num_micro_batches}: expected 1 to {MAX_MICRO_BATCHES}")
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"sums cannot be {dtype}: expected torch.float32 or torch.float64")
-        if max_pending_bytes <= 0:
-            raise ValueError(f"max_pending_bytes is {max_pending_bytes}: expected a number above 0")
+        """Start with empty sums. ``dtype``: that of the sums, float32 or float64."""
         self.step = step
         self.num_micro_batches = num_micro_batches
         self._shapes = [each.shape for each in stage.parameters]
@@ -77,10 +67,6 @@ class Accumulator:
         """Return a copy of the sums, in the order of the stage's parameters: [elements of all]."""
         with self._lock:
             return self._sums.clone()
-
-    @property
-    def pending_bytes(self) -> int:
-        return self._pending_bytes
 
     def add(self, step: int, m: int, trainer: str, gradients: Sequence[Tensor]) -> None:
         """Keep a micro-batch's gradients, one in the shape of each parameter, in place of this trainer's earlier ones.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,22 +13,18 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.hollow_model import hf_loader
 from swarm_models.checkpoints.safetensors_file import StoredTensor
-from swarm_protocol.span import Span
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import add_boundaries
 from swarm_training.stages.engine.lora import add_lora
 from swarm_training.stages.engine.settings import Scratch, StageOptions, StageSource, seed_of
 from swarm_training.stages.engine.skeleton import InitWeights, Layout, config_of, layout_of, stage_class
 from swarm_training.stages.engine.stage import Stage
-from swarm_training.stages.placement.spans import all_spans
+from swarm_training.stages.placement.spans import split
 
 
-def build_stage(
-    source: StageSource, index: int, stages: int | Sequence[Span], options: StageOptions | None = None
-) -> Stage:
-    """Build stage ``index`` of a model; no other part of the model is read or made.
-
-    ``stages``: the number of stages, which have about as many blocks each; or the blocks of every stage.
+def build_stage(source: StageSource, index: int, num_stages: int, options: StageOptions | None = None) -> Stage:
+    """Build stage ``index`` of a model; no other part of the model is read or made. The stages have about as many
+    blocks each.
 
     Raises:
         ValueError: there is no such stage, or it has no modules for LoRA, or the factor of the layers between stages
@@ -37,9 +33,9 @@ def build_stage(
         CheckpointError: a tensor is missing, damaged or of the wrong shape.
     """
     options = options or StageOptions()
-    spans = all_spans(describe(source.config).num_blocks, stages)
-    if not 0 <= index < len(spans):
-        raise ValueError(f"there is no stage {index}: expected 0 to {len(spans) - 1}")
+    spans = split(describe(source.config).num_blocks, num_stages)
+    if not 0 <= index < num_stages:
+        raise ValueError(f"there is no stage {index}: expected 0 to {num_stages - 1}")
     layout = layout_of(source.config, spans[index])
     with torch.inference_mode(False):
         model = _from_seed(source, layout) if isinstance(source, Scratch) else _from_checkpoint(source, layout)
@@ -49,7 +45,7 @@ def build_stage(
         if options.boundaries.layers != NONE:
             add_boundaries(model, options.boundaries, layout)
         model.to(options.device)  # type: ignore[arg-type]  # as transformers has wrapped it, mypy does not see self
-        return Stage(model.eval(), layout, index, len(spans), options)
+        return Stage(model.eval(), layout, index, num_stages, options)
 
 
 def _from_checkpoint(checkpoint: ModelCheckpoint, layout: Layout) -> PreTrainedModel:

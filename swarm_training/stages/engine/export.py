@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as weight_init
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -21,7 +21,6 @@ from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import is_of_boundary, save_boundaries
 from swarm_training.stages.engine.lora import name_in_peft_file, peft_config
 from swarm_training.stages.engine.settings import LoraSettings
-from swarm_training.stages.engine.skeleton import keeps_fp32
 
 _METADATA = {"format": "pt"}
 
@@ -30,8 +29,6 @@ def export(
     parts: Iterable[Mapping[str, Tensor]],
     config: PreTrainedConfig,
     directory: Path,
-    generation_config: GenerationConfig | None = None,
-    dtype: torch.dtype = torch.float32,
     layers: str = NONE,
 ) -> None:
     """Write a checkpoint from ``Stage.state()`` of all stages, first to last: a file for each, and an index.
@@ -48,7 +45,7 @@ def export(
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX).unlink(missing_ok=True)
     with hf_loader():
-        model = _on_meta(config, dtype)
+        model = _on_meta(config)
     expected, tied = _expected(model), set(_tied(model).values())
     shared: dict[str, Tensor] = {}
     stored: list[set[str]] = []  # names in each file
@@ -60,7 +57,7 @@ def export(
         part = {name: each for name, each in whole.items() if name not in between}
         _check_part(number, part, expected, seen, shared)
         shared |= {name: part[name].clone() for name in tied & part.keys() - seen}
-        fresh = {name: _as_stored(model, name, part[name], dtype) for name in part if name not in seen}
+        fresh = {name: _as_stored(part[name]) for name in part if name not in seen}
         seen |= part.keys()
         with hf_loader():
             converted = revert_weight_conversion(model, fresh)
@@ -72,7 +69,7 @@ def export(
     if between:
         save_boundaries(between, layers, directory)
     model.config.save_pretrained(directory)
-    (generation_config or model.generation_config).save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
     _write_index(directory, stored, total_bytes)
 
 
@@ -90,19 +87,19 @@ def export_adapter(
     if not tensors:
         raise ValueError("the stages have no adapter: expected their states")
     directory.mkdir(parents=True, exist_ok=True)
-    adapter = peft_config(settings, base_model)
-    if not settings.target_modules:  # PEFT's default for the family is written out, so that readers need not know it
-        adapter.target_modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    adapter = peft_config(settings.rank, base_model)
+    # PEFT's default for the family is written out, so that readers need not know it.
+    adapter.target_modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     adapter.inference_mode = True
     adapter.save_pretrained(str(directory))
     save_file(tensors, directory / WEIGHTS_NAME, _METADATA)
 
 
-def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     with weight_init.no_init_weights(), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]
     return model
 
@@ -118,9 +115,8 @@ def _expected(model: PreTrainedModel) -> set[str]:
     return set(model.state_dict()) - ignored - _tied(model).keys()
 
 
-def _as_stored(model: PreTrainedModel, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    narrowed = tensor.is_floating_point() and not keeps_fp32(model, name)
-    return tensor.detach().to("cpu", dtype if narrowed else tensor.dtype)
+def _as_stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def _check_part(

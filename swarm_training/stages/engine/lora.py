@@ -10,24 +10,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarm_protocol.span import Span
-from swarm_training.stages.engine.settings import ALL_LINEAR, LoraSettings, seed_of
+from swarm_training.stages.engine.settings import LoraSettings, seed_of
 
 ADAPTER = "default"
+_ALPHA = 16
 _MATRIX_A, _MATRIX_B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
-def peft_config(settings: LoraSettings, base_model: str | None = None):  # type: ignore[no-untyped-def]  # PEFT is imported late
+def peft_config(rank: int, base_model: str | None = None):  # type: ignore[no-untyped-def]  # PEFT is imported late
     """Return the ``peft.LoraConfig`` of an adapter for the model ``base_model``."""
     from peft import LoraConfig
 
-    modules: str | list[str] | None = list(settings.target_modules) or None
-    return LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=ALL_LINEAR if settings.target_modules == (ALL_LINEAR,) else modules,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
-    )
+    return LoraConfig(r=rank, lora_alpha=_ALPHA, task_type="CAUSAL_LM", base_model_name_or_path=base_model)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings, span: Span) -> None:
@@ -36,17 +30,16 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, span: Span) -> None
     A ~ U(−1/√n, 1/√n) for n inputs, from (seed, name) alone, and B = 0: PEFT's distribution.
 
     Raises:
-        ValueError: no module of the stage has one of the names.
+        ValueError: PEFT adapts no module of the stage.
     """
     from peft import inject_adapter_in_model
 
     try:
         with torch.random.fork_rng(devices=()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT reports how it treats GPT-2's transposed layers
-            inject_adapter_in_model(peft_config(settings), model, adapter_name=ADAPTER)
+            inject_adapter_in_model(peft_config(settings.rank), model, adapter_name=ADAPTER)
     except ValueError as error:
-        names = ", ".join(settings.target_modules) or "PEFT's default"
-        raise ValueError(f"blocks {span} cannot have LoRA with target_modules {names}: {error}") from None
+        raise ValueError(f"blocks {span} cannot have LoRA with target_modules PEFT's default: {error}") from None
     for name, parameter in model.named_parameters():
         if name.endswith(_MATRIX_A):
             generator = torch.Generator().manual_seed(seed_of(settings.seed, name))

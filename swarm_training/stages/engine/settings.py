@@ -9,11 +9,7 @@ from transformers import PreTrainedConfig
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.wire.constants import MIB
-from swarm_training.stages.compress.layers import NONE, BoundaryCompression
-
-PRECISIONS = ("fp32", "bf16")
-ALL_LINEAR = "all-linear"
-MAX_RANK = 1 << 16
+from swarm_training.stages.compress.layers import NONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +29,15 @@ StageSource = ModelCheckpoint | Scratch
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The settings of low-rank adapters in every stage's blocks (Hu et al., 2021); nothing else is trained then.
+    """The settings of low-rank adapters in every stage's blocks (Hu et al., 2021); nothing else is trained then. The
+    adapters are in the layers that PEFT adapts by default in the family.
 
     Attributes:
-        target_modules: the names of linear layers; empty: those that PEFT adapts by default in this family;
-            ``("all-linear",)``: all.
         seed: the seed of the matrices that do not begin at 0.
     """
 
     rank: int = 8
-    alpha: int = 16
-    target_modules: tuple[str, ...] = ()
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.rank <= MAX_RANK:
-            raise ValueError(f"rank is {self.rank}: expected 1 to {MAX_RANK}")
-        if not 1 <= self.alpha <= 10**6:
-            raise ValueError(f"alpha is {self.alpha}: expected 1 to 1000000")
 
 
 @dataclass(frozen=True)
@@ -64,9 +51,6 @@ class BoundarySettings:
 
     layers: str = NONE
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        BoundaryCompression.parse(self.layers)
 
 
 @dataclass(frozen=True)
@@ -88,17 +72,6 @@ class StageOptions:
     device: str = "cpu"
     kept_bytes: int = 512 * MIB
     boundaries: BoundarySettings = BoundarySettings()
-
-    def __post_init__(self) -> None:
-        if self.kept_bytes < 0:
-            raise ValueError(f"kept_bytes is {self.kept_bytes}: expected at least 0")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision is {self.precision!r}: expected one of {', '.join(PRECISIONS)}")
-        if self.lora is not None and self.boundaries.layers != NONE:
-            raise ValueError(
-                f"layers between stages are {self.boundaries.layers}: expected {NONE} with LoRA, whose adapter is for "
-                "the stock model"
-            )
 
 
 def seed_of(seed: int, name: str) -> int:

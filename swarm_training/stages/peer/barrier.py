@@ -14,7 +14,7 @@ from math import fsum
 from typing import TypeVar
 
 from swarm_training.core.moment import Moment
-from swarm_training.stages.peer.run_stages import RunStages, StageMember
+from swarm_training.stages.routing.run_stages import RunStages, StageMember
 
 Norm = TypeVar("Norm", float, tuple[float, ...])
 

@@ -4,59 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import inf, isfinite
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
 
+if TYPE_CHECKING:
+    from swarm_training.stages.engine.accumulator import Accumulator
+    from swarm_training.stages.engine.stage import StageGradients
+
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-class StepSums(Protocol):
-    """The gradients of one peer in one step. Several threads may call the methods."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def sums(self) -> Tensor:
-        """Return a copy, [n] float32 or float64, in the order of the stage's parameters."""
-
-    def add(self, step: int, m: int, trainer: str, gradients: Sequence[Tensor]) -> None:
-        """Keep a micro-batch's gradients as pending. Raises PeerMoved, PeerBusy or RequestRejected."""
-
-    def commit(self, step: int, m: int, trainer: str) -> bool:
-        """Add what is pending. Return whether the micro-batch is in the sums now."""
-
-    @property
-    def waiting(self) -> frozenset[int]:
-        """Return the micro-batches with pending gradients."""
-
-    def drop(self, m: int) -> None:
-        """Drop the pending gradients of a micro-batch."""
-
-    def clear(self, next_step: int) -> None: ...
-
-    def discard(self) -> None: ...
-
-
-class CountedGradients(Protocol):
-    """The gradients of one micro-batch: a ``StageGradients``."""
-
-    @property
-    def parameters(self) -> list[Tensor]: ...
-
-    @property
-    def loss_sum(self) -> float | None: ...
-
-    @property
-    def num_tokens(self) -> int | None: ...
 
 
 class Counting:
@@ -69,7 +32,7 @@ class Counting:
 
     def __init__(
         self,
-        sums: StepSums,
+        sums: Accumulator,
         in_thread: InThread,
         counts_elsewhere: Callable[[int], bool],
         on_change: Callable[[], None],
@@ -86,7 +49,7 @@ class Counting:
         self._is_not_finite = False
         self._is_closed = False
 
-    def add(self, step: int, m: int, trainer: str, gradients: CountedGradients) -> None:
+    def add(self, step: int, m: int, trainer: str, gradients: StageGradients) -> None:
         """See ``StagePeer.add``."""
         self._sums.add(step, m, trainer, gradients.parameters)
         self._losses.add(m, trainer, gradients.loss_sum, gradients.num_tokens)

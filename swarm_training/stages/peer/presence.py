@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.compression.compressor import Compressor, Encoder, Plain
-from swarm_training.core.config import TrainingConfig, check_run_name
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.net.channels import GrpcNetwork
@@ -28,12 +28,14 @@ from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.presence import ledger_of
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer.counting import StepSums
 from swarm_training.stages.peer.replicas import Replicas
-from swarm_training.stages.peer.run_stages import stage_run
 from swarm_training.stages.peer.shared import SharedGradients, Spans
 from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.routing.run_stages import stage_run
+
+if TYPE_CHECKING:
+    from swarm_training.stages.engine.accumulator import Accumulator
 
 AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
 _ORDERS_S = 5.0  # orders stay on the DHT for a minute
@@ -41,7 +43,7 @@ _ORDERS_S = 5.0  # orders stay on the DHT for a minute
 
 @dataclass(frozen=True)
 class StageOfRun:
-    """The place of a stage in a run. Raises ValueError if there is no such place.
+    """The place of a stage in a run.
 
     Attributes:
         index: the number of the stage, from 0 on.
@@ -52,13 +54,6 @@ class StageOfRun:
     index: int
     num_stages: int
     num_micro_batches: int
-
-    def __post_init__(self) -> None:
-        check_run_name(self.run)
-        if not 0 <= self.index < self.num_stages:
-            raise ValueError(
-                f"the stage is {self.index}: expected 0 to {self.num_stages - 1}, the number of stages less 1"
-            )
 
     @property
     def runs(self) -> list[str]:
@@ -87,7 +82,7 @@ class StagePresence:
         member: RunMembership,
         config: TrainingConfig,
         state: TrainedState,
-        sums: StepSums,
+        sums: Accumulator,
         add_services: AddServices = lambda server, peer, network: None,
         compressor: Compressor | None = None,
         encoder: Encoder | None = None,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -27,15 +27,18 @@ from swarm_training.progress.table import ProgressTable
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.evaluation.held_out import StageEvaluation
 from swarm_training.stages.peer import barrier
-from swarm_training.stages.peer.counting import CountedGradients, Counting, InThread, StepSums
+from swarm_training.stages.peer.counting import Counting, InThread
+from swarm_training.stages.peer.held_out import StageEvaluation
 from swarm_training.stages.peer.replicas import Replicas
-from swarm_training.stages.peer.run_stages import RunStages
+from swarm_training.stages.peer.resuming import ResumedState, Resuming
 from swarm_training.stages.peer.shared import SharedGradients
 from swarm_training.stages.peer.watch import RunWatch
-from swarm_training.stages.resume.resuming import ResumedState, Resuming
 from swarm_training.stages.routing.speed import ComputeSpeed
+
+if TYPE_CHECKING:
+    from swarm_training.stages.engine.accumulator import Accumulator
+    from swarm_training.stages.engine.stage import StageGradients
 
 T = TypeVar("T")
 LOOK_S = 5.0
@@ -50,7 +53,7 @@ class OwnStage:
 
     index: int
     state: TrainedState
-    sums: StepSums
+    sums: Accumulator
 
 
 class StagePeer:
@@ -92,13 +95,13 @@ class StagePeer:
         self._first_batch = 0  # the run has diverged before this batch of the data: earlier ones are not seen again
         self._stranded_s: float | None = None  # the time since which the stage is stranded
         self._state = stage.state
-        self._counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._tell)
+        self._news = asyncio.Event()
+        self._counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._news.set)
         self._dtype = codec_of(codec).dtype
         self._compute = compute
         self._in_thread = in_thread
         self._reported: frozenset[int] = frozenset()  # micro-batches
         self._speed = ComputeSpeed()
-        self._news = asyncio.Event()
         self._has_warned = False
         self._warned_of: Moment | None = None
         self._is_averaging = False
@@ -135,7 +138,7 @@ class StagePeer:
         result: T = await self._compute(timed)
         return result
 
-    def add(self, step: int, m: int, trainer: str, gradients: CountedGradients) -> None:
+    def add(self, step: int, m: int, trainer: str, gradients: StageGradients) -> None:
         """Keep a result of ``backward`` for this micro-batch until ``commit``. Call it in the compute thread.
 
         Raises:
@@ -173,9 +176,6 @@ class StagePeer:
     def _counts_at_mates(self, m: int) -> bool:
         view = self.peer.view()
         return any(contains(mate.micro_batches, m) for mate in view.at(view.own.moment) if mate is not view.own)
-
-    def _tell(self) -> None:
-        self._news.set()
 
     @property
     def may_leave(self) -> bool:
@@ -247,7 +247,7 @@ class StagePeer:
         Raises:
             ValueError: the checkpoint is of another model.
         """
-        moments = [peer.moment for stage in self._stages().stages for peer in stage]
+        moments = [peer.moment for stage in self.watch.view().stages for peer in stage]
         newest = max(moments, default=Moment(0, 0))
         found = await self._resuming.find(newest)
         if found is None and newest == Moment(0, 0):
@@ -371,17 +371,14 @@ class StagePeer:
 
     def _note_skipped(self) -> None:
         """Take over the number of batches that other peers have skipped by rollbacks."""
-        members = (peer for stage in self._stages().stages for peer in stage)
+        members = (peer for stage in self.watch.view().stages for peer in stage)
         known = (peer.skipped_batches for peer in members if peer.moment.rollbacks <= self.moment.rollbacks)
         if (skipped := max(known, default=0)) > self.peer.own.skipped_batches:
             self.peer.skip_batches(skipped)
 
     def _elsewhere(self) -> Moment | None:
         """Return the moment to which another stage has gone back; None if there is none."""
-        return barrier.went_back_to(self._stages(), self._state.moment)
-
-    def _stages(self) -> RunStages:
-        return self.watch.view()
+        return barrier.went_back_to(self.watch.view(), self._state.moment)
 
     async def _report(self) -> None:
         done, losses = self._counting.done, self._counting.loss()
@@ -453,7 +450,7 @@ class StagePeer:
             return None
         if self._shared is not None:
             self.peer.show_norm(await self._squared_norm(gradient))
-        while (norm := barrier.global_squared_norm(self._stages(), self._state.moment)) is None:
+        while (norm := barrier.global_squared_norm(self.watch.view(), self._state.moment)) is None:
             if self._elsewhere() is not None or await self.peer.is_lost():
                 return None
             await self._wait()
@@ -461,7 +458,7 @@ class StagePeer:
 
     async def _may_step(self) -> bool:
         """Wait for the other stages; return False if the run goes back instead."""
-        while not barrier.may_step(self._stages(), self._state.moment):
+        while not barrier.may_step(self.watch.view(), self._state.moment):
             if self._elsewhere() is not None:
                 return False
             await self._wait()
@@ -498,7 +495,7 @@ class StagePeer:
 
     def _is_stranded(self) -> bool:
         """Return whether the stage is stranded for a while: news of the average's holders may be on their way."""
-        if not barrier.is_stranded(self._stages(), self.index, self._state.moment):
+        if not barrier.is_stranded(self.watch.view(), self.index, self._state.moment):
             self._stranded_s = None
             return False
         if self._stranded_s is None:

@@ -14,15 +14,16 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from swarm_protocol.errors import SwarmError
+from swarm_protocol.errors import PeerUnavailable, SwarmError
+from swarm_training.core.network import Network
 from swarm_training.core.record import JOINING, PRESENT, Progress
 from swarm_training.pb import training_pb2 as pb
+from swarm_training.progress.board import PeerRegistry
 from swarm_training.progress.table import ProgressTable
-from swarm_training.stages.peer.run_stages import RunStages
+from swarm_training.stages.routing.run_stages import RunStages
 
 _NUM_ASKED = 2  # peers of a stage at a time, since one of them may be silent
 _WAIT_S = 1.0  # the time for which a peer without news may keep its answer
@@ -36,16 +37,6 @@ _MAX_RELAYED = 64  # records in one call
 _logger = logging.getLogger(__name__)
 
 
-class GossipNetwork(Protocol):
-    async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply: ...
-
-    async def is_gone(self, peer: Progress) -> bool: ...
-
-
-class ProgressSource(Protocol):
-    async def read(self) -> list[pb.SignedProgress]: ...
-
-
 class RunWatch:
     """The watch of all stages of a run. All its methods are for one event loop.
 
@@ -56,8 +47,8 @@ class RunWatch:
     def __init__(
         self,
         runs: Sequence[str],
-        network: GossipNetwork,
-        boards: Mapping[int, ProgressSource],
+        network: Network,
+        boards: Mapping[int, PeerRegistry],
         silence_s: float,
         rng: random.Random,
         own: Mapping[int, Callable[[], Iterable[Progress]]] | None = None,
@@ -101,6 +92,16 @@ class RunWatch:
     def view(self) -> RunStages:
         return RunStages.of(self.all_records())
 
+    async def until_complete(self, timeout_s: float) -> None:
+        """Wait until every stage has a peer. Raises PeerUnavailable if one has none after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.view().moment is None:
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            empty = ", ".join(str(number) for number, stage in enumerate(self.view().stages) if not stage)
+            raise PeerUnavailable(f"nobody is at stage {empty}: expected a peer at each") from None
+
     async def run(self) -> None:
         """Watch until cancelled, also if there is no other stage to watch."""
         await asyncio.gather(*(watched.run() for watched in self._watched.values()), asyncio.Event().wait())
@@ -113,9 +114,7 @@ class RunWatch:
 class StageWatch:
     """The watch of one stage, through a few of its peers at a time."""
 
-    def __init__(
-        self, run: str, network: GossipNetwork, board: ProgressSource, silence_s: float, rng: random.Random
-    ) -> None:
+    def __init__(self, run: str, network: Network, board: PeerRegistry, silence_s: float, rng: random.Random) -> None:
         self.table = ProgressTable(run, None, "", silence_s)
         self._network = network
         self._board = board

@@ -48,21 +48,12 @@ class PlacementView:
     """The peers of a run, as one process sees them.
 
     Attributes:
-        costs: the relative cost of a micro-batch at each stage; the first and the last one do more than their blocks.
+        costs: the relative cost of a micro-batch at each stage, above 0; the first and the last one do more than their
+            blocks.
     """
 
     costs: tuple[float, ...]
     peers: tuple[PlacedPeer, ...]
-
-    def __post_init__(self) -> None:
-        """Check the view. Raises ValueError if a peer is at no stage of the run, or a cost or speed is not positive."""
-        if not self.costs or min(self.costs) <= 0:
-            raise ValueError(f"the costs of stages are {self.costs}: expected at least one, all above 0")
-        for peer in self.peers:
-            if not all(0 <= stage < len(self.costs) for stage in (peer.stage, peer.next_stage or 0)):
-                raise ValueError(f"{peer.peer_id} is at no stage of the run, which has {len(self.costs)}")
-            if not peer.speed > 0:
-                raise ValueError(f"the speed of {peer.peer_id} is {peer.speed}: expected more than 0")
 
     @classmethod
     def of(cls, num_stages: int, peers: Iterable[PlacedPeer]) -> PlacementView:

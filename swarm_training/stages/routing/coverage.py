@@ -7,43 +7,16 @@ peers all of its sums, since none may count twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from swarm_training.core.moment import Moment
-
-
-class PeerCoverage(Protocol):
-    """The known state of a living peer of a stage.
-
-    ``bits``: the micro-batches in its sums; number m is bit m % 8, from the lowest, of byte m // 8. ``holds``: the
-    average of its moment is decided, and it waits for other stages.
-    """
-
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def moment(self) -> Moment: ...
-    @property
-    def bits(self) -> bytes: ...
-    @property
-    def holds(self) -> bool: ...
-
-
-Stages = Sequence[Sequence[PeerCoverage]]  # the living peers of each stage
+from swarm_training.stages.routing.run_stages import Stages
 
 
 def members(bits: bytes) -> frozenset[int]:
     """Return the micro-batches of a bitmap."""
     return frozenset(8 * at + bit for at, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1)
-
-
-def moment_of(stages: Stages) -> Moment | None:
-    """Return the moment at which trainers are wanted: the slowest stage's; None if a stage has no living peers."""
-    if not stages or not all(stages):
-        return None
-    return min(max(peer.moment for peer in stage) for stage in stages)
 
 
 @dataclass(frozen=True)

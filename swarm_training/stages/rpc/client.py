@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.errors import BadReply, NotFinite, PeerError, PeerUnavailable, RequestRejected
-from swarm_protocol.pb import swarm_pb2 as wire_pb
 from swarm_protocol.rpc.channels import translated
-from swarm_protocol.wire.codec import Assembler, encode, encode_whole, shown_shape
+from swarm_protocol.wire.codec import encode_whole
 from swarm_protocol.wire.status import FirstStatus
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
-from swarm_training.stages.rpc.forms import check_header, decoded, encode_as, form_named
-from swarm_training.stages.rpc.framing import Named, TensorCollector, pack
+from swarm_training.stages.rpc.answers import AnswerReader, StageAnswer
+from swarm_training.stages.rpc.forms import FORMS, encode_as
+from swarm_training.stages.rpc.framing import Named, pack
 from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS, WIRE_VERSION
 
 
@@ -38,28 +38,39 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class WireForms:
-    """The forms in which activations and gradients travel, in both directions. Raises ValueError for unknown ones."""
+    """The forms in which activations and gradients travel, in both directions."""
 
     activations: str = "fp32"
     gradients: str = "fp32"
 
-    def __post_init__(self) -> None:
-        form_named(self.activations)
-        form_named(self.gradients)
-
 
 @dataclass(frozen=True)
-class BackwardReply:
-    """The reply to a backward call.
+class StageRequest:
+    """A request to a peer of a stage.
 
     Attributes:
-        grad: [rows, positions, hidden], of the stage's inputs; None from the first stage, and if it was not asked for.
-        loss_sum, num_tokens: the summed loss and the number of its tokens, from the last stage; else 0.
+        inputs: token ids [rows, positions] int64 of the first stage, else hidden states [rows, positions, hidden].
+        labels: [rows, positions] int64, for the backward pass of the last stage.
+        grad: [rows, positions, hidden], of the output, for the backward pass of another stage.
+        accumulates: whether the gradients of the stage's weights stay pending at the peer.
+        wants_grad: whether the answer has the gradient of the inputs.
+        forward_only: whether no backward pass follows a forward pass.
     """
 
-    grad: Tensor | None
-    loss_sum: float = 0.0
-    num_tokens: int = 0
+    which: MicroBatch
+    inputs: Tensor
+    labels: Tensor | None = None
+    grad: Tensor | None = None
+    loss_scale: float = 1.0
+    accumulates: bool = False
+    wants_grad: bool = False
+    is_backward: bool = False
+    forward_only: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by field, in the order in which they travel."""
+        found = {INPUTS: self.inputs, LABELS: self.labels, GRAD: self.grad}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 class StagesClient:
@@ -71,54 +82,25 @@ class StagesClient:
         """Set up the client. ``run``: the name of the run without the number of a stage."""
         self._network = network
         self._run = run
-        self._activations, self._gradients = form_named(forms.activations), form_named(forms.gradients)
+        self._activations, self._gradients = FORMS[forms.activations], FORMS[forms.gradients]
 
-    async def forward(
-        self, peer: Progress, which: MicroBatch, inputs: Tensor, timeout_s: float, *, forward_only: bool = False
-    ) -> Tensor:
-        """Return the output of a stage, [rows, positions, hidden]. The last stage is not asked: it has the loss.
-
-        inputs: token ids [rows, positions] int64 of the first stage, else hidden states [rows, positions, hidden].
-        forward_only: no ``backward`` follows.
-        """
-        work, given = (
-            self.forward_work(which, forward_only=forward_only),
-            [(INPUTS, encode_as(self._activations, inputs))],
+    async def ask(self, asked: StageRequest, peer: Progress, timeout_s: float) -> StageAnswer:
+        """Return the answer. The last stage has the loss, and is asked for no forward pass."""
+        work, shape = self.work(asked), asked.inputs.shape
+        given = [(name, encode_as(form_of(work, name), tensor)) for name, tensor in asked.tensors().items()]
+        answer = await self._call(
+            peer, "Backward" if asked.is_backward else "Forward", work, given, shape[:2], timeout_s
         )
-        _, found = await self._call(peer, "Forward", work, given, inputs.shape[:2], timeout_s)
-        if found is None:
-            raise BadReply("a stage's output is missing in its answer", peer.peer_id)
-        return found
-
-    async def backward(
-        self,
-        peer: Progress,
-        which: MicroBatch,
-        inputs: Tensor,
-        timeout_s: float,
-        *,
-        labels: Tensor | None = None,
-        grad: Tensor | None = None,
-        loss_scale: float = 1.0,
-        accumulates: bool,
-        wants_grad: bool,
-    ) -> BackwardReply:
-        """Have the stage's gradients computed; those of its weights stay pending at the peer if it ``accumulates``.
-
-        labels: [rows, positions] int64, for the last stage. grad: [rows, positions, hidden], of another stage's output.
-        """
-        work = self.backward_work(which, accumulates=accumulates, wants_grad=wants_grad, loss_scale=loss_scale)
-        given = [(INPUTS, encode_as(self._activations, inputs))]
-        if labels is not None:
-            given.append((LABELS, encode(labels)))
-        if grad is not None:
-            given.append((GRAD, encode_as(self._gradients, grad)))
-        first, found = await self._call(peer, "Backward", work, given, inputs.shape[:2], timeout_s)
-        if wants_grad and (found is None or found.shape != inputs.shape):
+        tensor = answer.tensor
+        if not asked.is_backward:
+            if tensor is None:
+                raise BadReply("a stage's output is missing in its answer", peer.peer_id)
+            return StageAnswer(tensor)
+        if asked.wants_grad and (tensor is None or tensor.shape != shape):
             raise BadReply("the gradient of a stage's inputs is missing, or has another shape", peer.peer_id)
-        if labels is not None and not isfinite(first.loss_sum):
+        if asked.labels is not None and not isfinite(answer.loss_sum):
             raise NotFinite("the loss is not finite", peer.peer_id)
-        return BackwardReply(found if wants_grad else None, first.loss_sum, first.num_tokens)
+        return answer if asked.wants_grad else replace(answer, tensor=None)
 
     async def commit(self, peer: Progress, which: MicroBatch, timeout_s: float) -> bool:
         """Return whether the gradient of this trainer's backward counts there now; if not, it is lost."""
@@ -143,22 +125,17 @@ class StagesClient:
             reply: pb.CommitReply = await stub.Commit(request)
             return reply.is_committed
 
-    def forward_work(self, which: MicroBatch, *, forward_only: bool = False) -> pb.Work:
-        """Return the work that ``forward`` asks for."""
-        return self._work(which, self._activations, forward_only=forward_only)
-
-    def backward_work(
-        self, which: MicroBatch, *, accumulates: bool, wants_grad: bool, loss_scale: float = 1.0
-    ) -> pb.Work:
-        """Return the work that ``backward`` asks for."""
-        return self._work(which, self._gradients, accumulates=accumulates, wants_grad=wants_grad, loss_scale=loss_scale)
-
-    def _work(self, which: MicroBatch, reply_form: pb.Form, **options: Any) -> pb.Work:
+    def work(self, asked: StageRequest) -> pb.Work:
+        """Return the work that ``ask`` asks for."""
+        form, options = self._activations, {"forward_only": asked.forward_only}
+        if asked.is_backward:
+            form = self._gradients
+            options = {name: getattr(asked, name) for name in ("accumulates", "wants_grad", "loss_scale")}
         return pb.Work(
-            micro_batch=self.named(which),
+            micro_batch=self.named(asked.which),
             inputs_form=self._activations,
             grad_form=self._gradients,
-            reply_form=reply_form,
+            reply_form=form,
             **options,
         )
 
@@ -175,44 +152,40 @@ class StagesClient:
 
     async def _call(
         self, peer: Progress, method: str, work: pb.Work, given: list[Named], shape: torch.Size, timeout_s: float
-    ) -> tuple[pb.ComputeReply, Tensor | None]:
-        """Return the answer's first message, and its tensor, if any. ``shape``: the expected rows and positions."""
-
-        def begin(_: str, wire: wire_pb.Tensor) -> Assembler:
-            check_header(work.reply_form, wire)
-            if len(wire.shape) != 3 or list(wire.shape[:2]) != list(shape):
-                raise RequestRejected(f"the answer has shape {shown_shape(wire)}: expected {[*shape, 'hidden']}")
-            return Assembler(wire)
-
-        stub = await self._stub(peer)
-        arriving, first = TensorCollector(("tensor",), begin), None
+    ) -> StageAnswer:
+        """Return the answer. ``shape``: the expected rows and positions."""
+        stub, reader = await self._stub(peer), AnswerReader(work.reply_form, shape)
         async with answering(peer, timeout_s):
             call = getattr(stub, method)(pack(pb.ComputeRequest(work=work), given))
             try:
                 async with translated(peer.peer_id, FirstStatus(call)):
                     async for reply in call:
-                        first = first or reply
-                        try:
-                            arriving.take(reply)
-                        except RequestRejected as error:
-                            raise BadReply(str(error), peer.peer_id) from None
+                        with _blamed(peer):
+                            reader.take(reply)
             finally:
                 call.cancel()
-        try:
-            arriving.finish()
-        except RequestRejected as error:
-            raise BadReply(str(error), peer.peer_id) from None
-        if first is None:
-            raise BadReply("the answer is empty", peer.peer_id)
-        if "tensor" not in arriving.found:
-            return first, None
-        tensor = decoded(work.reply_form, arriving.found["tensor"])
-        if not bool(torch.isfinite(tensor).all()):
+        with _blamed(peer):
+            answer = reader.answer()
+        if answer.tensor is not None and not bool(torch.isfinite(answer.tensor).all()):
             raise NotFinite("the answer of a stage is not finite (it contains NaN or infinity)", peer.peer_id)
-        return first, tensor
+        return answer
 
     async def _stub(self, peer: Progress) -> Any:
         return StagesStub(await self._network.channel(peer))  # type: ignore[no-untyped-call]
+
+
+def form_of(work: pb.Work, name: str) -> pb.Form:
+    """Return the form in which a tensor of a request travels."""
+    return work.grad_form if name == GRAD else work.inputs_form
+
+
+@contextmanager
+def _blamed(peer: Progress) -> Iterator[None]:
+    """Raise BadReply for what is wrong with the answer of this peer."""
+    try:
+        yield
+    except RequestRejected as error:
+        raise BadReply(str(error), peer.peer_id) from None
 
 
 @asynccontextmanager

@@ -24,13 +24,6 @@ _HEADERS: dict[pb.Form, tuple[wire_pb.DType, wire_pb.Codec]] = {
 }
 
 
-def form_named(name: str) -> pb.Form:
-    """Return the form of this name. Raises ValueError if there is none."""
-    if name not in FORMS:
-        raise ValueError(f"a wire form is {name!r}: expected one of {', '.join(FORMS)}")
-    return FORMS[name]
-
-
 def encode_as(form: pb.Form, tensor: Tensor) -> tuple[wire_pb.Tensor, list[bytes]]:
     """Return the wire tensor with its first part inside, and the parts that follow it.
 

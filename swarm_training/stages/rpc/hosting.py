@@ -1,129 +1,38 @@
-"""The interfaces that the service needs of its stage peer."""
+"""A stage peer as the services for trainers see it, and what it computes for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from swarm_protocol.errors import PeerMoved
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import Progress
-from swarm_training.stages.peer.counting import CountedGradients
+from swarm_training.stages.pb import stages_pb2 as pb
+from swarm_training.stages.rpc.answers import StageAnswer
+
+if TYPE_CHECKING:
+    from swarm_training.stages.engine.accumulator import Accumulator
+    from swarm_training.stages.engine.stage import Stage, StageGradients
+    from swarm_training.stages.peer.stage_peer import StagePeer
 
 T = TypeVar("T")
 
 
-class Output(Protocol):
-    """The interface of ``StageOutput`` in the engine."""
-
-    @property
-    def hidden(self) -> Tensor | None: ...
-    @property
-    def loss_sum(self) -> Tensor | None: ...
-    @property
-    def num_tokens(self) -> int | None: ...
-
-
-class HostedGradients(CountedGradients, Protocol):
-    """The interface of ``StageGradients`` in the engine."""
-
-    @property
-    def inputs(self) -> Tensor | None: ...
-
-
-class ComputingStage(Protocol):
-    """The interface of ``Stage`` in the engine."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def is_first(self) -> bool: ...
-    @property
-    def is_last(self) -> bool: ...
-    @property
-    def width(self) -> int: ...
-
-    def forward(self, inputs: Tensor, labels: Tensor | None = None, keeps: bool = True) -> Output: ...
-
-    def backward(
-        self, inputs: Tensor, labels: Tensor | None = None, grad: Tensor | None = None, loss_scale: float = 1.0
-    ) -> HostedGradients: ...
-
-
-class StageHost(Protocol):
-    """A stage peer. ``moment`` is that of its weights, and changes in its compute thread alone."""
-
-    @property
-    def moment(self) -> Moment: ...
-    @property
-    def stage(self) -> ComputingStage: ...
-    @property
-    def num_micro_batches(self) -> int: ...
-
-    async def compute(self, work: Callable[[], T], share: float) -> T:
-        """Do work in the compute thread, one after another. ``share``: the share of a micro-batch's computation."""
-
-    def require_room(self, m: int, trainer: str) -> None:
-        """Check for room before the gradients are computed. Raises PeerBusy if ``add`` would."""
-
-    def add(self, step: int, m: int, trainer: str, gradients: HostedGradients) -> None:
-        """Keep a micro-batch's gradients until the trainer commits them. Call it in the compute thread.
-
-        Raises PeerBusy if there is no room, PeerMoved if the peer is at another step.
-        """
-
-    async def commit(self, step: int, m: int, trainer: str) -> bool:
-        """Add pending gradients once; return whether the micro-batch counts now. Raises PeerMoved, PeerBusy."""
-
-    def note_not_finite(self, step: int) -> bool:
-        """See ``StagePeer``. Raises PeerMoved."""
-
-    def forget(self, trainer: str) -> None:
-        """Drop what the trainer has not committed."""
-
-
-class Life(Protocol):
-    """The interface of ``StagePeer``."""
-
-    @property
-    def moment(self) -> Moment: ...
-
-    def record(self) -> Progress: ...
-
-    async def compute(self, function: Callable[[], T], share: float) -> T: ...
-
-    def add(self, step: int, m: int, trainer: str, gradients: HostedGradients) -> None: ...
-
-    async def commit(self, step: int, m: int, trainer: str) -> bool: ...
-
-    def note_not_finite(self, step: int) -> bool: ...
-
-
-class HostedSums(Protocol):
-    """The interface of ``Accumulator`` in the engine."""
-
-    @property
-    def num_micro_batches(self) -> int: ...
-
-    def require_room(self, m: int, trainer: str) -> None: ...
-
-    def forget(self, trainer: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class HostedStage:
-    """A stage, its peer and its sums, as a ``StageHost``."""
+    """A stage, its peer and its sums."""
 
-    stage: ComputingStage
-    peer: Life
-    sums: HostedSums
+    stage: Stage
+    peer: StagePeer
+    sums: Accumulator
 
     @property
     def moment(self) -> Moment:
-        """Return the weights' moment. Raises PeerMoved before the peer has joined: its results may be anything."""
+        """Return the weights' moment, which changes in the compute thread alone. Raises PeerMoved before the peer has
+        joined: its results may be anything."""
         if not self.peer.record().state_digest:
             raise PeerMoved("this peer has not joined its stage yet")
         return self.peer.moment
@@ -133,19 +42,40 @@ class HostedStage:
         return self.sums.num_micro_batches
 
     async def compute(self, work: Callable[[], T], share: float) -> T:
+        """See ``StagePeer``."""
         return await self.peer.compute(work, share)
 
     def require_room(self, m: int, trainer: str) -> None:
+        """See ``Accumulator``."""
         self.sums.require_room(m, trainer)
 
-    def add(self, step: int, m: int, trainer: str, gradients: HostedGradients) -> None:
+    def add(self, step: int, m: int, trainer: str, gradients: StageGradients) -> None:
+        """See ``StagePeer``."""
         self.peer.add(step, m, trainer, gradients)
 
     async def commit(self, step: int, m: int, trainer: str) -> bool:
+        """See ``StagePeer``."""
         return await self.peer.commit(step, m, trainer)
 
     def note_not_finite(self, step: int) -> bool:
+        """See ``StagePeer``."""
         return self.peer.note_not_finite(step)
 
     def forget(self, trainer: str) -> None:
+        """See ``Accumulator``."""
         self.sums.forget(trainer)
+
+
+def computed(
+    stage: Stage, work: pb.Work, tensors: Mapping[str, Tensor], is_backward: bool
+) -> tuple[StageAnswer, StageGradients | None]:
+    """Return a stage's answer, and the gradients of a backward pass. Call it in the compute thread."""
+    inputs, labels = tensors["inputs"], tensors.get("labels")
+    if not is_backward:
+        output = stage.forward(inputs, labels, keeps=not work.forward_only)
+        loss_sum = 0.0 if output.loss_sum is None else float(output.loss_sum)
+        return StageAnswer(output.hidden, loss_sum, output.num_tokens or 0), None
+    scale = work.loss_scale if stage.is_last else 1.0
+    found = stage.backward(inputs, labels, tensors.get("grad"), loss_scale=scale)
+    tensor = found.inputs if work.wants_grad else None
+    return StageAnswer(tensor, found.loss_sum or 0.0, found.num_tokens or 0), found

@@ -29,11 +29,6 @@ class StageLimits:
     read_s: float = 60.0
     silence_s: float = 120.0
 
-    def __post_init__(self) -> None:
-        for name in ("max_requests", "max_bytes", "max_tokens", "read_s", "silence_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
-
 
 class RequestReservation:
     """The bytes that are reserved for one request."""

@@ -7,9 +7,8 @@ counts once however often it comes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from torch import Tensor
@@ -20,9 +19,8 @@ from swarm_protocol.rpc.serving import add_service, admitted
 from swarm_training.core.moment import Moment
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
-from swarm_training.stages.rpc.forms import encode_as
-from swarm_training.stages.rpc.framing import pack
-from swarm_training.stages.rpc.hosting import StageHost
+from swarm_training.stages.rpc.answers import replies_of
+from swarm_training.stages.rpc.hosting import HostedStage, computed
 from swarm_training.stages.rpc.room import RequestRoom, StageLimits
 from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, moment_of, require_moment, tokens_of
 
@@ -30,20 +28,6 @@ if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 IsFinite = Callable[[Moment, int, Tensor, Tensor], Awaitable[bool]]
 _WRITE_S = 1.0  # the time to end a write after its call was cancelled
-
-
-class AnswerNotes(Protocol):
-    """The interface of ``AnswerLog`` in the audits."""
-
-    def note(
-        self,
-        trainer: str,
-        work: pb.Work,
-        tensors: Mapping[str, Tensor],
-        replies: Sequence[pb.ComputeReply],
-        *,
-        is_backward: bool,
-    ) -> None: ...
 
 
 class StagesService:
@@ -56,21 +40,21 @@ class StagesService:
     def __init__(
         self,
         run: str,
-        host: StageHost,
+        host: HostedStage,
         limits: StageLimits | None = None,
         access: AccessControl | None = None,
-        answers: AnswerNotes | None = None,
+        note_answer: Callable[..., None] | None = None,
         banned: Callable[[], Collection[str]] = frozenset,
         is_finite: IsFinite | None = None,
     ) -> None:
         """Set up the service. ``run``: the run's name without the number of the stage. ``access``: that of a private
-        run; None: all may train. ``answers``: records answers for audits; None: no audits. ``banned``: returns the ids
+        run; None: all may train. ``note_answer``: see ``AnswerLog.note``; None: no audits. ``banned``: returns the ids
         of trainers to refuse. ``is_finite``: see ``Recomputing``; None: no report of non-finite answers is believed."""
         self._run = run
         self._host = host
         self._limits = limits or StageLimits()
         self._access = access
-        self._answers = answers
+        self._note_answer = note_answer
         self._banned = banned
         self._is_finite = is_finite
         self._checking = asyncio.Lock()
@@ -127,22 +111,19 @@ class StagesService:
         trainer = self._heard(context)
         with self.room.request(trainer) as reservation:
             reader = RequestReader(self._host.stage, is_backward, reservation, self._limits.max_tokens)
-            await self._read(requests, reader)
+            async with asyncio.timeout(self._limits.read_s):
+                await self._read(requests, reader)
             tensors = await asyncio.to_thread(reader.tensors)
-            compute = self._backward if is_backward else self._forward
-            reply = await compute(trainer, reader.work, tensors)
-            if self._answers is not None:
-                note = partial(self._answers.note, trainer, reader.work, tensors, reply, is_backward=is_backward)
-                await asyncio.to_thread(note)
+            reply = await self._compute(trainer, reader.work, tensors, is_backward)
+            if self._note_answer is not None:
+                await asyncio.to_thread(
+                    self._note_answer, trainer, reader.work, tensors, reply, is_backward=is_backward
+                )
         await _write(context, reply)
         self._heard(context)
 
     async def _read(self, requests: AsyncIterator[pb.ComputeRequest], reader: RequestReader) -> None:
-        """Read the request. Raises TimeoutError if it comes too slowly, and what the reader raises."""
-        async with asyncio.timeout(self._limits.read_s):
-            await self._take_all(requests, reader)
-
-    async def _take_all(self, requests: AsyncIterator[pb.ComputeRequest], reader: RequestReader) -> None:
+        """Read the request. Raises what the reader raises."""
         is_first = True
         async for message in requests:
             if is_first != message.HasField("work"):
@@ -155,30 +136,22 @@ class StagesService:
         if is_first:
             raise RequestRejected("a call came without a message: expected what is to be computed")
 
-    async def _forward(self, _: str, work: pb.Work, tensors: dict[str, Tensor]) -> list[pb.ComputeReply]:
+    async def _compute(
+        self, trainer: str, work: pb.Work, tensors: dict[str, Tensor], is_backward: bool
+    ) -> list[pb.ComputeReply]:
+        host, which = self._host, work.micro_batch
+
         def run() -> list[pb.ComputeReply]:
-            require_moment(work.micro_batch, self._host)
-            keeps = not work.forward_only
-            found = self._host.stage.forward(tensors["inputs"], tensors.get("labels"), keeps=keeps)
-            loss_sum = None if found.loss_sum is None else float(found.loss_sum)
-            return _replies(work, found.hidden, loss_sum, found.num_tokens)
+            require_moment(which, host)  # once more: the peer may have stepped in between
+            if is_backward and work.accumulates:
+                host.require_room(which.number, trainer)
+            answer, gradients = computed(host.stage, work, tensors, is_backward)
+            if gradients is not None and work.accumulates:
+                host.add(which.step, which.number, trainer, gradients)
+            return list(replies_of(answer, work.reply_form))
 
-        return await self._host.compute(run, SHARES[FORWARD])
-
-    async def _backward(self, trainer: str, work: pb.Work, tensors: dict[str, Tensor]) -> list[pb.ComputeReply]:
-        def run() -> list[pb.ComputeReply]:
-            require_moment(work.micro_batch, self._host)  # once more: the peer may have stepped in between
-            which, stage = work.micro_batch, self._host.stage
-            if work.accumulates:
-                self._host.require_room(which.number, trainer)
-            scale = work.loss_scale if stage.is_last else 1.0
-            found = stage.backward(tensors["inputs"], tensors.get("labels"), tensors.get("grad"), loss_scale=scale)
-            if work.accumulates:
-                self._host.add(which.step, which.number, trainer, found)
-            return _replies(work, found.inputs if work.wants_grad else None, found.loss_sum, found.num_tokens)
-
-        is_all = self._host.stage.is_last  # the last stage has the loss, and is asked for no forward pass alone
-        return await self._host.compute(run, 1.0 if is_all else SHARES[BACKWARD])
+        is_all = is_backward and host.stage.is_last  # the last stage has the loss, and is asked for no forward pass
+        return await host.compute(run, 1.0 if is_all else SHARES[BACKWARD if is_backward else FORWARD])
 
     def _heard(self, context: _Context) -> str:
         """Return the trainer that calls. Raises AccessDenied if it may not."""
@@ -194,13 +167,6 @@ class StagesService:
     def _is_gone(self, trainer: str) -> None:
         del self._silences[trainer]
         self._host.forget(trainer)
-
-
-def _replies(
-    work: pb.Work, tensor: Tensor | None, loss_sum: float | None, num_tokens: int | None
-) -> list[pb.ComputeReply]:
-    first = pb.ComputeReply(loss_sum=loss_sum or 0.0, num_tokens=num_tokens or 0)
-    return list(pack(first, [] if tensor is None else [("tensor", encode_as(work.reply_form, tensor))]))
 
 
 async def _write(context: _Context, replies: Iterable[pb.ComputeReply]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +17,11 @@ from swarm_training.core.moment import Moment
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.rpc.forms import check_form, check_header, decoded
 from swarm_training.stages.rpc.framing import TensorCollector
-from swarm_training.stages.rpc.hosting import ComputingStage, StageHost
+from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.room import RequestReservation
+
+if TYPE_CHECKING:
+    from swarm_training.stages.engine.stage import Stage
 
 WIRE_VERSION = 1
 INPUTS, LABELS, GRAD = FIELDS = ("inputs", "labels", "grad")
@@ -28,7 +32,7 @@ def moment_of(message: pb.MicroBatch) -> Moment:
     return Moment(message.rollbacks, message.step)
 
 
-def check_micro_batch(message: pb.MicroBatch, run: str, host: StageHost) -> None:
+def check_micro_batch(message: pb.MicroBatch, run: str, host: HostedStage) -> None:
     """Check that this peer can compute the micro-batch.
 
     Raises:
@@ -47,7 +51,7 @@ def check_micro_batch(message: pb.MicroBatch, run: str, host: StageHost) -> None
         raise RequestRejected(f"there is no micro-batch {message.number}: expected 0 to {host.num_micro_batches - 1}")
 
 
-def require_moment(message: pb.MicroBatch, host: StageHost) -> None:
+def require_moment(message: pb.MicroBatch, host: HostedStage) -> None:
     """Check a request's moment. Raises PeerMoved if the peer is at another step."""
     if moment_of(message) != host.moment:
         raise PeerMoved(
@@ -87,7 +91,7 @@ def _require_size(rows: int, positions: int, max_tokens: int) -> None:
 class RequestReader:
     """The reader of one request, which checks headers as they come; in order: inputs, labels, grad."""
 
-    stage: ComputingStage
+    stage: Stage
     is_backward: bool
     reservation: RequestReservation
     max_tokens: int

@@ -43,9 +43,7 @@ class BlockMicroBatches:
     """The micro-batches of a table of token blocks, in the order of the run: no row comes twice in an epoch."""
 
     def __init__(self, blocks: TokenBlocks, run: str, count: int, rows: int) -> None:
-        """Set up batches. ``rows``: the rows of a micro-batch. Raises ValueError if a number is out of range."""
-        if count < 1 or rows < 1:
-            raise ValueError(f"{count} micro-batches of {rows} rows: expected at least one of each")
+        """Set up batches. ``rows``: the rows of a micro-batch."""
         self.count = count
         self.loss_scale = loss_scale_of(rows, blocks.block_length)
         self._blocks = blocks

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -14,15 +13,13 @@ from swarm_protocol.errors import PeerBusy, PeerMoved, SwarmError
 from swarm_protocol.failures import awaited_on_error
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.audit.auditor import Auditor
-from swarm_training.stages.audit.client import AuditedRequest
 from swarm_training.stages.routing.coverage import Claims
-from swarm_training.stages.routing.speed import BACKWARD, FORWARD
-from swarm_training.stages.rpc.client import BackwardReply, MicroBatch, StagesClient
+from swarm_training.stages.rpc.answers import StageAnswer
+from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient
+from swarm_training.stages.trainer.auditor import Auditor
 from swarm_training.stages.trainer.peer_caller import PeerCaller
 from swarm_training.stages.trainer.traces import Trace, backwards_needed
 
-R = TypeVar("R", Tensor, BackwardReply)
 _COMMIT_TRIES, _COMMIT_RETRY_S, _COMMIT_S = 3, 0.2, 5.0
 _logger = logging.getLogger(__name__)
 
@@ -50,11 +47,11 @@ class Passes:
         async with awaited_on_error(lambda: asyncio.gather(*commits, return_exceptions=True)):
             try:
                 for stage in backwards_needed(lacking, frozenset(trace.grads), self.num_stages):
-                    reply, peer = await self._backward(stage, number, trace, stage in lacking)
-                    if reply.grad is not None:
-                        trace.grads[stage - 1] = reply.grad
+                    answer, peer = await self._backward(stage, number, trace, stage in lacking)
+                    if answer.tensor is not None:
+                        trace.grads[stage - 1] = answer.tensor
                     if stage == self.num_stages - 1:
-                        trace.loss.set(reply.loss_sum, reply.num_tokens)
+                        trace.loss.set(answer.loss_sum, answer.num_tokens)
                     if stage in lacking:
                         commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
                 await asyncio.gather(*commits)
@@ -67,21 +64,15 @@ class Passes:
         """Compute these stages, the last of them first, and have nothing counted. The trace has the gradient of the
         last one's output. Raises as ``PeerCaller.ask``."""
         for stage in sorted(stages, reverse=True):
-            reply, _ = await self._backward(stage, number, trace, accumulates=False)
-            if reply.grad is not None:
-                trace.grads[stage - 1] = reply.grad
+            answer, _ = await self._backward(stage, number, trace, accumulates=False)
+            if answer.tensor is not None:
+                trace.grads[stage - 1] = answer.tensor
 
     async def note_not_finite(self, number: int, trace: Trace) -> bool:
         """Report the micro-batch to the last stage, which has the losses. The last stage checks the report, and decides
         about a rollback to a checkpoint. Return False if there is none."""
-        stage = self.num_stages - 1
-        which = MicroBatch(stage, self.moment, number)
-
-        async def call(peer: Progress, timeout_s: float) -> bool:
-            content = trace.content
-            return await self.client.note_not_finite(peer, which, content.ids, content.labels, timeout_s)
-
-        return await self.asking.tell(stage, self.moment, call)
+        which = MicroBatch(self.num_stages - 1, self.moment, number)
+        return await self.asking.note_not_finite(which, trace.content.ids, trace.content.labels)
 
     async def inputs(self, stage: int, number: int, trace: Trace) -> Tensor:
         """Return the inputs of a stage, computed from the nearest stage before it with known inputs."""
@@ -90,19 +81,14 @@ class Passes:
         if stage not in trace.inputs:
             before = await self.inputs(stage - 1, number, trace)
             which = MicroBatch(stage - 1, self.moment, number)
-
-            async def call(peer: Progress, timeout_s: float) -> Tensor:
-                return await self.client.forward(peer, which, before, timeout_s, forward_only=self.forward_only)
-
-            trace.inputs[stage], peer = await self._ask(AuditedRequest(which, before), FORWARD, call)
-            trace.kept_by[stage - 1] = peer.peer_id
+            answer, peer = await self._ask(StageRequest(which, before, forward_only=self.forward_only))
+            assert answer.tensor is not None  # as checked
+            trace.inputs[stage], trace.kept_by[stage - 1] = answer.tensor, peer.peer_id
         return trace.inputs[stage]
 
-    async def _backward(
-        self, stage: int, number: int, trace: Trace, accumulates: bool
-    ) -> tuple[BackwardReply, Progress]:
+    async def _backward(self, stage: int, number: int, trace: Trace, accumulates: bool) -> tuple[StageAnswer, Progress]:
         inputs = await self.inputs(stage, number, trace)
-        asked = AuditedRequest(
+        asked = StageRequest(
             MicroBatch(stage, self.moment, number),
             inputs,
             labels=trace.content.labels if stage == self.num_stages - 1 else None,
@@ -112,32 +98,10 @@ class Passes:
             wants_grad=stage > 0 and stage - 1 not in trace.grads,
             is_backward=True,
         )
+        return await self._ask(asked, trace.kept_by.pop(stage, None))
 
-        async def call(peer: Progress, timeout_s: float) -> BackwardReply:
-            return await self.client.backward(
-                peer,
-                asked.which,
-                asked.inputs,
-                timeout_s,
-                labels=asked.labels,
-                grad=asked.grad,
-                loss_scale=asked.loss_scale,
-                accumulates=asked.accumulates,
-                wants_grad=asked.wants_grad,
-            )
-
-        return await self._ask(asked, BACKWARD, call, trace.kept_by.pop(stage, None))
-
-    async def _ask(
-        self,
-        asked: AuditedRequest,
-        kind: str,
-        call: Callable[[Progress, float], Awaitable[R]],
-        kept_by: str | None = None,
-    ) -> tuple[R, Progress]:
-        if self.auditor is not None:
-            return await self.auditor.ask(asked, kind, call, kept_by)
-        return await self.asking.ask(asked.which.stage, self.moment, kind, call, kept_by)
+    async def _ask(self, asked: StageRequest, kept_by: str | None = None) -> tuple[StageAnswer, Progress]:
+        return await (self.auditor or self.asking).ask(asked, kept_by)
 
     async def _commit(self, peer: Progress, which: MicroBatch) -> None:
         """Commit a gradient and claim it, unless the peer says that it does not count. The claim stays after a lost

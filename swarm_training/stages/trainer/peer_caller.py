@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any
+
+from torch import Tensor
 
 from swarm_protocol.errors import (
     AccessDenied,
@@ -18,36 +20,20 @@ from swarm_protocol.errors import (
     SwarmError,
     TrainingDiverged,
 )
-from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.routing.coverage import PeerCoverage
 from swarm_training.stages.routing.router import Router
+from swarm_training.stages.routing.run_stages import StageMember, Stages
+from swarm_training.stages.routing.speed import BACKWARD, FORWARD
+from swarm_training.stages.rpc.answers import StageAnswer
+from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient
 from swarm_training.stages.trainer.config import TrainerConfig
 
-T = TypeVar("T")
-Call = Callable[[Progress, float], Awaitable[T]]
 _LISTEN_S = 0.5
 _ENOUGH = 2  # refusals from which on the request is at fault, and not the peers
 _logger = logging.getLogger(__name__)
 
 
-class ReachablePeer(PeerCoverage, Protocol):
-    """A peer of a stage, and where it is; the address is empty if it cannot be called.
-
-    ``samples_per_s``: the micro-batches per second that it says it could compute; 0: not known yet.
-    ``skipped_batches``: at step t of its moment, the batch is t plus this."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def tls_fingerprint(self) -> bytes: ...
-    @property
-    def samples_per_s(self) -> float: ...
-    @property
-    def skipped_batches(self) -> int: ...
-
-
-Look = Callable[[], Sequence[Sequence[ReachablePeer]]]
+Look = Callable[[], Stages]
 
 
 class StepOver(Exception):
@@ -61,30 +47,25 @@ class PeerCaller:
         num_retries: the number of requests that had to be made again.
     """
 
-    def __init__(self, look: Look, router: Router, config: TrainerConfig, run: str) -> None:
+    def __init__(self, look: Look, router: Router, config: TrainerConfig, run: str, client: StagesClient) -> None:
         """Set up requests. ``look``: returns the living peers of each stage, as they are known now. ``run``: the name
         of the run without the number of a stage."""
-        self._look = look
-        self._router = router
-        self._config = config
-        self._run = run
+        self._look, self._router, self._config, self._run, self._client = look, router, config, run, client
         self.num_retries = 0
 
-    async def ask(
-        self, stage: int, moment: Moment, kind: str, call: Call[T], kept_by: str | None = None
-    ) -> tuple[T, Progress]:
-        """Return the answer, and the peer that gave it. ``call``: sends the request, given a peer and how many seconds
-        its answer may take. ``kept_by``: the peer that may have a part of it already.
+    async def ask(self, asked: StageRequest, kept_by: str | None = None) -> tuple[StageAnswer, Progress]:
+        """Return the answer, and the peer that gave it. ``kept_by``: the peer that may have a part of it already.
 
         Raises:
             StepOver: no peer is at this moment any more.
             RequestRejected, AccessDenied: the request is wrong, or this trainer may not ask.
             TrainingDiverged: the answer is not finite, whichever peer computes it.
         """
+        stage, kind = asked.which.stage, BACKWARD if asked.is_backward else FORWARD
         refusals: dict[str, SwarmError] = {}
         clock = asyncio.get_running_loop().time
         while True:
-            peers = {peer.peer_id: peer for peer in self._look()[stage] if peer.moment == moment and peer.address}
+            peers = {peer.peer_id: peer for peer in self._present(asked.which)}
             if not peers:
                 raise StepOver
             _require_no_agreement(refusals, peers)
@@ -93,40 +74,46 @@ class PeerCaller:
                 await asyncio.sleep(min(self._config.poll_s, self._router.wait_s(peers, clock())))
                 continue
             try:
-                return await self._ask_one(stage, peers[peer_id], peers, kind, call)
+                return await self._ask_one(asked, peers[peer_id], peers, kind)
             except (RequestRejected, AccessDenied, NotFinite) as error:
                 refusals[peer_id] = error
             except SwarmError as error:
                 _logger.debug("stage %d: %s gives no answer: %s", stage, peer_id, error)
             self.num_retries += 1
 
-    async def tell(self, stage: int, moment: Moment, call: Call[bool]) -> bool:
-        """Ask all peers of a stage at once. Return False if one of them says no, and none yes.
+    async def note_not_finite(self, which: MicroBatch, ids: Tensor, labels: Tensor) -> bool:
+        """Report to all peers of the last stage at once, see ``StagesClient``. Return False if one of them says no, and
+        none yes.
 
         If no peer answers, nothing is known yet: then return True, and the caller may ask again.
         """
-        peers = [peer for peer in self._look()[stage] if peer.moment == moment and peer.address]
-        calls = (call(self._callee(peer), self._config.first_deadline_s) for peer in peers)
+        timeout_s = self._config.first_deadline_s
+        calls = (
+            self._client.note_not_finite(callee_of(self._run, peer), which, ids, labels, timeout_s)
+            for peer in self._present(which)
+        )
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, SwarmError):
                 raise answer
         return True in answers or False not in answers
 
-    def _callee(self, peer: ReachablePeer) -> Progress:
-        return Progress(self._run, peer.peer_id, address=peer.address, tls_fingerprint=peer.tls_fingerprint)
+    def _present(self, which: MicroBatch) -> list[StageMember]:
+        """Return the peers that can be asked about a micro-batch."""
+        return [peer for peer in self._look()[which.stage] if peer.moment == which.moment and peer.address]
 
     async def _ask_one(
-        self, stage: int, peer: ReachablePeer, candidates: Collection[str], kind: str, call: Call[T]
-    ) -> tuple[T, Progress]:
+        self, asked: StageRequest, peer: StageMember, candidates: Collection[str], kind: str
+    ) -> tuple[StageAnswer, Progress]:
         router, clock, peer_id = self._router, asyncio.get_running_loop().time, peer.peer_id
         asked_s = clock()
         deadline_s = self._deadline_s(peer_id, candidates, kind, asked_s)
         router.asked(peer_id, candidates, kind, asked_s)
-        callee = self._callee(peer)
+        callee = callee_of(self._run, peer)
         note = partial(router.withdrawn, peer_id, kind)  # after a cancellation, nothing is known of the peer
         try:
-            answer = await self._unless_silent(stage, peer_id, call(callee, deadline_s))
+            answering = self._client.ask(asked, callee, deadline_s)
+            answer = await self._unless_silent(asked.which.stage, peer_id, answering)
             note = partial(router.answered, peer_id, kind, asked_s)
         except (PeerBusy, PeerMoved):  # the next look says where a moved peer is
             note = partial(router.busy, peer_id, kind)
@@ -138,7 +125,9 @@ class PeerCaller:
             note(clock())
         return answer, callee
 
-    async def _unless_silent(self, stage: int, peer_id: str, answering: Awaitable[T]) -> T:
+    async def _unless_silent(
+        self, stage: int, peer_id: str, answering: Coroutine[Any, Any, StageAnswer]
+    ) -> StageAnswer:
         """Return the answer. Raises PeerUnavailable if meanwhile nothing is heard of the peer any more."""
         task = asyncio.ensure_future(answering)
         try:
@@ -155,6 +144,11 @@ class PeerCaller:
             return self._config.first_deadline_s
         expected_s = self._router.ready_s(peer_id, candidates, kind, now) - now
         return max(self._config.least_deadline_s, self._config.slack * expected_s)
+
+
+def callee_of(run: str, peer: StageMember) -> Progress:
+    """Return the record by which a peer is called. ``run``: the name of the run without the number of a stage."""
+    return Progress(run, peer.peer_id, address=peer.address, tls_fingerprint=peer.tls_fingerprint)
 
 
 def _require_no_agreement(refusals: Mapping[str, SwarmError], peers: Collection[str]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.config import TrainingConfig
 from swarm_training.net.membership import RunMembership
@@ -17,20 +16,7 @@ from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.roster import TrainerRoster
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
 
-_LOOK_S = 0.1
 _NEWS_S = 1.0  # records on the DHT are some seconds old: by then, the peers' own news is there
-
-
-class Trainers(Protocol):
-    """The trainers of the run, see ``TrainerRoster``."""
-
-    def trainers(self) -> Mapping[str, int]: ...
-
-    async def enter(self, step: int) -> None: ...
-
-    async def run(self) -> None: ...
-
-    async def leave(self) -> None: ...
 
 
 async def train(
@@ -70,7 +56,7 @@ async def train(
 
 async def train_beside(
     watch: RunWatch,
-    roster: Trainers,
+    roster: TrainerRoster,
     trainer: Trainer,
     num_micro_batches: int,
     end: int | None,
@@ -96,19 +82,14 @@ async def train_beside(
 
 async def _first_step(watch: RunWatch, num_micro_batches: int, timeout_s: float) -> int:
     """Return the run's step, once every stage has a peer."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while watch.view().moment is None:
-                await asyncio.sleep(_LOOK_S)
-            await asyncio.sleep(_NEWS_S)
-            while (moment := (view := watch.view()).moment) is None:
-                await asyncio.sleep(_LOOK_S)
-    except TimeoutError:
-        empty = [number for number, stage in enumerate(watch.view().stages) if not stage]
-        raise PeerUnavailable(f"nobody is at stage {', '.join(map(str, empty))}: expected a peer at each") from None
+    await watch.until_complete(timeout_s)
+    await asyncio.sleep(_NEWS_S)
+    await watch.until_complete(timeout_s)
+    view = watch.view()
     if view.num_micro_batches != num_micro_batches:
         raise ValueError(
             f"a batch has {view.num_micro_batches} micro-batches in this run, and {num_micro_batches} here: expected "
             "the same run file"
         )
-    return moment.step
+    assert view.moment is not None
+    return view.moment.step

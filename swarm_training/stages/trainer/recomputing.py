@@ -22,7 +22,7 @@ from swarm_training.stages.routing.coverage import Claims
 from swarm_training.stages.routing.router import Router
 from swarm_training.stages.routing.speed import FORWARD, SHARES
 from swarm_training.stages.rpc.client import StagesClient
-from swarm_training.stages.rpc.hosting import StageHost
+from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.passes import Passes
@@ -44,12 +44,13 @@ class Recomputing:
     """
 
     def __init__(
-        self, run: str, host: StageHost, look: Look, network: GrpcNetwork, config: TrainerConfig, loss_scale: float
+        self, run: str, host: HostedStage, look: Look, network: GrpcNetwork, config: TrainerConfig, loss_scale: float
     ) -> None:
         """Set up. ``look``: returns each stage's living peers. ``config``, ``loss_scale``: those of the trainers."""
         self._host, self._look, self._config, self._loss_scale = host, look, config, loss_scale
-        self._asking = PeerCaller(look, Router(config.routing, random.random, config.backoff), config, run)
         self._client = StagesClient(network, run, config.forms)
+        router = Router(config.routing, random.random, config.backoff)
+        self._asking = PeerCaller(look, router, config, run, self._client)
 
     async def is_finite(self, moment: Moment, number: int, ids: Tensor, labels: Tensor) -> bool:
         """Return whether all answers are finite. ids, labels: [rows, positions] int64.

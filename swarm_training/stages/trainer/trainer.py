@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,16 +13,17 @@ from swarm_protocol.errors import TrainingDiverged
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.moment import Moment
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.stages.audit.auditor import AuditConfig, Auditor
 from swarm_training.stages.audit.client import AuditClient
-from swarm_training.stages.routing.coverage import Claims, lacking, moment_of
+from swarm_training.stages.routing.coverage import Claims, lacking
 from swarm_training.stages.routing.router import Router
+from swarm_training.stages.routing.run_stages import Stages, moment_of
 from swarm_training.stages.routing.turns import next_ones, turn_of, window
 from swarm_training.stages.rpc.client import StagesClient
+from swarm_training.stages.trainer.auditor import Auditor
 from swarm_training.stages.trainer.batches import MicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.passes import Passes
-from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, ReachablePeer, StepOver
+from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, StepOver
 from swarm_training.stages.trainer.traces import Loss, Trace, Traces
 
 _logger = logging.getLogger(__name__)
@@ -112,9 +113,12 @@ class Trainer:
         self._on_step = on_step
         self._router = Router(config.routing, (rng or random.Random()).random, config.backoff)
         self._client = StagesClient(network, watch.run, config.forms)
-        self._stages: Sequence[Sequence[ReachablePeer]] = ()
+        self._stages: Stages = ()
         self._asking = self._asker(lambda: self._stages)
-        self.auditor = self._auditor(network) if config.audit_share else None
+        self._auditor: Auditor | None = None
+        if config.audit_share:
+            audits = AuditClient(network, self._client)
+            self._auditor = Auditor(config, self._run, lambda: self._stages, self._asker, audits)
         self._happened = asyncio.Event()
         self._step: _Step | None = None
         self._retries_before = 0
@@ -124,13 +128,7 @@ class Trainer:
         self._happened.set()
 
     def _asker(self, look: Look) -> PeerCaller:
-        return PeerCaller(look, self._router, self._config, self._run)
-
-    def _auditor(self, network: GrpcNetwork) -> Auditor:
-        config = self._config
-        forms = config.forms
-        audits = AuditConfig(config.audit_share, config.precision, forms.activations, forms.gradients)
-        return Auditor(audits, self._run, lambda: self._stages, self._asker, AuditClient(network, self._client))
+        return PeerCaller(look, self._router, self._config, self._run, self._client)
 
     @property
     def moment(self) -> Moment | None:
@@ -195,7 +193,7 @@ class Trainer:
             trace = Trace(await asyncio.to_thread(partial(self._data.at, step.batch, number)))
         step.losses[number] = trace.loss  # known before the step can end, which this pass may not see
         passes = Passes(
-            step.moment, num_stages, self._data.loss_scale, self._asking, self._client, step.claims, self.auditor
+            step.moment, num_stages, self._data.loss_scale, self._asking, self._client, step.claims, self._auditor
         )
         try:
             await passes.run(number, trace, stages)

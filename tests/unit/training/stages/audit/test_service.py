@@ -19,12 +19,12 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.audit.answers import AnswerLog
-from swarm_training.stages.audit.client import AuditClient, AuditedRequest, AuditEvidence, answer_of
+from swarm_training.stages.audit.client import AuditClient, AuditEvidence
 from swarm_training.stages.audit.service import AuditService, Witness
 from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
 from swarm_training.stages.audit.statements import AnswerStatement
-from swarm_training.stages.audit.testimony import AuditAnswer
-from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
+from swarm_training.stages.rpc.answers import StageAnswer
+from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient, WireForms
 from swarm_training.stages.rpc.forms import FORMS
 from swarm_training.stages.rpc.service import StagesService
 from tests.worlds.identities import identity
@@ -65,7 +65,7 @@ class Peer:
 @asynccontextmanager
 async def serving(number: int, stage: ToyStage) -> AsyncIterator[tuple[Progress, Peer]]:
     peer, own, answers, certificate = Peer(ToyHost(stage)), identity(number), AnswerLog(), Certificate.generate()
-    service = StagesService(RUN, peer.host, answers=answers)
+    service = StagesService(RUN, peer.host, note_answer=answers.note)
     audits = AuditService(RUN, Witness(peer.host, peer, peer, own, answers))
     server, port = await start_server(
         lambda server: (service.add_to(server), audits.add_to(server)), certificate, "127.0.0.1", 0
@@ -87,21 +87,15 @@ class Court:
     accused: tuple[Progress, Peer]
     mate: tuple[Progress, Peer]
 
-    async def answer(self, asked: AuditedRequest) -> AuditAnswer:
-        record, how = self.accused[0], {"accumulates": asked.accumulates, "wants_grad": asked.wants_grad}
-        if not asked.is_backward:
-            return answer_of(await self.stages.forward(record, asked.which, asked.inputs, TIMEOUT_S))
-        tensors = {"labels": asked.labels, "grad": asked.grad, "loss_scale": asked.loss_scale}
-        return answer_of(
-            await self.stages.backward(record, asked.which, asked.inputs, TIMEOUT_S, **tensors, **how)  # type: ignore[arg-type]
-        )
+    async def answer(self, asked: StageRequest) -> StageAnswer:
+        return await self.stages.ask(asked, self.accused[0], TIMEOUT_S)
 
     async def attest(
-        self, asked: AuditedRequest, answer: AuditAnswer, seed: bytes = SEED, withdraws: bool = False
+        self, asked: StageRequest, answer: StageAnswer, seed: bytes = SEED, withdraws: bool = False
     ) -> AuditEvidence:
         return await self.audits.attest(self.accused[0], asked, answer, seed, TIMEOUT_S, withdraws=withdraws)
 
-    async def accuse(self, asked: AuditedRequest, answer: AuditAnswer, evidence: AuditEvidence) -> bool:
+    async def accuse(self, asked: StageRequest, answer: StageAnswer, evidence: AuditEvidence) -> bool:
         return await self.audits.accuse(self.mate[0], asked, answer, evidence, TIMEOUT_S)
 
 
@@ -123,11 +117,11 @@ def with_court(scenario: Callable[[Court], Awaitable[None]], accused: ToyStage, 
     asyncio.run(run())
 
 
-def asked_of(stage: int, moment: Moment = START) -> AuditedRequest:
+def asked_of(stage: int, moment: Moment = START) -> StageRequest:
     """A backward pass of one of three stages."""
     ids, which = tokens(0, 3), MicroBatch(stage, moment, 3)
     hidden = torch.randn(*ids.shape, 8, generator=torch.Generator().manual_seed(0))
-    return AuditedRequest(
+    return StageRequest(
         which,
         hidden if stage else ids,
         labels=ids if stage == 2 else None,
@@ -163,7 +157,7 @@ def test_a_forward_pass_is_signed_too() -> None:
             return replace(found, hidden=found.hidden + 0.5)
 
     async def scenario(court: Court) -> None:
-        asked = AuditedRequest(MicroBatch(0, START, 3), tokens(0, 3))
+        asked = StageRequest(MicroBatch(0, START, 3), tokens(0, 3))
         answer = await court.answer(asked)
         assert await court.accuse(asked, answer, await court.attest(asked, answer))
 
@@ -214,7 +208,7 @@ def test_a_peer_signs_only_what_it_has_answered() -> None:
     async def scenario(court: Court) -> None:
         asked = asked_of(1)
         with pytest.raises(PeerMoved, match="nothing is known"):
-            await court.attest(asked, AuditAnswer())
+            await court.attest(asked, StageAnswer())
         answer = await court.answer(asked)
         with pytest.raises(RequestRejected, match="a seed has 3 bytes"):
             await court.attest(asked, answer, seed=b"abc")
@@ -227,9 +221,7 @@ def test_a_peer_signs_only_what_it_has_answered() -> None:
 
 
 def test_a_statement_of_other_lengths_is_none() -> None:
-    statement = AnswerStatement(
-        "", StagesClient(None, RUN, WireForms()).forward_work(asked_of(1).which), True, b"", b"", SEED, ()
-    )  # type: ignore[arg-type]
+    statement = AnswerStatement("", StagesClient(None, RUN, WireForms()).work(asked_of(1)), True, b"", b"", SEED, ())  # type: ignore[arg-type]
     for change, message in (({"sketch": (1.0,)}, "a sketch of 1"), ({"seed": b""}, "a seed of 0 bytes")):
         with pytest.raises(ValueError, match=message):
             AnswerStatement.read(replace(statement, **change).signed(identity(1)))

@@ -7,7 +7,8 @@ import torch
 
 from swarm_training.stages.audit import testimony  # whose class pytest would take for tests
 from swarm_training.stages.audit.sketch import sketch
-from swarm_training.stages.audit.testimony import AuditAnswer, Tolerance, agree, majority
+from swarm_training.stages.audit.testimony import Tolerance, agree, majority
+from swarm_training.stages.rpc.answers import StageAnswer
 
 FP32 = Tolerance.of("fp32", "fp32")
 GRADIENT, INPUTS = torch.randn(1000), torch.randn(2, 3, 4)
@@ -16,7 +17,7 @@ GRADIENT, INPUTS = torch.randn(1000), torch.randn(2, 3, 4)
 def said(
     peer_id: str = "a", gradient: float = 1.0, inputs: float = 1.0, loss_sum: float = 7.0, num_tokens: int = 5
 ) -> testimony.Testimony:
-    answer = AuditAnswer(inputs * INPUTS, loss_sum, num_tokens)
+    answer = StageAnswer(inputs * INPUTS, loss_sum, num_tokens)
     return testimony.Testimony(peer_id, answer, sketch([gradient * GRADIENT], bytes(16)))
 
 
@@ -31,7 +32,7 @@ def said(
         said(loss_sum=7.2),
         said(num_tokens=6),
         testimony.Testimony("b", said().answer),
-        testimony.Testimony("b", AuditAnswer(None, 7.0, 5), said().sketch),
+        testimony.Testimony("b", StageAnswer(None, 7.0, 5), said().sketch),
     ],
 )
 def test_what_differs_is_another_answer(other: testimony.Testimony) -> None:

@@ -14,7 +14,7 @@ from swarm_server import command_line as server
 from swarm_training import command_line as train
 from swarm_training.commands import watching
 from swarm_training.commands.staged import StagesBackend
-from swarm_training.contract.run_like import HeldOutView, RunView
+from swarm_training.contract.views import HeldOutView, RunView
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Progress

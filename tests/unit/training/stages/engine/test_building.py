@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
-from swarm_protocol.span import Span
 from swarm_training.stages.engine.building import build_stage
-from swarm_training.stages.engine.settings import LoraSettings, Scratch, StageOptions
+from swarm_training.stages.engine.settings import Scratch
 from tests import zoo
 from tests.unit.training.stages.engine import passes
 
@@ -39,14 +38,6 @@ def test_seeds_and_modules_have_numbers_of_their_own() -> None:
     assert not torch.equal(one[first], one[second])
 
 
-def test_stages_of_given_blocks() -> None:
-    source = Scratch(zoo.make_config("llama"))
-    spans = [Span(0, 1), Span(1, 5), Span(5, 6)]
-    stages = [build_stage(source, index, spans) for index in range(3)]
-    assert [stage.span for stage in stages] == spans
-    assert [len({name.split(".")[2] for name in stage.names if ".layers." in name}) for stage in stages] == [1, 4, 1]
-
-
 def test_what_is_no_stage_is_refused() -> None:
     source = Scratch(zoo.make_config("llama"))
     with pytest.raises(ValueError, match="there is no stage 2: expected 0 to 1"):
@@ -55,12 +46,6 @@ def test_what_is_no_stage_is_refused() -> None:
         build_stage(source, 0, 7)
     with pytest.raises(UnsupportedModel):
         build_stage(Scratch(zoo.make_config("gemma3n_text")), 0, 2)
-    with pytest.raises(ValueError, match="precision is 'fp8'"):
-        StageOptions(precision="fp8")
-    with pytest.raises(ValueError, match="rank is 0"):
-        LoraSettings(rank=0)
-    with pytest.raises(ValueError, match="alpha is 0"):
-        LoraSettings(alpha=0)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -91,8 +91,3 @@ def test_a_graph_is_measured_without_parameters_and_kept_within_the_room() -> No
     assert kept.size_bytes == 2 * measured.size_bytes
     kept.of_weights([weight])
     assert kept.size_bytes == 0
-
-
-def test_room_is_a_number_of_bytes() -> None:
-    with pytest.raises(ValueError, match="kept_bytes is -1: expected at least 0"):
-        StageOptions(kept_bytes=-1)

@@ -11,9 +11,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from swarm_models.checkpoints.peft_files import read_adapter
 from swarm_training.optim.by_name import optimizer_by_name
+from swarm_training.stages.engine import lora
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.export import export_adapter
-from swarm_training.stages.engine.settings import ALL_LINEAR, LoraSettings, Scratch, StageOptions
+from swarm_training.stages.engine.settings import LoraSettings, Scratch, StageOptions
 from swarm_training.stages.engine.stage import Stage
 from tests import zoo
 from tests.unit.training.stages.engine import passes
@@ -29,13 +30,11 @@ def with_adapter(stages: list[Stage]) -> list[Stage]:
     return stages
 
 
-@pytest.mark.parametrize(("name", "modules"), [("llama", ("q_proj", "down_proj")), ("bloom", ()), ("gpt2", ())])
+@pytest.mark.parametrize("name", ["llama", "bloom", "gpt2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_and_files_are_those_of_peft(
-    name: str, modules: tuple[str, ...], precision: str, tmp_path: Path
-) -> None:
+def test_gradients_and_files_are_those_of_peft(name: str, precision: str, tmp_path: Path) -> None:
     checkpoint = passes.open_zoo(name, tmp_path / "model")
-    settings = LoraSettings(rank=4, alpha=12, target_modules=modules)
+    settings = LoraSettings(rank=4)
     options = StageOptions(precision=precision, lora=settings)
     stages = with_adapter(passes.stages_of(checkpoint, 3, options))
     assert all(".lora_" in each for stage in stages for each in stage.names)
@@ -57,13 +56,13 @@ def test_gradients_and_files_are_those_of_peft(
 
 def test_adapters_begin_alike_whatever_the_split_and_as_in_peft() -> None:
     config = zoo.make_config("llama")
-    options = StageOptions(lora=LoraSettings(rank=8, target_modules=(ALL_LINEAR,), seed=2))
+    options = StageOptions(lora=LoraSettings(rank=8, seed=2))
     alone = build_stage(Scratch(config), 0, 1, options).state()
     split = {k: v for stage in passes.stages_of(Scratch(config), 3, options) for k, v in stage.state().items()}
     assert split.keys() == alone.keys() and all(torch.equal(split[name], alone[name]) for name in alone)
     whole = get_peft_model(  # type: ignore[no-untyped-call]
         passes.AutoModelForCausalLM.from_config(config),
-        LoraConfig(r=8, target_modules=ALL_LINEAR, task_type="CAUSAL_LM"),
+        LoraConfig(r=8, task_type="CAUSAL_LM"),
     )
     theirs = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
     assert theirs == {f"base_model.model.{name}" for name in alone}
@@ -88,7 +87,7 @@ def test_only_the_adapter_is_trained() -> None:
     assert changed == {name for name in stage.names if ".lora_B." in name}  # A's gradient is 0 as long as B is
 
 
-def test_modules_that_are_not_there_are_refused() -> None:
-    options = StageOptions(lora=LoraSettings(target_modules=("nothing",)))
-    with pytest.raises(ValueError, match="blocks 0:3 cannot have LoRA with target_modules nothing"):
-        build_stage(Scratch(zoo.make_config("llama")), 0, 2, options)
+def test_modules_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "peft_config", lambda rank: LoraConfig(r=rank, target_modules=["nothing"]))
+    with pytest.raises(ValueError, match="blocks 0:3 cannot have LoRA with target_modules PEFT's default"):
+        build_stage(Scratch(zoo.make_config("llama")), 0, 2, StageOptions(lora=LoraSettings()))

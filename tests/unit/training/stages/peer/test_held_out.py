@@ -13,7 +13,7 @@ from swarm_training.checkpoints.evaluations import EVALUATIONS, read_evaluations
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.rollback.stored import stage_directory
-from swarm_training.stages.peer.run_stages import stage_run
+from swarm_training.stages.routing.run_stages import stage_run
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single, start
 from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, StageWorld, ToyStage, ToyTrainer, held_out_loss, optimizer_of, single

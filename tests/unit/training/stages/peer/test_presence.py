@@ -185,11 +185,3 @@ async def test_a_failed_entry_closes_what_was_opened_and_no_given_board(monkeypa
     async with AsyncExitStack() as resources:
         await member.connect("toy", CONFIG, resources, board=board)  # type: ignore[arg-type]
     assert closed == ["network", "board", "network"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"), [({"index": 2}, "the stage is 2: expected 0 to 1"), ({"run": ""}, "the name of a run")]
-)
-def test_what_is_no_stage_of_a_run_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(StageOfRun("toy", 0, STAGES, MICRO_BATCHES), **changes)  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ import torch
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.stages.peer.run_stages import RunStages
 from swarm_training.stages.peer.stage_peer import LOOK_S
+from swarm_training.stages.routing.run_stages import RunStages
 from tests.marks import SLOW
 from tests.worlds.runs import simulate
 from tests.worlds.stages import (

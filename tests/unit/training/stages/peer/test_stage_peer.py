@@ -14,8 +14,8 @@ from torch import Tensor
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.record import Progress
 from swarm_training.progress.policy import LocalView
-from swarm_training.stages.peer.run_stages import RunStages
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
+from swarm_training.stages.routing.run_stages import RunStages
 
 LIMIT_S = 5.0
 

@@ -234,18 +234,3 @@ def test_a_run_comes_to_rest_and_nobody_moves_back(seed: int) -> None:
     assert all(len(set(stages)) == len(stages) for stages in been.values())
     mean = sum(peer.speed for peer in view.peers) / len(view.costs)
     assert min(stage_speeds(views[-1])) > 0.7 * mean
-
-
-@pytest.mark.parametrize(
-    ("costs", "peer", "match"),
-    [
-        ((), PlacedPeer("a", 0, 1.0), "expected at least one"),
-        ((1.0, 0.0), PlacedPeer("a", 0, 1.0), "all above 0"),
-        ((1.0,), PlacedPeer("a", 1, 1.0), "a is at no stage of the run, which has 1"),
-        ((1.0,), PlacedPeer("a", 0, 1.0, next_stage=-1), "a is at no stage"),
-        ((1.0,), PlacedPeer("a", 0, 0.0), "the speed of a is 0.0: expected more than 0"),
-    ],
-)
-def test_a_view_of_no_run_is_refused(costs: tuple[float, ...], peer: PlacedPeer, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        PlacementView(costs, (peer,))

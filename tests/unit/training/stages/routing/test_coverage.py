@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 
 from swarm_training.core.moment import Moment
-from swarm_training.stages.routing.coverage import Claims, lacking, members, moment_of
+from swarm_training.stages.routing.coverage import Claims, lacking, members
+from swarm_training.stages.routing.run_stages import moment_of
 
 NOW, LATER = Moment(0, 7), Moment(0, 8)
 

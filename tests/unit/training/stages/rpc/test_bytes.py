@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from swarm_training.stages.compress.link_cost import LinkCost
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, Scratch, StageOptions
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
+from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient, WireForms
 from swarm_training.stages.rpc.room import RequestRoom
 from swarm_training.stages.rpc.service import StagesService
 from tests import zoo
@@ -39,14 +38,8 @@ class CountingService(StagesService):
         super().__init__(*arguments)
         self.room = CountingRoom(self._limits)
 
-    async def _forward(self, *arguments: Any) -> Iterable[pb.ComputeReply]:
-        return self._counted(await super()._forward(*arguments))
-
-    async def _backward(self, *arguments: Any) -> Iterable[pb.ComputeReply]:
-        return self._counted(await super()._backward(*arguments))
-
-    def _counted(self, replies: Iterable[pb.ComputeReply]) -> Iterable[pb.ComputeReply]:
-        replies = list(replies)
+    async def _compute(self, *arguments: Any) -> list[pb.ComputeReply]:
+        replies = await super()._compute(*arguments)
         self.sent_bytes += sum(reply.tensor.size_bytes for reply in replies)
         return replies
 
@@ -62,9 +55,10 @@ async def test_a_middle_stage_costs_what_the_formula_says(layers: str, forms: tu
     async with serving(host, make=CountingService) as (peer, service):
         network = GrpcNetwork(ClientCredentials(identity(9)))
         client = StagesClient(network, RUN, WireForms(*forms))
-        hidden = await client.forward(peer, which, inputs, TIMEOUT_S)
-        assert hidden.shape == inputs.shape
-        await client.backward(peer, which, inputs, TIMEOUT_S, grad=hidden, accumulates=True, wants_grad=True)
+        hidden = (await client.ask(StageRequest(which, inputs), peer, TIMEOUT_S)).tensor
+        assert hidden is not None and hidden.shape == inputs.shape
+        asked = StageRequest(which, inputs, grad=hidden, accumulates=True, wants_grad=True, is_backward=True)
+        await client.ask(asked, peer, TIMEOUT_S)
         await network.close()
         cost, tokens = LinkCost.of(layers, HIDDEN, *forms), ROWS * POSITIONS
         assert service.room.received_bytes == tokens * cost.received_bytes

@@ -34,7 +34,8 @@ from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
-from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
+from swarm_training.stages.rpc.answers import StageAnswer
+from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient, WireForms
 from swarm_training.stages.rpc.forms import FORMS, encode_as
 from swarm_training.stages.rpc.framing import pack
 from swarm_training.stages.rpc.room import StageLimits
@@ -68,7 +69,12 @@ async def backward(client: StagesClient, peer: Progress, number: int = 0, timeou
     """Of the first of two stages."""
     ids = tokens(0, number)
     grad = torch.ones(*ids.shape, 8)
-    await client.backward(peer, batch(0, number), ids, timeout_s, grad=grad, accumulates=True, wants_grad=False)
+    asked = StageRequest(batch(0, number), ids, grad=grad, accumulates=True, is_backward=True)
+    await client.ask(asked, peer, timeout_s)
+
+
+def forward(client: StagesClient, peer: Progress, which: MicroBatch, inputs: Tensor) -> Awaitable[StageAnswer]:
+    return client.ask(StageRequest(which, inputs), peer, TIMEOUT_S)
 
 
 @pytest.mark.parametrize(("form", "most"), [("fp32", 0.0), ("fp64", 0.0), ("bf16", 0.01), ("int8", 0.03)])
@@ -81,20 +87,18 @@ def test_answers_are_those_of_the_stage_itself(form: str, most: float) -> None:
         return float((found.float() - expected).norm()) <= most * float(expected.norm())
 
     async def first(client: StagesClient, peer: Progress, host: ToyHost) -> None:
-        assert close(await client.forward(peer, batch(0), ids, TIMEOUT_S), host.stage.forward(ids).hidden)
+        assert close((await forward(client, peer, batch(0), ids)).tensor, host.stage.forward(ids).hidden)
 
     async def middle(client: StagesClient, peer: Progress, host: ToyHost) -> None:
-        found = await client.backward(
-            peer, batch(1), hidden, TIMEOUT_S, grad=hidden, accumulates=False, wants_grad=True
-        )
-        assert close(found.grad, host.stage.backward(hidden, grad=hidden).inputs) and not host.pending
+        asked = StageRequest(batch(1), hidden, grad=hidden, wants_grad=True, is_backward=True)
+        found = await client.ask(asked, peer, TIMEOUT_S)
+        assert close(found.tensor, host.stage.backward(hidden, grad=hidden).inputs) and not host.pending
 
     async def last(client: StagesClient, peer: Progress, host: ToyHost) -> None:
-        found = await client.backward(
-            peer, batch(2, 3), hidden, TIMEOUT_S, labels=ids, loss_scale=7.0, accumulates=True, wants_grad=True
-        )
+        how = {"loss_scale": 7.0, "accumulates": True, "wants_grad": True, "is_backward": True}
+        found = await client.ask(StageRequest(batch(2, 3), hidden, ids, **how), peer, TIMEOUT_S)
         expected = host.stage.backward(hidden, ids, loss_scale=7.0)
-        assert close(found.grad, expected.inputs) and found.num_tokens == expected.num_tokens == 10
+        assert close(found.tensor, expected.inputs) and found.num_tokens == expected.num_tokens == 10
         assert found.loss_sum == pytest.approx(expected.loss_sum, rel=max(most, 1e-12))
         (pending,) = host.pending.items()
         assert pending[0] == (3, identity(TRAINER).peer_id)
@@ -109,10 +113,9 @@ def test_large_tensors_travel_in_parts() -> None:
     hidden = torch.randn(4, 512, 256, generator=torch.Generator().manual_seed(0))  # 4 MiB in fp64
 
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
-        found = await client.backward(
-            peer, batch(1), hidden, TIMEOUT_S, grad=hidden, accumulates=False, wants_grad=True
-        )
-        assert torch.equal(found.grad.float(), stage.backward(hidden, grad=hidden).inputs)
+        asked = StageRequest(batch(1), hidden, grad=hidden, wants_grad=True, is_backward=True)
+        found = await client.ask(asked, peer, TIMEOUT_S)
+        assert torch.equal(found.tensor.float(), stage.backward(hidden, grad=hidden).inputs)
 
     with_peer(scenario, ToyHost(stage), "fp64")
     form = FORMS["fp64"]
@@ -142,7 +145,7 @@ def test_another_step_stage_run_or_version_is_refused_with_what_the_peer_is_at()
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
         ids, at = tokens(0, 0), Moment(2, 7)
         calls = [
-            lambda which: client.forward(peer, which, ids, TIMEOUT_S),
+            lambda which: forward(client, peer, which, ids),
             lambda which: client.commit(peer, which, TIMEOUT_S),
         ]
         for call in calls:
@@ -201,7 +204,7 @@ def test_bytes_and_pending_gradients_are_limited() -> None:
         with pytest.raises(PeerBusy, match="no room for 384 bytes more"):
             await backward(client, peer)
         assert host.num_computed == 0
-        await client.forward(peer, batch(0), tokens(0, 0), TIMEOUT_S)
+        await forward(client, peer, batch(0), tokens(0, 0))
 
     with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=StageLimits(max_bytes=2 * 400))
 
@@ -221,7 +224,7 @@ def test_who_is_refused_while_it_sends_hears_why() -> None:
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
         for _ in range(3):
             with pytest.raises(PeerBusy, match="no room for"):
-                await client.forward(peer, batch(1), torch.zeros(1, 1 << 19, 8), TIMEOUT_S)
+                await forward(client, peer, batch(1), torch.zeros(1, 1 << 19, 8))
         assert host.num_computed == 0
 
     with_peer(scenario, ToyHost(ToyStage(1, 2)), limits=StageLimits(max_bytes=400, max_tokens=1 << 30))
@@ -360,7 +363,7 @@ def test_wrong_answers_are_the_peers_fault(reply: pb.ComputeReply | None, kind: 
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
         Liar.reply = reply
         with pytest.raises(kind, match=message) as error:
-            await client.forward(peer, batch(0), IDS, TIMEOUT_S)
+            await forward(client, peer, batch(0), IDS)
         assert error.value.peer_id == peer.peer_id
 
     with_peer(scenario, ToyHost(ToyStage(0, 2)), make=Liar)
@@ -374,10 +377,10 @@ async def test_only_trainers_are_let_into_a_private_run_and_peers_are_known_by_t
             network = GrpcNetwork(ClientCredentials(identity(TRAINER), token))
             client = StagesClient(network, RUN, WireForms())
             if token:
-                await client.forward(peer, batch(0), IDS, TIMEOUT_S)
+                await forward(client, peer, batch(0), IDS)
                 with pytest.raises(PeerUnavailable, match="another TLS certificate"):
-                    await client.forward(replace(peer, tls_fingerprint=bytes(32)), batch(0), IDS, TIMEOUT_S)
+                    await forward(client, replace(peer, tls_fingerprint=bytes(32)), batch(0), IDS)
             else:
                 with pytest.raises(AccessDenied, match="takes only members"):
-                    await client.forward(peer, batch(0), IDS, TIMEOUT_S)
+                    await forward(client, peer, batch(0), IDS)
             await network.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from swarm_training.data.blocks import TokenBlocks
@@ -28,9 +27,3 @@ def test_no_row_comes_twice_in_an_epoch_and_runs_differ() -> None:
     firsts = [int(row[0]) for step in range(5) for number in range(4) for row in data.at(step, number).ids]
     assert sorted(firsts) == list(range(0, 300, 5))
     assert not torch.equal(data.at(0, 0).ids, BlockMicroBatches(BLOCKS, "other", 4, 3).at(0, 0).ids)
-
-
-@pytest.mark.parametrize(("count", "rows"), [(0, 1), (1, 0)])
-def test_a_batch_has_something_in_it(count: int, rows: int) -> None:
-    with pytest.raises(ValueError, match="expected at least one of each"):
-        BlockMicroBatches(BLOCKS, "run", count, rows)

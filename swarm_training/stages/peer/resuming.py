@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MAX_OFFERS, Kept, OfferedCheckpoint, Progress
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
+from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.resume.agreement import StartingPoint, agreed, lacking
 
 SETTLE_S = 5.0  # without a new offer, until the best of them is taken: slower machines may have a newer checkpoint
@@ -44,24 +45,11 @@ class ResumedState:
     skipped_batches: int = 0
 
 
-class StageRecords(Protocol):
-    """The records of the peers of each stage: a ``RunWatch``."""
-
-    @property
-    def num_stages(self) -> int: ...
-
-    def records(self, stage: int) -> list[Progress]:
-        """Return the records of peers that train."""
-
-    def placed(self, stage: int) -> list[Progress]:
-        """Return these, and those of peers that have not joined yet."""
-
-
 class Resuming:
     """The start of a peer that has not joined yet: its offers from its disk, and its choice among all offers."""
 
     def __init__(
-        self, index: int, peer: TrainingPeer, watch: StageRecords, download: Download, in_thread: InThread
+        self, index: int, peer: TrainingPeer, watch: RunWatch, download: Download, in_thread: InThread
     ) -> None:
         """Offer nothing yet. ``index``: the own stage. ``download``: returns a checkpoint that one of these peers
         gives; None if none does."""

@@ -14,79 +14,26 @@ import logging
 import random
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
 
 from swarm_protocol.errors import BadReply, PeerMoved, SwarmError
-from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.audit.client import AuditClient, AuditedRequest, AuditEvidence, answer_of
+from swarm_training.stages.audit.client import AuditClient, AuditEvidence
 from swarm_training.stages.audit.sketch import SEED_BYTES
-from swarm_training.stages.audit.testimony import AuditAnswer, Testimony, Tolerance, majority
-from swarm_training.stages.rpc.client import BackwardReply
+from swarm_training.stages.audit.testimony import Testimony, Tolerance, majority
+from swarm_training.stages.routing.run_stages import StageMember, Stages
+from swarm_training.stages.rpc.answers import StageAnswer
+from swarm_training.stages.rpc.client import StageRequest
+from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, callee_of
 
-R = TypeVar("R", Tensor, BackwardReply)
+_SUSPICION_S = 20.0  # the time for which peers are avoided if it is unknown which of them is wrong
+_TIMEOUT_S = 60.0  # the time limit for a signature, and for the judgement of a mate
 _TRIES, _RETRY_S = 3, 0.5  # attempts to accuse a peer before one mate, and the pause between them
 _UNSIGNED = 3  # consecutive unsigned answers after which a peer is avoided; fewer prove nothing, as peers die or move
 _logger = logging.getLogger(__name__)
-
-
-class AuditedPeer(Protocol):
-    """A peer of a stage as the trainer sees it."""
-
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def moment(self) -> Moment: ...
-    @property
-    def address(self) -> str: ...
-    @property
-    def tls_fingerprint(self) -> bytes: ...
-
-
-Stages = Sequence[Sequence[Any]]
-Look = Callable[[], Stages]
-
-
-class Asker(Protocol):
-    """The interface of ``PeerCaller`` in the trainer."""
-
-    async def ask(
-        self,
-        stage: int,
-        moment: Moment,
-        kind: str,
-        call: Callable[[Progress, float], Awaitable[R]],
-        kept_by: str | None = None,
-    ) -> tuple[R, Progress]: ...
-
-
-@dataclass(frozen=True)
-class AuditConfig:
-    """The settings of audits. Raises ValueError if a setting is out of its range.
-
-    Attributes:
-        share: the fraction of all answers that is audited, above 0 and up to 1.
-        precision: the precision in which peers compute.
-        activations, gradients: the wire forms in which they travel.
-        suspicion_s: the time for which peers are avoided if it is unknown which of them is wrong.
-        timeout_s: the time limit for a signature, and for the judgement of a mate.
-    """
-
-    share: float
-    precision: str = "fp32"
-    activations: str = "fp32"
-    gradients: str = "fp32"
-    suspicion_s: float = 20.0
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"the share of audits is {self.share}: expected a number above 0, up to 1")
 
 
 @dataclass(frozen=True)
@@ -103,28 +50,25 @@ class Auditor:
     """A trainer's auditor. All its methods are for one event loop.
 
     Attributes:
-        num_audits: the number of audits that have begun.
         convicted: the ids of peers that answered wrongly, each confirmed by at least one mate.
     """
 
     def __init__(
         self,
-        config: AuditConfig,
+        config: TrainerConfig,
         run: str,
         look: Look,
-        asker: Callable[[Look], Asker],
+        asker: Callable[[Look], PeerCaller],
         client: AuditClient,
-        draw: Callable[[], float] | None = None,
     ) -> None:
-        """Set up the auditor. ``look``: returns the living peers of each stage. ``asker``: makes an ``Asker`` for a
-        look. ``draw``: returns an unpredictable number, uniform in [0, 1); None: the system's random numbers."""
+        """Set up the auditor. ``look``: returns the living peers of each stage. ``asker``: makes a caller of the
+        peers that a look returns."""
         self._config, self._run, self._look, self._asker, self._client = config, run, look, asker, client
-        self._draw = draw or random.SystemRandom().random
+        self._draw = random.SystemRandom().random
         self._asking = asker(self.allowed)
         self._avoided_until_s: dict[str, float] = {}
         self._disputed: set[str] = set()  # every answer of these peers is audited
         self._unsigned: Counter[str] = Counter()
-        self.num_audits = 0
         self.convicted: set[str] = set()
 
     def allowed(self) -> Stages:
@@ -136,41 +80,26 @@ class Auditor:
     def _present(self) -> Stages:
         return _without(self._look(), self.convicted)
 
-    async def ask(
-        self,
-        asked: AuditedRequest,
-        kind: str,
-        call: Callable[[Progress, float], Awaitable[R]],
-        kept_by: str | None = None,
-    ) -> tuple[R, Progress]:
-        """Return the answer and its peer, see ``PeerCaller.ask``. ``call`` sends the request to one peer."""
-        which = asked.which
+    async def ask(self, asked: StageRequest, kept_by: str | None = None) -> tuple[StageAnswer, Progress]:
+        """Return the answer and its peer, see ``PeerCaller.ask``."""
         while True:
-            reply, peer = await self._asking.ask(which.stage, which.moment, kind, call, kept_by)
-            if peer.peer_id not in self._disputed and self._draw() >= self._config.share:
-                return reply, peer
-            if await self._is_confirmed(asked, kind, call, answer_of(reply), peer):
-                return reply, peer
+            answer, peer = await self._asking.ask(asked, kept_by)
+            if peer.peer_id not in self._disputed and self._draw() >= self._config.audit_share:
+                return answer, peer
+            if await self._is_confirmed(asked, answer, peer):
+                return answer, peer
 
-    async def _is_confirmed(
-        self,
-        asked: AuditedRequest,
-        kind: str,
-        call: Callable[[Progress, float], Awaitable[R]],
-        answer: AuditAnswer,
-        peer: Progress,
-    ) -> bool:
+    async def _is_confirmed(self, asked: StageRequest, answer: StageAnswer, peer: Progress) -> bool:
         """Return whether others confirm the answer, or none can check it. Avoid or convict peers that disagree."""
         if not self._others(asked, {peer.peer_id}):
             return True
-        self.num_audits += 1
         seed, seen = secrets.token_bytes(SEED_BYTES), {peer.peer_id}
         first = await self._witness(asked, answer, peer, seed, withdraws=False)
         if first is None:
             return False
         witnesses = [first]
         while others := self._others(asked, seen):
-            witness = await self._another_witness(asked, kind, call, seed, others, seen)
+            witness = await self._another_witness(asked, seed, others, seen)
             if witness is None:
                 continue
             witnesses.append(witness)
@@ -185,47 +114,41 @@ class Auditor:
         self._leave_alone(asked, [each.peer_id for each in witnesses])
         return False
 
-    def _tolerance(self, asked: AuditedRequest) -> Tolerance:
-        config = self._config
-        return Tolerance.of(config.precision, config.gradients if asked.is_backward else config.activations)
+    def _tolerance(self, asked: StageRequest) -> Tolerance:
+        forms = self._config.forms
+        return Tolerance.of(self._config.precision, forms.gradients if asked.is_backward else forms.activations)
 
     async def _another_witness(
-        self,
-        asked: AuditedRequest,
-        kind: str,
-        call: Callable[[Progress, float], Awaitable[R]],
-        seed: bytes,
-        others: Collection[str],
-        seen: set[str],
+        self, asked: StageRequest, seed: bytes, others: Collection[str], seen: set[str]
     ) -> _Witness | None:
         """Return the answer and signature of one of ``others``; None if there is none. Add to ``seen`` those that need
         not be asked again."""
         try:
             asker = self._asker(partial(self._only, asked, frozenset(others)))
-            reply, other = await asker.ask(asked.which.stage, asked.which.moment, kind, call)
+            answer, other = await asker.ask(asked)
         except SwarmError as error:  # the fault of the peers that were asked, not of the request
             _logger.debug("stage %d: no other peer computes %s: %s", asked.which.stage, asked.which, error)
             seen.update(others)
             return None
         seen.add(other.peer_id)
-        return await self._witness(asked, answer_of(reply), other, seed, withdraws=True)
+        return await self._witness(asked, answer, other, seed, withdraws=True)
 
-    def _others(self, asked: AuditedRequest, seen: Collection[str]) -> set[str]:
+    def _others(self, asked: StageRequest, seen: Collection[str]) -> set[str]:
         """Return the ids of other peers at this moment. Avoided peers are included: their answers are only compared."""
-        peers: Sequence[AuditedPeer] = self._present()[asked.which.stage]
+        peers = self._present()[asked.which.stage]
         at = {peer.peer_id for peer in peers if peer.moment == asked.which.moment and peer.address}
         return at.difference(seen)
 
-    def _only(self, asked: AuditedRequest, peer_ids: Collection[str]) -> Stages:
+    def _only(self, asked: StageRequest, peer_ids: Collection[str]) -> Stages:
         stages = self._present()
         return _without(stages, {peer.peer_id for peer in stages[asked.which.stage]}.difference(peer_ids))
 
     async def _witness(
-        self, asked: AuditedRequest, answer: AuditAnswer, peer: Progress, seed: bytes, *, withdraws: bool
+        self, asked: StageRequest, answer: StageAnswer, peer: Progress, seed: bytes, *, withdraws: bool
     ) -> _Witness | None:
         """Return the peer's answer and signature; None if the peer does not sign, which may happen now and then."""
         try:
-            evidence = await self._client.attest(peer, asked, answer, seed, self._config.timeout_s, withdraws=withdraws)
+            evidence = await self._client.attest(peer, asked, answer, seed, _TIMEOUT_S, withdraws=withdraws)
         except SwarmError as error:
             self._unsigned[peer.peer_id] += 1
             _logger.debug("%s does not sign its answer: %s", peer.peer_id, error)
@@ -236,7 +159,7 @@ class Auditor:
         del self._unsigned[peer.peer_id]
         return _Witness(Testimony(peer.peer_id, answer, evidence.statement.sketch), evidence)
 
-    def _leave_alone(self, asked: AuditedRequest, peer_ids: Sequence[str]) -> None:
+    def _leave_alone(self, asked: StageRequest, peer_ids: Sequence[str]) -> None:
         which = asked.which
         _logger.warning(
             "%s disagree about micro-batch %d of step %d at stage %d, and no other peer can say which is wrong: "
@@ -245,16 +168,16 @@ class Auditor:
             which.number,
             which.moment.step,
             which.stage,
-            self._config.suspicion_s,
+            _SUSPICION_S,
         )
         self._suspect(peer_ids)
 
     def _suspect(self, peer_ids: Collection[str]) -> None:
-        until_s = asyncio.get_running_loop().time() + self._config.suspicion_s
+        until_s = asyncio.get_running_loop().time() + _SUSPICION_S
         self._avoided_until_s |= dict.fromkeys(peer_ids, until_s)
         self._disputed |= set(peer_ids)
 
-    async def _convict(self, asked: AuditedRequest, wrong: _Witness) -> None:
+    async def _convict(self, asked: StageRequest, wrong: _Witness) -> None:
         """Let the mates of a peer judge its answer. The trainer does not ask the peer meanwhile."""
         if wrong.peer_id in self.convicted:
             return
@@ -282,12 +205,12 @@ class Auditor:
                 len(mates),
             )
 
-    async def _accuse(self, mate: AuditedPeer, asked: AuditedRequest, wrong: _Witness) -> bool:
-        callee = Progress(self._run, mate.peer_id, address=mate.address, tls_fingerprint=mate.tls_fingerprint)
+    async def _accuse(self, mate: StageMember, asked: StageRequest, wrong: _Witness) -> bool:
+        callee = callee_of(self._run, mate)
         answer, evidence = wrong.testimony.answer, wrong.evidence
         for _ in range(_TRIES):
             try:
-                return await self._client.accuse(callee, asked, answer, evidence, self._config.timeout_s)
+                return await self._client.accuse(callee, asked, answer, evidence, _TIMEOUT_S)
             except PeerMoved:
                 return False
             except SwarmError as error:

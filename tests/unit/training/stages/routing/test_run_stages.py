@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swarm_training.core.record import Progress
-from swarm_training.stages.peer.run_stages import RunStages
+from swarm_training.stages.routing.run_stages import RunStages
 
 RECORD = Progress("toy/0", "", micro_batches=b"\0", target_batch_size=8)
 

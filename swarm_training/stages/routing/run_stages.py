@@ -65,6 +65,9 @@ class StageMember:
         )
 
 
+Stages = Sequence[Sequence[StageMember]]  # the living peers of each stage
+
+
 @dataclass(frozen=True)
 class RunStages:
     """The peers of a run in stages.
@@ -96,10 +99,15 @@ class RunStages:
 
     @property
     def moment(self) -> Moment | None:
-        """Return the moment at which micro-batches are wanted: the slowest stage's; None if a stage has no peers."""
-        if not self.stages or not all(self.stages):
-            return None
-        return min(max(peer.moment for peer in stage) for stage in self.stages)
+        """Return the moment at which micro-batches are wanted, see ``moment_of``."""
+        return moment_of(self.stages)
+
+
+def moment_of(stages: Stages) -> Moment | None:
+    """Return the moment at which micro-batches are wanted: the slowest stage's; None if a stage has no peers."""
+    if not stages or not all(stages):
+        return None
+    return min(max(peer.moment for peer in stage) for stage in stages)
 
 
 def _usual(records: Sequence[Progress]) -> list[Progress]:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.evaluations import read_evaluations, write_evaluations
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import Progress
 from swarm_training.evaluation import policy as decisions
 from swarm_training.evaluation.evaluator import InThread, PendingEvaluation
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.rollback.kept import file_name
 from swarm_training.rollback.stored import stage_directory
 from swarm_training.run.peer import TrainingPeer
+from swarm_training.stages.peer.watch import RunWatch
 
 # Returns the mean loss on held-out data with the weights of all stages at this moment, and the number of samples.
 HeldOutLossOf = Callable[[Moment], Awaitable[tuple[float, int]]]
@@ -39,24 +38,6 @@ class WeightsOfStages:
         return await self.loss_of(self.moment)
 
 
-class RunEnd(Protocol):
-    @property
-    def has_ended(self) -> bool: ...
-
-
-class EvaluatedStages(Protocol):
-    """The records of the peers of each stage: a ``RunWatch``."""
-
-    @property
-    def num_stages(self) -> int: ...
-
-    def records(self, stage: int) -> list[Progress]:
-        """Return the records of a stage's peers."""
-
-    def view(self) -> RunEnd:
-        """Return whether the last stage has ended the run."""
-
-
 class StageEvaluation:
     """One peer's part in the evaluations of its run. All methods are for one event loop.
 
@@ -64,7 +45,7 @@ class StageEvaluation:
         known: the known losses: all of them at the last stage, at others those that were the lowest or the newest.
     """
 
-    def __init__(self, index: int, peer: TrainingPeer, watch: EvaluatedStages) -> None:
+    def __init__(self, index: int, peer: TrainingPeer, watch: RunWatch) -> None:
         self.known = EvaluationHistory()
         self._is_last = index == watch.num_stages - 1
         self._peer, self._watch = peer, watch

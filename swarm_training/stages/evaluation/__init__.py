@@ -1,1 +1,0 @@
-"""The evaluations of a run in stages on held-out data, as one peer of a stage takes part in them."""
