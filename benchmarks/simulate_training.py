@@ -95,7 +95,7 @@ def peer_lives(scenario: Scenario, seed: int) -> list[PeerLife]:
 
 def first_stages(scenario: Scenario, everybody: Sequence[PeerLife]) -> dict[str, Span]:
     """Where those are that are there from the start: each took the slowest stage."""
-    view = PlacementView.of(scenario.num_blocks, ())
+    view = PlacementView((1.0,) * scenario.num_blocks, ())
     for life in everybody:
         if life.born_s == 0.0:
             peer = PlacedPeer(life.peer_id, choose_stage(view, life.peer_id), life.speed)

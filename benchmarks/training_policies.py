@@ -54,7 +54,7 @@ class StagePolicy(Policy):
         """As long as nothing changes, the same object: so that a plan made of it can be shared."""
         if self._stages is None or self._seen is not of:
             peers = (self._peer(record) for record in of.servers if record.state is not ServerState.OFFLINE)
-            self._seen, self._stages = of, PlacementView.of(self.swarm.num_blocks, peers)
+            self._seen, self._stages = of, PlacementView((1.0,) * self.swarm.num_blocks, tuple(peers))
         return self._stages
 
     def _peer(self, record: ServerRecord) -> PlacedPeer:

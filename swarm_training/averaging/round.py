@@ -24,7 +24,7 @@ from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.grid_attempt import GridAttempt
 from swarm_training.averaging.group import Group
 from swarm_training.compression.codecs import Codec
-from swarm_training.compression.compressor import Encoder
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.network import MessageStream, Network, ReduceStream
 from swarm_training.pb import training_pb2 as pb
 
@@ -41,7 +41,7 @@ class VectorCoding:
 
     codec: Codec
     chunk_elements: int
-    encoder: Encoder | None = None
+    encoder: ErrorFeedback | None = None
 
 
 class AveragingRound:

@@ -36,9 +36,11 @@ from swarm_training.commands.looking import shown_bans, view_of
 from swarm_training.contract.backend import Joining, OpenRun
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
-from swarm_training.data.loader import Batches, Prefetcher
+from swarm_training.data.blocks import BlockBatches
+from swarm_training.data.loader import Prefetcher
 from swarm_training.data.opening import DataReader
 from swarm_training.data.order import DataShard
+from swarm_training.data.streaming import StreamBatches
 from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.known_losses import KnownLosses
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
@@ -72,7 +74,7 @@ class TrainingSetup:
     file: RunFile
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batches: Batches
+    batches: BlockBatches | StreamBatches
     local: LocalSteps | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     evaluation: Evaluation | None = None

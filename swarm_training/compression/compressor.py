@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -26,22 +26,6 @@ class Compressor(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state. Raise ValueError if it is not the state of such a compressor."""
-
-
-class Encoder(Protocol):
-    """An encoder that remembers, for each key, what encoding has lost, once the round is committed."""
-
-    def encode(self, key: Hashable, vector: Tensor) -> bytes:
-        """Return the bytes of a vector, [n] float32."""
-
-    def commit(self) -> None:
-        """Keep the losses of the round, which succeeded."""
-
-    def rollback(self) -> None:
-        """Discard the losses of the round, which failed."""
-
-    def forget(self) -> None:
-        """Discard all losses, because they belong to a state that was replaced."""
 
 
 class Plain:

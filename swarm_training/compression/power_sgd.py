@@ -19,9 +19,6 @@ class PowerSGD:
     A tensor of more dimensions is a matrix of its first dimension by the rest. Tensors for which rank × (rows +
     columns) is not below their size are averaged as they are. The difference between M and P Qᵀ with this peer's own Q
     is added to its next gradient.
-
-    Attributes:
-        num_averaged: the number of elements of both averaged vectors.
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], rank: int, run: str = "") -> None:
@@ -43,8 +40,6 @@ class PowerSGD:
                 self._initial[index] = _uniform(columns, rank, f"{run}|{index}|{tuple(shape)}")
         self._q = dict(self._initial)
         self._errors: dict[int, Tensor] = {}  # this peer's own
-        plain = sum(size for index, size in enumerate(self._sizes) if index not in self._dims)
-        self.num_averaged = plain + sum(rank * (rows + columns) for rows, columns in self._dims.values())
 
     def phases(self, gradient: Tensor) -> Phases:
         """Yield every P with the uncompressed tensors, then every Q, if there is one; see ``Compressor.phases``."""

@@ -5,25 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Batches(Protocol):
-    """An endless series of batches; its state is the state after the last batch."""
-
-    def next_batch(self) -> torch.Tensor: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+from swarm_training.data.blocks import BlockBatches
+from swarm_training.data.streaming import StreamBatches
 
 
 class Prefetcher:
     """A series of batches that keeps up to ``depth`` batches of another series ready. Close it, or use ``with``."""
 
-    def __init__(self, batches: Batches, depth: int = 2) -> None:
+    def __init__(self, batches: BlockBatches | StreamBatches, depth: int = 2) -> None:
         self._batches = batches
         self._depth = depth
         self._state = batches.state_dict()

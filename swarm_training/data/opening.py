@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,7 @@ def open_batches(
 
 def open_blocks(data: DataSettings, run: str, tokenize: Tokenize, end: int | None, cache: Path) -> TokenBlocks:
     """Return all data, in an order that is the same for all peers of the run. Raise ValueError if there are none."""
-    texts = _one_epoch(open_source(data, DataReader(run, "", EVERYTHING)))
+    texts = open_source(data, DataReader(run, "", EVERYTHING)).texts()  # of the first epoch
     return TokenBlocks.pack_to_disk(cache, texts, tokenize, end, data.block_length)
 
 
@@ -76,11 +75,6 @@ def open_held_out(data: DataSettings, samples: int, tokenize: Tokenize, end: int
     """
     texts = open_source(data, DataReader("held-out data", "", EVERYTHING)).texts()
     return TokenBlocks.pack(texts, tokenize, end, data.block_length, samples)
-
-
-def _one_epoch(source: TextSource) -> Iterator[str]:
-    """Return the texts of the first epoch, whose order is the same for all peers."""
-    return source.texts()
 
 
 def _dataset(data: DataSettings, path: Path) -> IterableDataset:

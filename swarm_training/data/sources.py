@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,21 +18,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".txt", ".jsonl")
 State = dict[str, Any]  # values of JSON
-
-
-class TextSource(Protocol):
-    """A source of the texts of one epoch after another; its state says which text comes next."""
-
-    def texts(self) -> Iterator[str]:
-        """Yield the texts from the present state to the end of the epoch."""
-
-    def next_epoch(self) -> None:
-        """Go to the beginning of the next epoch."""
-
-    def state_dict(self) -> State:
-        """Return the state after the last text: ``texts`` of a source in this state begins with the next text."""
-
-    def load_state_dict(self, state: State) -> None: ...
 
 
 def local_texts(path: Path) -> list[Path]:
@@ -53,15 +38,14 @@ def local_texts(path: Path) -> list[Path]:
 
 
 class FileTexts:
-    """A source of the lines of files, without blank ones; the order of the files changes with each epoch.
+    """A source of the lines of files, without blank ones; the order of the files changes with each epoch. Its state
+    says which text comes next.
 
     A line of .jsonl is an object with a string "text". Each part takes every ``count``-th line of a file.
     """
 
     def __init__(self, files: Sequence[Path], seed: str, part: DataShard = EVERYTHING) -> None:
-        """Start at the first file. Raise ValueError if there are no files."""
-        if not files:
-            raise ValueError(f"there are no files of text: expected some {' or '.join(SUFFIXES)}")
+        """Start at the first of the files, of which there must be one."""
         self._files = sorted(files)
         self._order = SampleOrder(seed, len(files))
         self._part = part
@@ -141,6 +125,9 @@ class StreamedTexts:
     def load_state_dict(self, state: State) -> None:
         self._epoch, self._place = state["epoch"], state["place"]
         self._example, self._in_shard = state["example"], state["in_shard"]
+
+
+TextSource = FileTexts | StreamedTexts
 
 
 def _text_of(line: bytes, path: Path, number: int) -> str:

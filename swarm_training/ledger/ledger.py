@@ -204,11 +204,3 @@ class Ledger:
 
 def digest_of(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:_DIGEST_BYTES]
-
-
-def summed(run: str, limits: LedgerLimits, organiser: SwarmKey | None, rounds: Iterable[bytes]) -> dict[str, UserTotal]:
-    """Return the totals that anybody can compute from signed rounds. Raises ValueError if a round is not valid."""
-    ledger = Ledger(run, limits, organiser)
-    for data in rounds:
-        ledger.add(data)
-    return ledger.totals()

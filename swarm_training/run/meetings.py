@@ -18,7 +18,8 @@ from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.compression.codecs import codec_of
-from swarm_training.compression.compressor import Compressor, Encoder
+from swarm_training.compression.compressor import Compressor
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_stream import stream_pair
 from swarm_training.core.moment import Moment
@@ -67,7 +68,7 @@ class Decisions:
 @dataclass(frozen=True)
 class GradientCompression:
     compressor: Compressor
-    encoder: Encoder | None = None
+    encoder: ErrorFeedback | None = None
 
 
 class Averager:

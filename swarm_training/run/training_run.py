@@ -19,7 +19,8 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
 from swarm_training.compression.codecs import TWO_BIT
-from swarm_training.compression.compressor import Compressor, Encoder, Plain
+from swarm_training.compression.compressor import Compressor, Plain
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
@@ -63,7 +64,7 @@ class TrainingRun:
         config: TrainingConfig | None = None,
         identity: Identity | None = None,
         compressor: Compressor | None = None,
-        encoder: Encoder | None = None,
+        encoder: ErrorFeedback | None = None,
         access: AccessControl | None = None,
         token: bytes = b"",
         resumed_at: Moment | None = None,
@@ -82,7 +83,7 @@ class TrainingRun:
             target_batch_size: the number of samples of all peers together between two global steps.
             identity: this peer's key; None creates a new one.
             compressor: the object that decides which vectors are averaged in place of the gradient.
-            encoder: the memory of what encoding loses, see ``Encoder``.
+            encoder: the memory of what encoding loses, see ``ErrorFeedback``.
             access, token: the access control and this peer's token, for a private run.
             resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which this peer has loaded its
                 parameters and optimizer, if it has. The founder goes on from there, or from a newer one that others
@@ -393,7 +394,7 @@ def _check_start(
         raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
 
 
-def _check_compressor(compressor: Compressor, encoder: Encoder | None, config: TrainingConfig) -> None:
+def _check_compressor(compressor: Compressor, encoder: ErrorFeedback | None, config: TrainingConfig) -> None:
     """Raise ValueError if the config does not allow the compressor, or its codec needs an encoder."""
     kind = type(compressor).__name__
     if config.delay and compressor.state_dict():

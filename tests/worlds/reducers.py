@@ -13,7 +13,7 @@ from swarm_training.averaging.grid import needs_grid
 from swarm_training.averaging.group import Group, GroupMember
 from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.compression.codecs import codec_of
-from swarm_training.compression.compressor import Encoder
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import rank
@@ -44,7 +44,7 @@ def make_round(
     vector: torch.Tensor,
     codec: str = "fp32",
     chunk_elements: int = 4,
-    encoder: Encoder | None = None,
+    encoder: ErrorFeedback | None = None,
 ) -> AveragingRound:
     return AveragingRound(network, group, me, 0, vector, VectorCoding(codec_of(codec), chunk_elements, encoder))
 

@@ -243,7 +243,7 @@ class SimulatedStagePeer:
     def backward(self, step: int, m: int, trainer: str, inputs: Tensor, grad: Tensor | None) -> Tensor:
         self._at(step)
         gradients = self.stage.backward(inputs, grad)
-        self.stage_peer.add(step, m, trainer, gradients)
+        self.stage_peer.counting.add(step, m, trainer, gradients)
         return gradients.inputs
 
 
@@ -452,7 +452,7 @@ class ToyTrainer:
             peer = self._choose(index, moment)
             with suppress(PeerUnavailable):
                 result: Tensor = await peer.call(partial(peer.backward, step, m, self.name, inputs, grad), 0.02)
-                if not counts or await peer.call(partial(peer.stage_peer.commit, step, m, self.name), 0.0):
+                if not counts or await peer.call(partial(peer.stage_peer.counting.commit, step, m, self.name), 0.0):
                     return result
         raise PeerUnavailable("nobody answers")
 

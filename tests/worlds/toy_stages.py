@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +126,10 @@ class ToyHost:
     has_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        self.sums = Sums(self.stage.parameters)
+        self.peer = self.counting = self
+        self.sums: Any = Sums(self.stage.parameters)
+        self.sums.num_micro_batches = self.num_micro_batches
+        self.sums.require_room, self.sums.forget = self.require_room, self.forget
 
     async def compute(self, work: Callable[[], T], share: float) -> T:
         if self.gate is not None:

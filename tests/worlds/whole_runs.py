@@ -157,7 +157,7 @@ class RunningPeer:
     @property
     def moment(self) -> Moment | None:
         """None before it has joined."""
-        return self.life.moment if self.life.record().state_digest else None
+        return self.life.moment if self.life.peer.own.state_digest else None
 
 
 @dataclass

@@ -179,7 +179,7 @@ class AuditService:
             require_moment(work.micro_batch, host)
             return computed(host.stage, work, tensors, is_backward)
 
-        answer, found = await host.compute(run, SHARES[BACKWARD if is_backward else FORWARD])
+        answer, found = await host.peer.compute(run, SHARES[BACKWARD if is_backward else FORWARD])
         sketched: tuple[float, ...] = ()
         if statement.sketch and found is not None:
             sketched = await asyncio.to_thread(sketch, found.parameters, statement.seed)

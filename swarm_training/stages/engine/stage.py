@@ -280,12 +280,6 @@ class Stage:
 
     # ---------------------------------------------------------------- state
 
-    def slice_of(self, name: str) -> slice:
-        """Return where a parameter's elements are in the vector of all, [num_trained]."""
-        at = self.names.index(name)
-        start = sum(each.numel() for each in self.parameters[:at])
-        return slice(start, start + self.parameters[at].numel())
-
     def state(self) -> dict[str, Tensor]:
         """Return the stage's part of the stock model's ``state_dict`` and its boundary layers; with LoRA, the adapters'
         matrices alone.

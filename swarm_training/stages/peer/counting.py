@@ -50,7 +50,13 @@ class Counting:
         self._is_closed = False
 
     def add(self, step: int, m: int, trainer: str, gradients: StageGradients) -> None:
-        """See ``StagePeer.add``."""
+        """Keep a result of ``backward`` for this micro-batch until ``commit``. Call it in the compute thread.
+
+        Raises:
+            PeerMoved: the peer is at another step.
+            PeerBusy: there is no room for it.
+            RequestRejected: there is no such micro-batch.
+        """
         self._sums.add(step, m, trainer, gradients.parameters)
         self._losses.add(m, trainer, gradients.loss_sum, gradients.num_tokens)
 
@@ -59,7 +65,14 @@ class Counting:
         self.done = frozenset()
 
     async def commit(self, step: int, m: int, trainer: str) -> bool:
-        """See ``StagePeer.commit``."""
+        """Add what is pending to the sums. Return whether the micro-batch counts at this stage now, also if another
+        peer of the stage has it. If not, it must be computed again.
+
+        Raises:
+            PeerMoved: the peer is at another step.
+            PeerBusy: the stage is averaging; it takes later what it lacks for that.
+            RequestRejected: there is no such micro-batch.
+        """
         async with self.changing:
             if step != self._sums.step:
                 raise PeerMoved(f"micro-batch {m} is of step {step}: this peer is at step {self._sums.step}")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from swarm_protocol.process.routine import end_tasks
-from swarm_training.compression.compressor import Compressor, Encoder, Plain
+from swarm_training.compression.compressor import Compressor, Plain
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.crediting import LedgerCredentials
@@ -85,7 +86,7 @@ class StagePresence:
         sums: Accumulator,
         add_services: AddServices = lambda server, peer, network: None,
         compressor: Compressor | None = None,
-        encoder: Encoder | None = None,
+        encoder: ErrorFeedback | None = None,
         shared: Spans = (),
         board: DhtPeerRegistry | None = None,
         look_s: float | None = None,

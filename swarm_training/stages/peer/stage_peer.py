@@ -20,7 +20,7 @@ from swarm_training.checkpoints.state_file import UnreadableState
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.bitmap import contains
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import JOINING, Progress
+from swarm_training.core.record import JOINING
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.progress import policy
 from swarm_training.progress.table import ProgressTable
@@ -38,7 +38,6 @@ from swarm_training.stages.routing.speed import ComputeSpeed
 
 if TYPE_CHECKING:
     from swarm_training.stages.engine.accumulator import Accumulator
-    from swarm_training.stages.engine.stage import StageGradients
 
 T = TypeVar("T")
 LOOK_S = 5.0
@@ -57,7 +56,7 @@ class OwnStage:
 
 
 class StagePeer:
-    """A peer of a stage. Its methods are for one event loop, except ``add``.
+    """A peer of a stage. Its methods are for one event loop.
 
     A stage may lose all of its peers, or all that hold the average with which other stages have stepped. The peers that
     are left, or come next, then begin at the newest checkpoint after one more rollback. The other stages go back to
@@ -68,6 +67,7 @@ class StagePeer:
         watch: the watch of all stages.
         evaluation: the part that this peer has in evaluations on held-out data.
         peer: the part that this peer has in the run of its stage.
+        counting: the count of its micro-batches.
         num_counted: the number of micro-batches of the last step in this peer's sums.
     """
 
@@ -96,7 +96,7 @@ class StagePeer:
         self._stranded_s: float | None = None  # the time since which the stage is stranded
         self._state = stage.state
         self._news = asyncio.Event()
-        self._counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._news.set)
+        self.counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._news.set)
         self._dtype = codec_of(codec).dtype
         self._compute = compute
         self._in_thread = in_thread
@@ -119,10 +119,6 @@ class StagePeer:
         """Return the moment of the weights."""
         return self._state.moment
 
-    def record(self) -> Progress:
-        """Return this peer's record, as other peers see it soon."""
-        return self.peer.own
-
     async def compute(self, function: Callable[[], T], share: float) -> T:
         """Call a function in the compute thread, before the optimizer's step or after it.
 
@@ -138,27 +134,6 @@ class StagePeer:
         result: T = await self._compute(timed)
         return result
 
-    def add(self, step: int, m: int, trainer: str, gradients: StageGradients) -> None:
-        """Keep a result of ``backward`` for this micro-batch until ``commit``. Call it in the compute thread.
-
-        Raises:
-            PeerMoved: the peer is at another step.
-            PeerBusy: there is no room for it.
-            RequestRejected: there is no such micro-batch.
-        """
-        self._counting.add(step, m, trainer, gradients)
-
-    async def commit(self, step: int, m: int, trainer: str) -> bool:
-        """Add what is pending to the sums. Return whether the micro-batch counts at this stage now, also if another
-        peer of the stage has it. If not, it must be computed again.
-
-        Raises:
-            PeerMoved: the peer is at another step.
-            PeerBusy: the stage is averaging; it takes later what it lacks for that.
-            RequestRejected: there is no such micro-batch.
-        """
-        return await self._counting.commit(step, m, trainer)
-
     def note_not_finite(self, step: int) -> bool:
         """Record a trainer's report that some answer of this step is not finite, whichever peer computes it. Return
         False if there is no checkpoint to go back to. Otherwise the stage decides, as it does if the loss is too high.
@@ -170,7 +145,7 @@ class StagePeer:
             raise PeerMoved(f"this peer is at step {self.step}")
         if not any(peer.kept for peer in self.peer.view().all):
             return False
-        self._counting.note_not_finite()
+        self.counting.note_not_finite()
         return True
 
     def _counts_at_mates(self, m: int) -> bool:
@@ -342,7 +317,7 @@ class StagePeer:
         elif self._is_stranded():
             await self._restore()
         else:
-            self._counting.drop_moot()
+            self.counting.drop_moot()
             await self._report()
             await self._follow_evaluations()
             if not self.evaluation.is_awaited and await self.peer.is_due():
@@ -362,7 +337,7 @@ class StagePeer:
         """Let others go on without this peer: they know of each other, but cannot call each other to average."""
         _logger.warning("other peers of stage %d cannot be called: this peer waits until they can", self.index)
         self.peer.stand_aside()
-        await self._counting.discard()
+        await self.counting.discard()
 
     async def _try_to_take_part(self) -> None:
         """Take part again, unless peers that are still heard of cannot be called."""
@@ -381,7 +356,7 @@ class StagePeer:
         return barrier.went_back_to(self.watch.view(), self._state.moment)
 
     async def _report(self) -> None:
-        done, losses = self._counting.done, self._counting.loss()
+        done, losses = self.counting.done, self.counting.loss()
         if done == self._reported and (losses[0] != inf or self.peer.own.loss == inf):
             return
         await self.peer.measure(len(done - self._reported), self._speed.per_s)
@@ -390,16 +365,16 @@ class StagePeer:
 
     async def _discard(self) -> None:
         """Discard the sums: the batch is decided without them, or a part of them counts at another peer too."""
-        _logger.debug("%d micro-batches are given up, as another peer has some of them", len(self._counting.done))
-        await self._counting.discard()
+        _logger.debug("%d micro-batches are given up, as another peer has some of them", len(self.counting.done))
+        await self.counting.discard()
         await self._report()
 
     async def _average(self) -> None:
         """Average with all of the stage, and step when all stages may."""
-        with self._counting.closed():
-            vector = await self._counting.vector(self._dtype)
+        with self.counting.closed():
+            vector = await self.counting.vector(self._dtype)
             await self._report()
-            losses = self._counting.loss()
+            losses = self.counting.loss()
             decided = await self._decision(vector)
             del vector  # its memory is for the optimizer's gradient
             if isinstance(decided, WentBack):
@@ -477,7 +452,7 @@ class StagePeer:
     async def _step(
         self, averaged: Averaged, gradient: Tensor, squared_norm: float | None, loss: float, loss_samples: int
     ) -> None:
-        num_counted = len(self._counting.done)
+        num_counted = len(self.counting.done)
         digest = await self._take_over(partial(self._state.apply, gradient, squared_norm))
         self.num_counted = num_counted
         await self._compute(partial(self.peer.keep, digest))
@@ -547,12 +522,12 @@ class StagePeer:
 
         def changed() -> bytes:
             change()
-            self._counting.clear(self._state.step)
+            self.counting.clear(self._state.step)
             return self._state.digest()
 
-        async with self._counting.changing:
+        async with self.counting.changing:
             digest: bytes = await self._compute(changed)
-            self._counting.forget()
+            self.counting.forget()
             self._reported = frozenset()
             self.num_counted = 0
         return digest

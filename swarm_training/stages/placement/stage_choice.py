@@ -55,11 +55,6 @@ class PlacementView:
     costs: tuple[float, ...]
     peers: tuple[PlacedPeer, ...]
 
-    @classmethod
-    def of(cls, num_stages: int, peers: Iterable[PlacedPeer]) -> PlacementView:
-        """Return a view with stages of equal cost."""
-        return cls((1.0,) * num_stages, tuple(peers))
-
 
 @dataclass(frozen=True)
 class StageMove:

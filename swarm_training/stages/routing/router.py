@@ -147,10 +147,6 @@ class Router:
         """Return the seconds until a candidate may be asked again."""
         return max(0.0, min((self._peer(peer).not_before_s for peer in candidates), default=now) - now)
 
-    def num_waiting(self, peer_id: str) -> int:
-        """Return the number of unanswered requests to a peer."""
-        return self._peer(peer_id).waiting.total()
-
     def asked(self, peer_id: str, candidates: Collection[str], kind: str, now: float) -> None:
         """Record that a request was sent; one of ``answered``, ``busy``, ``failed`` and ``withdrawn`` must follow."""
         self._peer(peer_id).asked(kind, self.ready_s(peer_id, candidates, kind, now))

@@ -29,7 +29,7 @@ class StageAnswer:
     num_tokens: int = 0
 
 
-class AnswerReader:
+class StageAnswerReader:
     """The reader of one answer's messages, which checks headers as they come. Raises RequestRejected."""
 
     def __init__(self, form: pb.Form, shape: Sequence[int] | None = None) -> None:
@@ -59,7 +59,7 @@ class AnswerReader:
 
 def read_answer(form: pb.Form, replies: Iterable[pb.ComputeReply]) -> StageAnswer:
     """Return the answer in these replies. Raises RequestRejected if they are not a complete answer in this form."""
-    reader = AnswerReader(form)
+    reader = StageAnswerReader(form)
     for reply in replies:
         reader.take(reply)
     return reader.answer()

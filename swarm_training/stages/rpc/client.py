@@ -21,7 +21,7 @@ from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
-from swarm_training.stages.rpc.answers import AnswerReader, StageAnswer
+from swarm_training.stages.rpc.answers import StageAnswer, StageAnswerReader
 from swarm_training.stages.rpc.forms import FORMS, encode_as
 from swarm_training.stages.rpc.framing import Named, pack
 from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS, WIRE_VERSION
@@ -154,7 +154,7 @@ class StagesClient:
         self, peer: Progress, method: str, work: pb.Work, given: list[Named], shape: torch.Size, timeout_s: float
     ) -> StageAnswer:
         """Return the answer. ``shape``: the expected rows and positions."""
-        stub, reader = await self._stub(peer), AnswerReader(work.reply_form, shape)
+        stub, reader = await self._stub(peer), StageAnswerReader(work.reply_form, shape)
         async with answering(peer, timeout_s):
             call = getattr(stub, method)(pack(pb.ComputeRequest(work=work), given))
             try:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from swarm_training.stages.engine.accumulator import Accumulator
     from swarm_training.stages.engine.stage import Stage, StageGradients
     from swarm_training.stages.peer.stage_peer import StagePeer
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,37 +31,9 @@ class HostedStage:
     def moment(self) -> Moment:
         """Return the weights' moment, which changes in the compute thread alone. Raises PeerMoved before the peer has
         joined: its results may be anything."""
-        if not self.peer.record().state_digest:
+        if not self.peer.peer.own.state_digest:
             raise PeerMoved("this peer has not joined its stage yet")
         return self.peer.moment
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.sums.num_micro_batches
-
-    async def compute(self, work: Callable[[], T], share: float) -> T:
-        """See ``StagePeer``."""
-        return await self.peer.compute(work, share)
-
-    def require_room(self, m: int, trainer: str) -> None:
-        """See ``Accumulator``."""
-        self.sums.require_room(m, trainer)
-
-    def add(self, step: int, m: int, trainer: str, gradients: StageGradients) -> None:
-        """See ``StagePeer``."""
-        self.peer.add(step, m, trainer, gradients)
-
-    async def commit(self, step: int, m: int, trainer: str) -> bool:
-        """See ``StagePeer``."""
-        return await self.peer.commit(step, m, trainer)
-
-    def note_not_finite(self, step: int) -> bool:
-        """See ``StagePeer``."""
-        return self.peer.note_not_finite(step)
-
-    def forget(self, trainer: str) -> None:
-        """See ``Accumulator``."""
-        self.sums.forget(trainer)
 
 
 def computed(

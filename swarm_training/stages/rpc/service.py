@@ -84,7 +84,7 @@ class StagesService:
         if request.is_not_finite:
             is_committed = await self._note_not_finite(trainer, request)
         else:
-            is_committed = await asyncio.shield(self._host.commit(which.step, which.number, trainer))
+            is_committed = await asyncio.shield(self._host.peer.counting.commit(which.step, which.number, trainer))
         return pb.CommitReply(is_committed=is_committed)
 
     async def _note_not_finite(self, trainer: str, request: pb.CommitRequest) -> bool:
@@ -105,7 +105,7 @@ class StagesService:
                         raise RequestRejected(f"all answers for micro-batch {which.number} are finite, as found here")
                     require_moment(which, self._host)
                     self._not_finite_at = moment
-        return self._host.note_not_finite(which.step)
+        return self._host.peer.note_not_finite(which.step)
 
     async def _serve(self, requests: AsyncIterator[pb.ComputeRequest], context: _Context, *, is_backward: bool) -> None:
         trainer = self._heard(context)
@@ -144,14 +144,14 @@ class StagesService:
         def run() -> list[pb.ComputeReply]:
             require_moment(which, host)  # once more: the peer may have stepped in between
             if is_backward and work.accumulates:
-                host.require_room(which.number, trainer)
+                host.sums.require_room(which.number, trainer)
             answer, gradients = computed(host.stage, work, tensors, is_backward)
             if gradients is not None and work.accumulates:
-                host.add(which.step, which.number, trainer, gradients)
+                host.peer.counting.add(which.step, which.number, trainer, gradients)
             return list(replies_of(answer, work.reply_form))
 
         is_all = is_backward and host.stage.is_last  # the last stage has the loss, and is asked for no forward pass
-        return await host.compute(run, 1.0 if is_all else SHARES[BACKWARD if is_backward else FORWARD])
+        return await host.peer.compute(run, 1.0 if is_all else SHARES[BACKWARD if is_backward else FORWARD])
 
     def _heard(self, context: _Context) -> str:
         """Return the trainer that calls. Raises AccessDenied if it may not."""
@@ -166,7 +166,7 @@ class StagesService:
 
     def _is_gone(self, trainer: str) -> None:
         del self._silences[trainer]
-        self._host.forget(trainer)
+        self._host.sums.forget(trainer)
 
 
 async def _write(context: _Context, replies: Iterable[pb.ComputeReply]) -> None:

@@ -47,8 +47,10 @@ def check_micro_batch(message: pb.MicroBatch, run: str, host: HostedStage) -> No
             f"this peer has stage {host.stage.index} of run {run}, not stage {message.stage} of run {shown}"
         )
     require_moment(message, host)
-    if message.number >= host.num_micro_batches:
-        raise RequestRejected(f"there is no micro-batch {message.number}: expected 0 to {host.num_micro_batches - 1}")
+    if message.number >= host.sums.num_micro_batches:
+        raise RequestRejected(
+            f"there is no micro-batch {message.number}: expected 0 to {host.sums.num_micro_batches - 1}"
+        )
 
 
 def require_moment(message: pb.MicroBatch, host: HostedStage) -> None:

@@ -95,7 +95,7 @@ class Recomputing:
             found = self._host.stage.forward(inputs, ids, keeps=False)
             return float(found.loss_sum if found.loss_sum is not None else inf), found.num_tokens or 0
 
-        return await self._host.compute(compute, SHARES[FORWARD])
+        return await self._host.peer.compute(compute, SHARES[FORWARD])
 
     async def _inputs_there(self, passes: Passes, trace: Trace) -> Tensor | None:
         """Return the inputs of the own stage, NaN if they are not finite; None if some stage is at another moment."""
@@ -125,7 +125,7 @@ class Recomputing:
                 is_finite &= bool(torch.isfinite(found.inputs).all())
             return is_finite
 
-        return await self._host.compute(compute, 1.0)
+        return await self._host.peer.compute(compute, 1.0)
 
 
 class HeldOutSamples:

@@ -17,12 +17,13 @@ from swarm_training.averaging.group import Group
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import Contribution, countersign
-from swarm_training.ledger.ledger import UserTotal, summed
+from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.signing import ContentKind, sign
 from swarm_training.meeting.attending import Ballots
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import in_tiers
+from tests.unit.training.ledger.members import summed
 from tests.worlds.identities import identity
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from swarm_protocol.access.organiser import OrganiserKey
-from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.access.tokens import Grant, Role, SwarmKey
 from swarm_protocol.net.identity import Identity
+from swarm_training.ledger.ledger import Ledger, LedgerLimits, UserTotal
 
 NOW = 1_800_000_000.0
 DAY = 86_400.0
@@ -36,3 +38,11 @@ def member(name: str, role: Role = Role.TRAINER) -> Member:
 
 ADA, BOB, EVE = member("ada"), member("bob"), member("eve")
 MODERATOR = member("mo", Role.MODERATOR)
+
+
+def summed(run: str, limits: LedgerLimits, organiser: SwarmKey | None, rounds: Iterable[bytes]) -> dict[str, UserTotal]:
+    """Return the totals that anybody can compute from signed rounds. Raises ValueError if a round is not valid."""
+    ledger = Ledger(run, limits, organiser)
+    for data in rounds:
+        ledger.add(data)
+    return ledger.totals()

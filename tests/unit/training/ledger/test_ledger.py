@@ -12,10 +12,10 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Role
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import Contribution, countersign, verify_round
-from swarm_training.ledger.ledger import Ledger, LedgerLimits, UserTotal, summed
+from swarm_training.ledger.ledger import Ledger, LedgerLimits, UserTotal
 from swarm_training.ledger.signing import ContentKind, sign
 from swarm_training.pb import training_ledger_pb2 as pb
-from tests.unit.training.ledger.members import ADA, BOB, DAY, EVE, MODERATOR, NOW, ORGANISER, Member
+from tests.unit.training.ledger.members import ADA, BOB, DAY, EVE, MODERATOR, NOW, ORGANISER, Member, summed
 
 LIMITS = LedgerLimits(max_samples=1000)
 

@@ -75,7 +75,7 @@ async def trained(
                         index, lambda stage, made=made: made.append(LyingStage(stage, **lie)) or made[0]
                     )
                     if later:
-                        made[0].lies = lambda counting=liar.life._counting: bool(counting.done)
+                        made[0].lies = lambda counting=liar.life.counting: bool(counting.done)
                 if not number:
                     await run.until(lambda: run.peers[-1].moment is not None)
         await run.until(lambda: all(peer.moment is not None for peer in run.peers))

@@ -52,10 +52,12 @@ async def step(peer: stages.SimulatedStagePeer, number: int) -> None:
         some = range(first, first + at_a_time)
         for m in some:
             gradients = [torch.full(size, 0.1) for size in SIZES]
-            peer.stage_peer.add(number, m, "trainer", SimpleNamespace(parameters=gradients, loss_sum=1.0, num_tokens=1))
+            peer.stage_peer.counting.add(
+                number, m, "trainer", SimpleNamespace(parameters=gradients, loss_sum=1.0, num_tokens=1)
+            )
             del gradients
         for m in some:
-            assert await peer.stage_peer.commit(number, m, "trainer")
+            assert await peer.stage_peer.counting.commit(number, m, "trainer")
     while peer.stage_peer.step == number:
         await asyncio.sleep(0.1)
 

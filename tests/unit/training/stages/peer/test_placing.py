@@ -33,10 +33,10 @@ def test_a_view_of_stages_is_made_of_the_newest_records() -> None:
 
 def test_noise_of_measured_speeds_moves_nobody() -> None:
     peers = [PlacedPeer(name, stage, speed) for name, stage, speed in (("a", 0, 10.0), ("b", 0, 1.0), ("c", 1, 9.8))]
-    few = PlacementView.of(2, peers)
+    few = PlacementView((1.0,) * 2, tuple(peers))
     assert own_move(few, "b") == 1 and own_move(few, "b", margin_of(few)) is None
-    assert margin_of(PlacementView.of(2, [])) == 0.4
-    assert margin_of(PlacementView.of(2, [PlacedPeer(str(number), 0, 1.0) for number in range(80)])) == 0.01
+    assert margin_of(PlacementView((1.0,) * 2, ())) == 0.4
+    assert margin_of(PlacementView((1.0,) * 2, tuple(PlacedPeer(str(number), 0, 1.0) for number in range(80)))) == 0.01
 
 
 def places(world: StageWorld) -> Counter[int]:

@@ -77,16 +77,16 @@ def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | N
 async def compute_last(last: StagePresence, first: ToyStage, second: ToyStage, micro_batches: Iterable[int]) -> None:
     """Micro-batches of step 0, at the last stage."""
     for m in micro_batches:
-        last.stage_peer.add(0, m, "trainer", second.backward(first.forward(micro_batch(0, m)), None))
-        assert await last.stage_peer.commit(0, m, "trainer")
+        last.stage_peer.counting.add(0, m, "trainer", second.backward(first.forward(micro_batch(0, m)), None))
+        assert await last.stage_peer.counting.commit(0, m, "trainer")
 
 
 async def compute_first(peer: StagePresence, first: ToyStage, second: ToyStage) -> None:
     """All micro-batches of step 0, at the first stage."""
     for m in range(MICRO_BATCHES):
         grad = second.backward(first.forward(micro_batch(0, m)), None).inputs
-        peer.stage_peer.add(0, m, "trainer", first.backward(micro_batch(0, m), grad))
-        assert await peer.stage_peer.commit(0, m, "trainer")
+        peer.stage_peer.counting.add(0, m, "trainer", first.backward(micro_batch(0, m), grad))
+        assert await peer.stage_peer.counting.commit(0, m, "trainer")
 
 
 async def test_two_stages_step_together_and_who_watches_sees_them() -> None:
@@ -102,7 +102,7 @@ async def test_two_stages_step_together_and_who_watches_sees_them() -> None:
         await until(lambda: seen.view().moment == Moment(0, 0))
         assert seen.view().num_micro_batches == MICRO_BATCHES
         assert [peer.address for stage in seen.view().stages for peer in stage] == [
-            entered.stage_peer.record().address for entered in (first, second)
+            entered.stage_peer.peer.own.address for entered in (first, second)
         ]
         await compute_last(second, first_stage, second_stage, range(2))
         await until(lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1]))

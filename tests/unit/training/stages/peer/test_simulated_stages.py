@@ -150,7 +150,7 @@ def test_of_two_peers_that_have_the_same_micro_batch_one_gives_it_up() -> None:
         for peer, numbers in ((lower, [0, 1]), (higher, [1, 2])):
             for m in numbers:
                 peer.backward(0, m, "one", micro_batch(0, m), None)
-                assert await peer.stage_peer.commit(0, m, "one")
+                assert await peer.stage_peer.counting.commit(0, m, "one")
         await asyncio.sleep(1.0)
         assert from_bits(lower.peer.own.micro_batches, MICRO_BATCHES) == {0, 1}
         assert from_bits(higher.peer.own.micro_batches, MICRO_BATCHES) == set()

@@ -29,7 +29,7 @@ def view_of(*speeds: list[float]) -> PlacementView:
         for stage, each in enumerate(speeds)
         for number, speed in enumerate(each)
     ]
-    return PlacementView.of(len(speeds), peers)
+    return PlacementView((1.0,) * len(speeds), tuple(peers))
 
 
 def random_view(seed: int) -> PlacementView:
@@ -73,7 +73,7 @@ def test_who_joins_takes_the_slowest_stage_and_of_equals_the_first() -> None:
 
 def test_a_joiner_does_not_count_itself_and_counts_who_leaves_where_it_goes() -> None:
     peers = (PlacedPeer("a", 0, 1.0), PlacedPeer("b", 1, 1.0, next_stage=0), PlacedPeer("c", 1, 9.0, is_working=False))
-    assert choose_stage(PlacementView.of(2, peers), "c") == 1
+    assert choose_stage(PlacementView((1.0,) * 2, tuple(peers)), "c") == 1
 
 
 @pytest.mark.parametrize("num_joiners", [1, 2, 7, 30])
@@ -163,9 +163,9 @@ def test_who_may_not_move_or_is_on_the_way_stays_and_counts_where_it_goes() -> N
     pinned = replace(view, peers=tuple(replace(peer, may_move=False) for peer in view.peers))
     assert plan_moves(pinned) == ()
     first, second, *others = view_of([1] * 4, [1]).peers
-    leaving = PlacementView.of(2, [replace(first, next_stage=1), second, *others])
+    leaving = PlacementView((1.0,) * 2, (replace(first, next_stage=1), second, *others))
     assert plan_moves(leaving) == ()
-    loading = PlacementView.of(2, [replace(first, stage=1, is_working=False), second, *others])
+    loading = PlacementView((1.0,) * 2, (replace(first, stage=1, is_working=False), second, *others))
     assert plan_moves(loading) == ()
 
 
@@ -175,10 +175,10 @@ def test_who_may_not_move_or_is_on_the_way_stays_and_counts_where_it_goes() -> N
 def test_of_those_that_announced_as_many_go_as_still_help() -> None:
     staying = view_of([1] * 6, [1, 1]).peers
     announced = [replace(peer, next_stage=1) if peer.stage == 0 else peer for peer in staying]
-    view = PlacementView.of(2, announced)
+    view = PlacementView((1.0,) * 2, tuple(announced))
     assert [peer.peer_id for peer in announced if may_go(view, peer.peer_id)] == ["0-0", "0-1"]
-    assert own_move(PlacementView.of(2, staying), "0-1") == 1
-    assert own_move(PlacementView.of(2, staying), "0-2") is None
+    assert own_move(PlacementView((1.0,) * 2, tuple(staying)), "0-1") == 1
+    assert own_move(PlacementView((1.0,) * 2, tuple(staying)), "0-2") is None
     assert not may_go(view, "1-0")
 
 
@@ -186,7 +186,7 @@ def test_nobody_leaves_a_stage_slower_than_the_slowest_while_others_are_on_their
     """The plan may send a peer on whose place another must take first."""
     arriving = PlacedPeer("fast", 1, 3.0, is_working=False)
     here = PlacedPeer("slow", 1, 0.9, next_stage=2)
-    view = PlacementView.of(3, [*view_of([1, 1]).peers, here, arriving, PlacedPeer("last", 2, 0.8)])
+    view = PlacementView((1.0,) * 3, (*view_of([1, 1]).peers, here, arriving, PlacedPeer("last", 2, 0.8)))
     assert not may_go(view, "slow")
     there = replace(view, peers=(*view.peers[:3], replace(arriving, is_working=True), view.peers[-1]))
     assert may_go(there, "slow")

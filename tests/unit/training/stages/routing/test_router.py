@@ -231,9 +231,9 @@ def test_what_is_withdrawn_no_longer_counts_and_those_who_left_are_forgotten() -
     router.asked("a", ["a"], KIND, 0.0)
     assert router.choose(["a", "b"], KIND, 0.0) == "b"
     router.keep(["b"])
-    assert router.num_waiting("a") == 1
+    assert router._peer("a").waiting.total() == 1
     router.withdrawn("a", KIND, 1.0)
-    assert router.num_waiting("a") == 0
+    assert router._peer("a").waiting.total() == 0
     router.asked("a", ["a"], KIND, 0.0)
     router.failed("a", KIND, 1.0)
     router.keep(["b"])

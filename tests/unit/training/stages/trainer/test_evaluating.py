@@ -41,5 +41,5 @@ async def test_losses_are_those_of_stock_code_and_end_the_run_for_trainers_too()
         expected = plain_losses(2 * EVERY)
         found = {each.step: each.loss for each in last.life.evaluation.known.losses}
         assert found == pytest.approx(expected, rel=1e-5)
-        assert last.life.record().held_out is not None and last.life.record().held_out.samples == len(HELD_OUT)
+        assert last.life.peer.own.held_out is not None and last.life.peer.own.held_out.samples == len(HELD_OUT)
         assert first.life.step == last.life.step == 2 * EVERY + 1

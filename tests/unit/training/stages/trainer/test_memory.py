@@ -43,5 +43,5 @@ def has_stepped(run: WholeRun, step: int) -> bool:
 
 
 def has_replicas(run: WholeRun, step: int) -> bool:
-    found = [peer.life.record().replica for peer in run.peers]
+    found = [peer.life.peer.own.replica for peer in run.peers]
     return all(replica is not None and replica.step == step for replica in found)

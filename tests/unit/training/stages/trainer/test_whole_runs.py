@@ -59,7 +59,7 @@ async def test_every_tensor_is_that_of_one_process(steps: int, kills: int, max_n
         churning.cancel()
         assert kills == 0 or run._number >= 6 + kills // 2
         require_equal(run, reports, steps)
-        announced = [[peer.life.record().samples_per_s for peer in run.of_stage(index)] for index in range(3)]
+        announced = [[peer.life.peer.own.samples_per_s for peer in run.of_stage(index)] for index in range(3)]
         assert all(any(speed > 0 for speed in stage) for stage in announced)
 
 
@@ -70,8 +70,8 @@ async def test_who_joins_at_a_checkpoint_says_that_it_keeps_it() -> None:
         training = asyncio.ensure_future(run.train(2, []))
         await run.until(lambda: training.done() and all(peer.life.step == 2 for peer in run.peers))
         late = await run.join(0)
-        await run.until(lambda: late.life.record().kept is not None)
-        assert late.life.record().kept == run.of_stage(0)[0].life.record().kept
+        await run.until(lambda: late.life.peer.own.kept is not None)
+        assert late.life.peer.own.kept == run.of_stage(0)[0].life.peer.own.kept
 
 
 async def test_a_real_run_does_not_go_back_for_a_sentence() -> None:
@@ -84,11 +84,11 @@ async def test_a_real_run_does_not_go_back_for_a_sentence() -> None:
         client, which = StagesClient(network, RUN, WireForms("fp64", "fp64")), MicroBatch(1, Moment(0, 0), 0)
         try:
             with pytest.raises(RequestRejected, match="all answers for micro-batch 0 are finite"):
-                await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
-            assert last.life.record().loss != inf
+                await client.note_not_finite(last.life.peer.own, which, ids, ids, LIMIT_S)
+            assert last.life.peer.own.loss != inf
             with torch.no_grad():
                 first.stage.parameters[0].fill_(torch.nan)
-            assert await client.note_not_finite(last.life.record(), which, ids, ids, LIMIT_S)
-            await run.until(lambda: last.life.record().skipped_batches == 1)  # the run goes back at once
+            assert await client.note_not_finite(last.life.peer.own, which, ids, ids, LIMIT_S)
+            await run.until(lambda: last.life.peer.own.skipped_batches == 1)  # the run goes back at once
         finally:
             await network.close()
