@@ -30,7 +30,7 @@ from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.models.shared_blocks import SharedBlocks
 from swarm_training.optim.lamb import LAMB
-from swarm_training.optim.offload import Offloaded8bit
+from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 
 PEERS, ROWS, LENGTH, VOCAB, HIDDEN, LAYERS = 4, 8, 32, 32, 48, 2
 HELD_OUT = 10**7
@@ -65,11 +65,9 @@ SETUPS = {
     "PowerSGD, rank 8, int8": Setup("int8", rank=8),
     "delayed by a step": Setup(delay=1),
     "LAMB": Setup(optimizer=lambda parameters: LAMB(parameters, lr=0.02, weight_decay=0.0)),
-    "LAMB, 8-bit states": Setup(
-        optimizer=lambda parameters: Offloaded8bit(parameters, "lamb", lr=0.02, weight_decay=0.0)
-    ),
+    "LAMB, 8-bit states": Setup(optimizer=lambda parameters: LAMB8bit(parameters, lr=0.02, weight_decay=0.0)),
     "AdamW, 8-bit states": Setup(
-        optimizer=lambda parameters: Offloaded8bit(parameters, "adamw", lr=4e-3, eps=1e-8, weight_decay=0.0)
+        optimizer=lambda parameters: AdamW8bit(parameters, lr=4e-3, eps=1e-8, weight_decay=0.0)
     ),
 }
 

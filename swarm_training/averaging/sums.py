@@ -15,8 +15,29 @@ from swarm_training.numerics.centered_clip import centered_clip
 _MOST_WEIGHT = 2.0  # times the median: 3 of 10 members weigh less than the others, whatever samples they claim
 
 
-class ChunkSum:
+class _AwaitedParts:
+    """The parts of a chunk that its owner waits for.
+
+    Attributes:
+        missing: the members whose parts are still expected.
+    """
+
+    def __init__(self, members: Collection[int]) -> None:
+        self.missing = set(members)
+
+    @property
+    def is_done(self) -> bool:
+        return not self.missing
+
+    def leave_out(self, member: int) -> None:
+        """Stop waiting for this member."""
+        self.missing.discard(member)
+
+
+class ChunkSum(_AwaitedParts):
     """The weighted mean of the members' parts, added in the order of the members: sums of floats depend on the order.
+
+    A member may leave many sums at once, so parts that waited behind one are added when the mean is read.
 
     Attributes:
         weight: the total weight of the added parts; it is final once ``mean`` has been read.
@@ -24,17 +45,13 @@ class ChunkSum:
 
     def __init__(self, weights: Mapping[int, float]) -> None:
         """Wait for the members in ``weights``; their weights are all above 0."""
+        super().__init__(weights)
         self._weights = weights
         self._waiting = sorted(weights)  # parts are added in this order
         self._early: dict[int, tuple[Tensor, float]] = {}
-        self._left_out: set[int] = set()
         self._total: Tensor | None = None
         self._mean: Tensor | None = None
         self.weight = 0.0
-
-    @property
-    def is_done(self) -> bool:
-        return not self.missing
 
     @property
     def mean(self) -> Tensor | None:
@@ -45,24 +62,15 @@ class ChunkSum:
             self._total = None
         return self._mean
 
-    @property
-    def missing(self) -> frozenset[int]:
-        return frozenset(self._waiting) - self._early.keys() - self._left_out
-
     def put(self, member: int, part: Tensor, weight: float | None = None) -> None:
         """Take a member's part, unless it is not or no longer expected. ``weight``: given if less than expected."""
         if member in self.missing:
+            self.missing.remove(member)
             self._early[member] = part, self._weights[member] if weight is None else weight
             self._advance()
 
-    def leave_out(self, member: int) -> None:
-        """Stop waiting for this member. Parts that waited behind it are added when the mean is read, because a member
-        may leave many sums at once."""
-        if member in self.missing:
-            self._left_out.add(member)
-
     def _advance(self) -> None:
-        while self._waiting and (self._waiting[0] in self._early or self._waiting[0] in self._left_out):
+        while self._waiting and self._waiting[0] not in self.missing:
             member = self._waiting.pop(0)
             if member not in self._early:
                 continue
@@ -72,7 +80,7 @@ class ChunkSum:
             self.weight += weight
 
 
-class ExactSum:
+class ExactSum(_AwaitedParts):
     """The sum of the members' gradient sums, in the members' order, divided by the number of micro-batches.
 
     Every part is needed: without one of them, micro-batches are missing, and there is no mean.
@@ -83,25 +91,18 @@ class ExactSum:
 
     def __init__(self, members: Collection[int], num_micro_batches: int) -> None:
         """Wait for the parts of ``members``."""
+        super().__init__(members)
         self._waiting = sorted(members)  # parts are added in this order
         self._num_micro_batches = num_micro_batches
         self._early: dict[int, Tensor] = {}
         self._total: Tensor | None = None
-        self._is_lost = False
         self.mean: Tensor | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_lost or not self._waiting
-
-    @property
-    def missing(self) -> frozenset[int]:
-        return frozenset() if self._is_lost else frozenset(self._waiting) - self._early.keys()
 
     def put(self, member: int, part: Tensor) -> None:
         """Take a member's part, unless it is not or no longer expected."""
         if member not in self.missing:
             return
+        self.missing.remove(member)
         self._early[member] = part
         while self._waiting and self._waiting[0] in self._early:
             part = self._early.pop(self._waiting.pop(0))
@@ -110,14 +111,14 @@ class ExactSum:
             self.mean, self._total = self._total.div_(self._num_micro_batches), None
 
     def leave_out(self, member: int) -> None:
-        """Stop waiting for this member."""
+        """Give up the mean, unless the member's part has arrived."""
         if member in self.missing:
-            self._is_lost = True
+            self.missing.clear()
             self._early.clear()
             self._total = None
 
 
-class ChunkClip:
+class ChunkClip(_AwaitedParts):
     """The clipped mean of the members' parts, which are kept until all have arrived. All chunks of an owner together
     take at most as much memory as the vector.
 
@@ -126,27 +127,15 @@ class ChunkClip:
 
     def __init__(self, weights: Mapping[int, float]) -> None:
         """Wait for the members in ``weights``; their weights are all above 0."""
+        super().__init__(weights)
         self._weights = weights
-        self._left_out: set[int] = set()
         self._parts: dict[int, Tensor] = {}
-
-    @property
-    def is_done(self) -> bool:
-        return not self.missing
-
-    @property
-    def missing(self) -> frozenset[int]:
-        return frozenset(self._weights) - self._parts.keys() - self._left_out
 
     def put(self, member: int, part: Tensor) -> None:
         """Take a member's part, unless it is not or no longer expected."""
         if member in self.missing:
+            self.missing.remove(member)
             self._parts[member] = part
-
-    def leave_out(self, member: int) -> None:
-        """Stop waiting for this member."""
-        if member in self.missing:
-            self._left_out.add(member)
 
     def clipped(self) -> Tensor | None:
         """Return the CenteredClip mean, [n] float32, of the parts in the order of the members; None if no part is

@@ -25,9 +25,6 @@ from swarm_training.losses.curve import LossCurve
 _LONG_AGO_S = 3600.0  # longer than any checkpoint takes to write
 _logger = logging.getLogger(__name__)
 
-# (directory, repository, message of the commit). Raises OSError if the hub cannot be reached or refuses.
-Upload = Callable[[Path, str, str], None]
-
 
 class CheckpointDirectory:
     """A directory with ``step-000000120`` and so on. A process killed while writing leaves older ones intact."""
@@ -169,22 +166,16 @@ class CheckpointDirectory:
             shutil.rmtree(self.path(step))
 
 
-class HubCopies:
-    """A repository on the hub, where each checkpoint becomes a commit that replaces the one before."""
+def copy_to_hub(repository: str, directory: Path, content: Checkpoint) -> None:
+    """Copy a checkpoint into a commit of the repository that replaces the one before. Raises CheckpointError if the hub
+    does not take it."""
 
-    def __init__(self, repository: str, upload: Upload) -> None:
-        self._repository = repository
-        self._upload = upload
+    def failure(error: Exception) -> CheckpointError:
+        what = f"the checkpoint of step {content.step} was not copied to {repository} on the hub"
+        return CheckpointError(f"{what}: {first_line(error)}")
 
-    def write(self, directory: Path, content: Checkpoint) -> None:
-        """Upload a checkpoint. Raises CheckpointError if the hub does not take it; the run goes on without the copy."""
-
-        def failure(error: Exception) -> CheckpointError:
-            what = f"the checkpoint of step {content.step} was not copied to {self._repository} on the hub"
-            return CheckpointError(f"{what}: {first_line(error)}")
-
-        with any_error_as(failure):  # huggingface_hub raises the errors of whichever HTTP library it uses
-            self._upload(directory, self._repository, f"{content.run}: step {content.step}")
+    with any_error_as(failure):  # huggingface_hub raises the errors of whichever HTTP library it uses
+        upload_to_hub(directory, repository, f"{content.run}: step {content.step}")
 
 
 def upload_to_hub(directory: Path, repository: str, message: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_protocol.failures import first_line
@@ -44,21 +46,11 @@ def build_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
 def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> nn.Module:
     """Build a causal language model in fp32, the same for all peers. Raises ValueError if there is no such model."""
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(settings.seed)
     if settings.preset:
-        hidden, layers, heads = PRESETS[settings.preset]
-        config: Any = LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            max_position_embeddings=block_length,
-            tie_word_embeddings=True,
-        )
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(preset_config(settings.preset, vocab_size, block_length))
         return model.train()
     check_location(name := locate(settings.name_or_path))
     try:
@@ -69,6 +61,35 @@ def build_model(settings: ModelSettings, vocab_size: int, block_length: int) -> 
     except (OSError, ValueError) as error:
         raise ValueError(f"{settings.name_or_path} is no causal language model: {first_line(error)}") from None
     return model.train()
+
+
+def preset_config(preset: str, vocab_size: int, block_length: int) -> Any:
+    """Return the configuration of a small Llama: ``preset`` is its size."""
+    from transformers import LlamaConfig
+
+    hidden, layers, heads = PRESETS[preset]
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=block_length,
+        tie_word_embeddings=True,
+    )
+
+
+def scheduled(
+    optimizer: torch.optim.Optimizer, rate: Callable[[int], float], step: Callable[[], int]
+) -> RemovableHandle:
+    """Give each step of the optimizer the learning rate of the run's global step, until the handle is removed, or its
+    context is left."""
+
+    def set_rate(*_arguments: object) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step())
+
+    return optimizer.register_step_pre_hook(set_rate)
 
 
 def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from swarm_training.checkpoints.checkpoint import Checkpoint
 from swarm_training.checkpoints.evaluations import read_evaluations, write_evaluations
 from swarm_training.checkpoints.flat_state import load_optimizer
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
-from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies, upload_to_hub
+from swarm_training.checkpoints.store import CheckpointDirectory, copy_to_hub
 from swarm_training.commands.batch_size import BatchSizeLimits, Trial, computing, find_batch_size, free_memory_bytes
 from swarm_training.commands.building import (
     build_batches,
@@ -30,6 +29,7 @@ from swarm_training.commands.building import (
     build_optimizer,
     build_outer_optimizer,
     build_tokenizer,
+    scheduled,
 )
 from swarm_training.commands.checking import require_held_out
 from swarm_training.commands.looking import shown_bans, view_of
@@ -91,12 +91,11 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 class Writing:
     """The writer of checkpoints when they are due, and of their copies on the hub. The run goes on if writing fails."""
 
-    def __init__(self, trained: TrainingSetup, copies: HubCopies | None, say: Say) -> None:
+    def __init__(self, trained: TrainingSetup, say: Say) -> None:
         settings = trained.file.run
         directory = Path(settings.checkpoints) if settings.checkpoints else None
         self._directory = CheckpointDirectory(directory, settings.keep) if directory else None
         self._trained = trained
-        self._copies = copies
         self._say = say
         self._policy = EvaluationPolicy() if trained.evaluation is None else trained.evaluation.policy
         self._losses = KnownLosses(say)
@@ -162,8 +161,8 @@ class Writing:
         try:
             spared = steps_to_keep(self._policy, self._losses.held_out, step)
             path = self._directory.write(content, servable, spared)
-            if self._copies is not None and is_due:
-                self._copies.write(path, content)
+            if file.run.hub and is_due:
+                copy_to_hub(file.run.hub, path, content)
         except (ValueError, CheckpointError) as error:
             self._say(f"warning: {error}")
 
@@ -188,37 +187,12 @@ class Writing:
         return self._directory.path(best.step)
 
 
-class RunFollower:
-    """The follower of the run that is trained here, who reports each of its steps."""
-
-    def __init__(self, trained: TrainingSetup, run: TrainingRun) -> None:
-        file = trained.file
-        self._settings, self._max_samples, self._reports = file.run, file.averaging.max_samples, trained.reports
-        self._run = run
-        self._observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
-
-    def after_step(self) -> None:
-        """Report the step that the run has taken."""
-        if self._reports is not None:
-            settings, run = self._settings, self._run
-            bans = shown_bans(run.bans)
-            view = view_of(settings.name, settings.target_batch_size, tuple(run.records), bans, self._max_samples)
-            self._reports.report(self._observer.complete(replace(view, loss=run.last_loss), time.time()))
-
-
-@contextmanager
-def scheduled(optimizer: torch.optim.Optimizer, rate: Callable[[int], float], run: TrainingRun) -> Iterator[None]:
-    """Give each step of the optimizer the learning rate of the run's global step, while the context is active."""
-
-    def set_rate(*_arguments: object) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = rate(run.num_steps)
-
-    hook = optimizer.register_step_pre_hook(set_rate)
-    try:
-        yield
-    finally:
-        hook.remove()
+def _report(trained: TrainingSetup, run: TrainingRun, observer: RunObserver, reports: StepReports) -> None:
+    """Report the step that the run has taken."""
+    file = trained.file
+    bans, most = shown_bans(run.bans), file.averaging.max_samples
+    view = view_of(file.run.name, file.run.target_batch_size, tuple(run.records), bans, most)
+    reports.report(observer.complete(replace(view, loss=run.last_loss), time.time()))
 
 
 def train(trained: TrainingSetup, run: TrainingRun, writing: Writing, stopping: threading.Event, say: Say) -> None:
@@ -229,10 +203,10 @@ def train(trained: TrainingSetup, run: TrainingRun, writing: Writing, stopping: 
     steps. Local steps have the rate of the global step to which they lead, so that all peers have the same. When the
     run goes back to a checkpoint, the data go on: no batch is seen again.
     """
-    following = RunFollower(trained, run)
     settings = trained.file.optimizer
+    observer = RunObserver(settings.rate, trained.file.run.checkpoint_every)
     end, optimizer = settings.total_steps, trained.optimizer if trained.local is None else trained.local.inner
-    with Prefetcher(trained.batches) as loader, scheduled(optimizer, settings.rate, run):
+    with Prefetcher(trained.batches) as loader, scheduled(optimizer, settings.rate, lambda: run.num_steps):
         while not stopping.is_set() and not run.reason_of_end and not (end and run.num_steps >= end):
             step, rollbacks = run.num_steps, run.num_rollbacks
             tokens = loader.next_batch()
@@ -245,7 +219,8 @@ def train(trained: TrainingSetup, run: TrainingRun, writing: Writing, stopping: 
                 writing.went_back(kept_up_to)
             elif run.num_steps > step:
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
-                following.after_step()
+                if trained.reports is not None:
+                    _report(trained, run, observer, trained.reports)
                 with run.shared_parameters():
                     writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict(), run.last_loss)
             if trained.evaluation is not None:
@@ -412,14 +387,12 @@ def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping:
         CheckpointDirectory(Path(settings.checkpoints), settings.keep).require_of(settings.name)
         who = replace(who, ledger=str(Path(settings.checkpoints) / f"{settings.name}.ledger"))
         who = replace(who, resumed_at=resume(trained, say, is_founder=not who.initial_peers))
-    hub = trained.file.run.hub
-    copies = HubCopies(hub, upload_to_hub) if hub else None
     parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
     who = replace(who, local=trained.local, evaluation=trained.evaluation)
     run = open_run(who, parameters, trained.optimizer)
     try:
         say(f"others join by: --initial-peers {' '.join(run.initial_peers)}")
-        writing = Writing(trained, copies, say)
+        writing = Writing(trained, say)
         is_own = goes_on_from_own(who, run)
         if settings.checkpoints and (who.initial_peers or not is_own):
             store = CheckpointDirectory(Path(settings.checkpoints), settings.keep)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.views import RunView
@@ -17,10 +17,6 @@ from swarm_training.runfile.settings import RunFile
 STAGE, TRAINER = "stage", "trainer"
 Command: TypeAlias = Callable[[], None]
 _ROLES = f"--as {STAGE} to hold and compute a stage of the model, or --as {TRAINER} to take data through all stages"
-
-
-class Export(Protocol):
-    def __call__(self, file: RunFile, who: Joining, directory: Path, /, *, averaged: bool, best: bool) -> Command: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class StagesBackend:
 
     hold: Callable[[RunFile, Joining, str | None, str, str | None, Sequence[OpenReporter]], Command]
     train: Callable[[RunFile, Joining, Sequence[OpenReporter]], Command]
-    export: Export
+    export: Callable[[RunFile, Joining, Path, bool, bool], Command]
     look: Callable[[RunFile, Joining], AbstractContextManager[Callable[[], RunView]]]
 
 
@@ -80,4 +76,4 @@ def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile
         )
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run")
-    return stages.export(file, who, args.directory, averaged=args.averaged, best=args.best)
+    return stages.export(file, who, args.directory, args.averaged, args.best)

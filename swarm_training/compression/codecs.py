@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,108 +16,100 @@ _MOST_UNITS = 7  # the largest multiple of a unit that four bits hold
 _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)  # of the elements in a byte
 
 
-class Codec(Protocol):
+class Codec:
     """An encoding of vectors of n elements as bytes. Vectors are float64 for ``fp64``, float32 for all other codecs.
 
     Values that are not finite stay not finite; in ``int8``, ``int4`` and ``2bit``, so does their whole block of 64
     elements. Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too.
+
+    Attributes:
+        dtype: the type of the vectors.
     """
 
-    name: str
-    dtype: torch.dtype  # of the vectors
+    def __init__(self, name: str, block_bytes: int, block: int = _BLOCK, dtype: torch.dtype = torch.float32) -> None:
+        """Set the size of a block of ``block`` elements."""
+        self.name = name
+        self.dtype = dtype
+        self._block, self._block_bytes = block, block_bytes
 
     def encode(self, vector: Tensor) -> bytes:
         """Return the bytes of a vector, [n] of ``dtype``."""
+        if vector.dtype != self.dtype or vector.dim() != 1:
+            expected = str(self.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"a {vector.dtype} tensor {list(vector.shape)} cannot be encoded: expected a flat {expected} vector"
+            )
+        return self._encoded(vector.detach().cpu().contiguous())
 
     def decode(self, data: bytes | memoryview, n: int) -> Tensor:
         """Return a vector, [n] of ``dtype``, that owns its memory. Raise ValueError if the size is not that of n."""
+        size = len(data) if isinstance(data, bytes) else data.nbytes
+        if size != self.size_bytes(n):
+            raise ValueError(f"{n} elements in {self.name} take {self.size_bytes(n)} bytes, not {size}")
+        return self._decoded(bytearray(data), n) if n else torch.empty(0, dtype=self.dtype)
 
     def size_bytes(self, n: int) -> int:
         """Return the number of bytes of n encoded elements."""
+        return -(-n // self._block) * self._block_bytes
+
+    def _encoded(self, flat: Tensor) -> bytes:
+        raise NotImplementedError
+
+    def _decoded(self, data: bytearray, n: int) -> Tensor:
+        raise NotImplementedError
 
 
-class _Float:
+class _Float(Codec):
     """A codec that stores elements in a floating-point type."""
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.name = name
-        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self._dtype = dtype
+    def __init__(self, name: str, stored: torch.dtype) -> None:
+        super().__init__(name, stored.itemsize, 1, torch.float64 if stored == torch.float64 else torch.float32)
+        self._stored = stored
 
-    def encode(self, vector: Tensor) -> bytes:
-        flat = _flat(vector, self.dtype)
-        return (_half(flat) if self._dtype == torch.float16 else flat).numpy().tobytes()
+    def _encoded(self, flat: Tensor) -> bytes:
+        return (_half(flat) if self._stored == torch.float16 else flat).numpy().tobytes()
 
-    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _check_size(self, data, n)
-        return (
-            torch.frombuffer(bytearray(data), dtype=self._dtype).to(self.dtype)
-            if n
-            else torch.empty(0, dtype=self.dtype)
-        )
-
-    def size_bytes(self, n: int) -> int:
-        return n * self._dtype.itemsize
+    def _decoded(self, data: bytearray, n: int) -> Tensor:
+        return torch.frombuffer(data, dtype=self._stored).to(self.dtype)
 
 
-class _Int8:
+class _Int8(Codec):
     """A codec of blocks of 64 int8 elements with the float32 maximum of their magnitudes; all maxima come first."""
 
-    name = "int8"
-    dtype = torch.float32
+    def _encoded(self, flat: Tensor) -> bytes:
+        return pack_int8(flat)
 
-    def encode(self, vector: Tensor) -> bytes:
-        return pack_int8(_flat(vector, self.dtype))
-
-    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _check_size(self, data, n)
-        return unpack_int8(bytearray(data), (n,), torch.float32) if n else torch.empty(0)
-
-    def size_bytes(self, n: int) -> int:
-        return -(-n // INT8_BLOCK) * (INT8_BLOCK + 4)
+    def _decoded(self, data: bytearray, n: int) -> Tensor:
+        return unpack_int8(data, (n,), torch.float32)
 
 
-class _Int4:
+class _Int4(Codec):
     """A codec of blocks of 64 elements, each one of 15 multiples of a seventh of the block's largest magnitude. All
     sevenths come first, in float32; then two elements per byte."""
 
-    name = "int4"
-    dtype = torch.float32
-
-    def encode(self, vector: Tensor) -> bytes:
-        flat = _flat(vector, self.dtype)
+    def _encoded(self, flat: Tensor) -> bytes:
         blocks = F.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
         units = blocks.abs().amax(1, keepdim=True) / _MOST_UNITS
         multiples = torch.where(units > 0, blocks / units, 0.0).nan_to_num_(0.0)
         codes = (multiples.round_().clamp_(-_MOST_UNITS, _MOST_UNITS) + _MOST_UNITS).to(torch.uint8).view(-1, 2)
         return units.numpy().tobytes() + (codes[:, 0] | codes[:, 1] << 4).numpy().tobytes()
 
-    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _check_size(self, data, n)
-        if not n:
-            return torch.empty(0)
-        num_blocks, found = -(-n // _BLOCK), bytearray(data)
-        units = torch.frombuffer(found, dtype=torch.float32, count=num_blocks)
-        packed = torch.frombuffer(found, dtype=torch.uint8, offset=4 * num_blocks)
+    def _decoded(self, data: bytearray, n: int) -> Tensor:
+        num_blocks = -(-n // _BLOCK)
+        units = torch.frombuffer(data, dtype=torch.float32, count=num_blocks)
+        packed = torch.frombuffer(data, dtype=torch.uint8, offset=4 * num_blocks)
         codes = torch.stack([packed & 15, packed >> 4], 1).view(-1, _BLOCK).float()
         return ((codes - _MOST_UNITS) * units[:, None]).view(-1)[:n].clone()
 
-    def size_bytes(self, n: int) -> int:
-        return -(-n // _BLOCK) * (_BLOCK // 2 + 4)
 
-
-class _TwoBit:
+class _TwoBit(Codec):
     """A codec of blocks of 64 elements, each a sign and one of two magnitudes of its block: the mean of those above
     the block's mean, and the mean of the others. All magnitudes come first, in float16; then four elements per byte.
 
     It loses so much that it needs error feedback, see ``ErrorFeedback``.
     """
 
-    name = TWO_BIT
-    dtype = torch.float32
-
-    def encode(self, vector: Tensor) -> bytes:
-        flat = _flat(vector, self.dtype)
+    def _encoded(self, flat: Tensor) -> bytes:
         n = len(flat)
         blocks = F.pad(flat, (0, -n % _BLOCK)).view(-1, _BLOCK)
         sizes, counts = blocks.abs(), torch.full((len(blocks), 1), float(_BLOCK))
@@ -132,18 +122,12 @@ class _TwoBit:
         packed = (codes << _SHIFTS).sum(1, dtype=torch.uint8)
         return _half(torch.cat([small, large], 1)).numpy().tobytes() + packed.numpy().tobytes()
 
-    def decode(self, data: bytes | memoryview, n: int) -> Tensor:
-        _check_size(self, data, n)
-        if not n:
-            return torch.empty(0)
-        num_blocks, found = -(-n // _BLOCK), bytearray(data)
-        levels = torch.frombuffer(found, dtype=torch.float16, count=2 * num_blocks).view(-1, 2).float()
-        packed = torch.frombuffer(found, dtype=torch.uint8, offset=4 * num_blocks)
+    def _decoded(self, data: bytearray, n: int) -> Tensor:
+        num_blocks = -(-n // _BLOCK)
+        levels = torch.frombuffer(data, dtype=torch.float16, count=2 * num_blocks).view(-1, 2).float()
+        packed = torch.frombuffer(data, dtype=torch.uint8, offset=4 * num_blocks)
         codes = ((packed[:, None] >> _SHIFTS) & 3).view(-1, _BLOCK).long()
         return torch.cat([levels, -levels], 1).gather(1, codes).view(-1)[:n].clone()
-
-    def size_bytes(self, n: int) -> int:
-        return -(-n // _BLOCK) * (_BLOCK // 4 + 4)
 
 
 _CODECS: dict[str, Codec] = {
@@ -151,9 +135,9 @@ _CODECS: dict[str, Codec] = {
     for codec in (
         _Float("fp32", torch.float32),
         _Float("fp16", torch.float16),
-        _Int8(),
-        _Int4(),
-        _TwoBit(),
+        _Int8("int8", INT8_BLOCK + 4, INT8_BLOCK),
+        _Int4("int4", _BLOCK // 2 + 4),
+        _TwoBit(TWO_BIT, _BLOCK // 4 + 4),
         _Float("fp64", torch.float64),
     )
 }
@@ -170,18 +154,3 @@ def codec_of(name: str) -> Codec:
 def _half(tensor: Tensor) -> Tensor:
     """Return the tensor in float16, with finite values clamped to its range."""
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-_MAX_FLOAT16, _MAX_FLOAT16)).half()
-
-
-def _flat(vector: Tensor, dtype: torch.dtype) -> Tensor:
-    if vector.dtype != dtype or vector.dim() != 1:
-        expected = str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"a {vector.dtype} tensor {list(vector.shape)} cannot be encoded: expected a flat {expected} vector"
-        )
-    return vector.detach().cpu().contiguous()
-
-
-def _check_size(codec: Codec, data: bytes | memoryview, n: int) -> None:
-    size = len(data) if isinstance(data, bytes) else data.nbytes
-    if size != codec.size_bytes(n):
-        raise ValueError(f"{n} elements in {codec.name} take {codec.size_bytes(n)} bytes, not {size}")

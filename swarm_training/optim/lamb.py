@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
-from swarm_training.optim.rules import Moments, StateInPlace, hyperparameters, lamb_update
+from swarm_training.optim.rules import Moments, StateInPlace, lamb_update
 
 
 class LAMB(StateInPlace):
@@ -17,22 +16,6 @@ class LAMB(StateInPlace):
     Moments are float32 on the parameter's device. The same gradients lead to the same bits on every machine. Biases and
     norms usually belong into a parameter group with ``weight_decay=0``.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        max_weight_norm: float | None = None,
-    ) -> None:
-        """Set the defaults. max_weight_norm: the most that a parameter's norm counts; 10 in the authors' code.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
-        super().__init__(params, hyperparameters(lr, betas, eps, weight_decay, max_weight_norm))
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

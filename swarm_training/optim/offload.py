@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT
 
 from swarm_training.optim.dynamic_quantization import dequantize, quantize
-from swarm_training.optim.rules import Moments, StateInPlace, UpdateRule, adamw_update, hyperparameters, lamb_update
+from swarm_training.optim.rules import Moments, StateInPlace, UpdateRule, adamw_update, lamb_update
 
-_RULES: dict[str, UpdateRule] = {"lamb": lamb_update, "adamw": adamw_update}
 MIN_QUANTIZED = 4096  # elements: smaller parameters, such as norms, keep float32 moments
 
 
@@ -22,31 +20,7 @@ class Offloaded8bit(StateInPlace):
     one parameter at a time, and peers with and without GPUs get the same bits.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        rule: str = "lamb",
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        max_weight_norm: float | None = None,
-    ) -> None:
-        """Set the rule, "lamb" or "adamw", and the defaults; ``max_weight_norm`` is for LAMB.
-
-        Raises:
-            ValueError: the rule is unknown, or a value is out of range.
-        """
-        if rule not in _RULES:
-            raise ValueError(f"rule {rule!r} is unknown: expected one of {', '.join(_RULES)}")
-        self._rule = _RULES[rule]
-        super().__init__(params, hyperparameters(lr, betas, eps, weight_decay, max_weight_norm))
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of all tensors of the state."""
-        tensors = [value for state in self.state.values() for value in state.values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    _rule: ClassVar[UpdateRule]
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -62,15 +36,13 @@ class Offloaded8bit(StateInPlace):
 class LAMB8bit(Offloaded8bit):
     """An ``Offloaded8bit`` with LAMB. Peers compare class names, so that different rules are noticed."""
 
-    def __init__(self, params: ParamsT, **options: Any) -> None:
-        super().__init__(params, "lamb", **options)
+    _rule = staticmethod(lamb_update)
 
 
 class AdamW8bit(Offloaded8bit):
     """An ``Offloaded8bit`` with AdamW; see ``LAMB8bit``."""
 
-    def __init__(self, params: ParamsT, **options: Any) -> None:
-        super().__init__(params, "adamw", **options)
+    _rule = staticmethod(adamw_update)
 
 
 def _load(state: dict[str, Tensor], weights: Tensor) -> Moments:

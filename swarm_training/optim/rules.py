@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from swarm_training.numerics.reproducible import norm, power
 
@@ -68,25 +69,35 @@ def _adam_direction(gradient: Tensor, moments: Moments, group: Mapping[str, Any]
     return (moments.mean / (1 - power(beta1, moments.step))).div_(root)
 
 
-def hyperparameters(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_weight_norm: float | None
-) -> dict[str, Any]:
-    """Return the defaults of a parameter group. Raise ValueError if a value is out of range."""
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} {value} is out of range: expected a finite number that is not negative")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas {betas} are out of range: expected two numbers from 0 to below 1")
-    if max_weight_norm is not None and not max_weight_norm > 0:
-        raise ValueError(f"max_weight_norm {max_weight_norm} is out of range: expected a positive number or None")
-    return {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_weight_norm": max_weight_norm}
-
-
 class StateInPlace(torch.optim.Optimizer):
     """An optimizer that updates one parameter after the other.
 
     Its state keeps its dtypes and devices when it is loaded; torch would take the parameter's.
     """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_weight_norm: float | None = None,
+    ) -> None:
+        """Set the defaults. max_weight_norm: the most that a parameter's norm counts in LAMB; 10 in the authors' code.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} {value} is out of range: expected a finite number that is not negative")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas {betas} are out of range: expected two numbers from 0 to below 1")
+        if max_weight_norm is not None and not max_weight_norm > 0:
+            raise ValueError(f"max_weight_norm {max_weight_norm} is out of range: expected a positive number or None")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "max_weight_norm": max_weight_norm})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

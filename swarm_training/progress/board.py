@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -21,16 +21,6 @@ from swarm_training.pb import training_pb2 as pb
 LIFETIME_S = 60.0
 _TIMEOUT_S = 10.0
 M = TypeVar("M", bound=Message)
-
-
-class PeerRegistry(Protocol):
-    async def publish(self, record: pb.SignedProgress) -> None: ...
-
-    async def read(self) -> list[pb.SignedProgress]:
-        """Return the records of all peers, not yet verified."""
-
-    async def read_orders(self) -> list[bytes]:
-        """Return the orders of moderators, not yet verified."""
 
 
 class DhtPeerRegistry:
@@ -78,9 +68,11 @@ class DhtPeerRegistry:
         await store_item(self._node, self._key, self._subkey, data, self._expiration)  # again soon, if not in time
 
     async def read(self) -> list[pb.SignedProgress]:
+        """Return the records of all peers, not yet verified."""
         return [record async for record in self._values(self._key, pb.SignedProgress)]
 
     async def read_orders(self) -> list[bytes]:
+        """Return the orders of moderators, not yet verified."""
         return [order async for each in self._values(self._orders_key, pb.PublishedOrders) for order in each.orders]
 
     async def publish_order(self, order: bytes) -> None:

@@ -20,7 +20,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress.board import PeerRegistry
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.table import ProgressTable
 
 _FANOUT = 8  # calls at a time
@@ -52,7 +52,7 @@ class Gossip:
         config: TrainingConfig,
         table: ProgressTable,
         network: Network,
-        board: PeerRegistry,
+        board: DhtPeerRegistry,
         renew: Callable[[], pb.SignedProgress],
         orders: OrderBook,
         rng: random.Random,

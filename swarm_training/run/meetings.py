@@ -32,7 +32,7 @@ from swarm_training.meeting.leader import LeaderContext
 from swarm_training.meeting.leading import Leading
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
-from swarm_training.progress.board import PeerRegistry
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import LocalView
 from swarm_training.rollback.rollbacks import Rollbacks
@@ -52,7 +52,7 @@ class Environment:
     """
 
     network: Network
-    board: PeerRegistry
+    board: DhtPeerRegistry
     in_thread: InThread
     rng: random.Random
 

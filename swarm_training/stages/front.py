@@ -131,7 +131,7 @@ def _train(file: RunFile, who: Joining, reports: Sequence[OpenReporter] = ()) ->
     return run
 
 
-def _export(file: RunFile, who: Joining, directory: Path, /, *, averaged: bool, best: bool) -> Command:
+def _export(file: RunFile, who: Joining, directory: Path, averaged: bool, best: bool) -> Command:
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.running import carry_out
 

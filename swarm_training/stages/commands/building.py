@@ -13,7 +13,7 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_protocol.failures import first_line
 from swarm_protocol.process.scratch import scratch_directory
-from swarm_training.commands.building import build_blocks, build_held_out, build_tokenizer
+from swarm_training.commands.building import build_blocks, build_held_out, build_tokenizer, preset_config, scheduled
 from swarm_training.commands.checking import require_held_out
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.settings import AveragingSettings
@@ -22,7 +22,7 @@ from swarm_training.data.blocks import TokenBlocks
 from swarm_training.evaluation.policy import MOST_SPARED
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
 from swarm_training.run.state import TrainedState
-from swarm_training.runfile.settings import PRESETS, OptimizerSettings, RunFile
+from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.engine.accumulator import Accumulator
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
@@ -111,21 +111,11 @@ def training_config(file: RunFile, **where: Any) -> TrainingConfig:
 
 def stage_source(file: RunFile) -> StageSource:
     """Return the source of the model's weights. Raises ValueError if there is no such model."""
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import AutoConfig
 
     model = file.model
     if model.preset:
-        hidden, layers, heads = PRESETS[model.preset]
-        config: Any = LlamaConfig(
-            vocab_size=len(build_tokenizer(model)),
-            hidden_size=hidden,
-            intermediate_size=4 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            max_position_embeddings=file.data.block_length,
-            tie_word_embeddings=True,
-        )
+        config = preset_config(model.preset, len(build_tokenizer(model)), file.data.block_length)
         return Scratch(config, model.seed)
     check_location(name := locate(model.name_or_path))
     if model.init == "pretrained":
@@ -166,7 +156,7 @@ def build(
     state = TrainedState(
         stage.parameters, optimizer, Plain(), config.common, config.max_norm, average_decay=config.average_decay
     )
-    _schedule(optimizer, settings, state)
+    scheduled(optimizer, settings.rate, lambda: state.step)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
     sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
     num_checkpoints = config.checkpoints_kept + (MOST_SPARED if file.evaluation.every else 0)
@@ -216,11 +206,3 @@ def trainer_config(file: RunFile, routing: str) -> TrainerConfig:
     forms = WireForms(file.stages.activations, file.stages.gradients)
     share, precision = file.stages.audit_share, file.stages.precision
     return replace(TrainerConfig(), forms=forms, routing=routing, audit_share=share, precision=precision)
-
-
-def _schedule(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, state: TrainedState) -> None:
-    def set_rate(*_arguments: object) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = settings.rate(state.step)
-
-    optimizer.register_step_pre_hook(set_rate)

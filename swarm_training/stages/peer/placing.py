@@ -14,7 +14,7 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.record import JOINING, LEFT, PRESENT, Progress
 from swarm_training.core.signing import sign
-from swarm_training.progress.board import PeerRegistry
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.standing import now
 from swarm_training.stages.peer.stage_peer import StagePeer
 from swarm_training.stages.peer.watch import RunWatch
@@ -78,7 +78,7 @@ def margin_of(view: PlacementView) -> float:
 class Announcements:
     """The announcer on the DHT that a peer is on its way to a stage, as long as no other record there says so."""
 
-    def __init__(self, boards: Mapping[int, PeerRegistry], runs: Sequence[str], identity: Identity) -> None:
+    def __init__(self, boards: Mapping[int, DhtPeerRegistry], runs: Sequence[str], identity: Identity) -> None:
         self._boards, self._runs, self._identity = boards, runs, identity
 
     @asynccontextmanager

@@ -21,7 +21,7 @@ from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_training.core.network import Network
 from swarm_training.core.record import JOINING, PRESENT, Progress
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress.board import PeerRegistry
+from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.table import ProgressTable
 from swarm_training.stages.routing.run_stages import RunStages
 
@@ -48,7 +48,7 @@ class RunWatch:
         self,
         runs: Sequence[str],
         network: Network,
-        boards: Mapping[int, PeerRegistry],
+        boards: Mapping[int, DhtPeerRegistry],
         silence_s: float,
         rng: random.Random,
         own: Mapping[int, Callable[[], Iterable[Progress]]] | None = None,
@@ -114,7 +114,9 @@ class RunWatch:
 class StageWatch:
     """The watch of one stage, through a few of its peers at a time."""
 
-    def __init__(self, run: str, network: Network, board: PeerRegistry, silence_s: float, rng: random.Random) -> None:
+    def __init__(
+        self, run: str, network: Network, board: DhtPeerRegistry, silence_s: float, rng: random.Random
+    ) -> None:
         self.table = ProgressTable(run, None, "", silence_s)
         self._network = network
         self._board = board

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -19,28 +18,19 @@ class Content:
     labels: Tensor
 
 
-class MicroBatches(Protocol):
-    """The batches of a run, each of ``count`` micro-batches."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the number of predicted tokens in a micro-batch, on average. Sums of gradients, divided by it and by
-        ``count``, are the gradient of the mean over the batch's tokens."""
-
-    def at(self, step: int, number: int) -> Content:
-        """Return a micro-batch of a step. Any thread may call this method."""
-
-
 def loss_scale_of(rows: int, block_length: int) -> float:
     """Return the number of predicted tokens: all but the first one of each row."""
     return float(rows * (block_length - 1))
 
 
 class BlockMicroBatches:
-    """The micro-batches of a table of token blocks, in the order of the run: no row comes twice in an epoch."""
+    """The micro-batches of a table of token blocks, in the order of the run: no row comes twice in an epoch.
+
+    Attributes:
+        count: the number of micro-batches in a batch.
+        loss_scale: the number of predicted tokens in a micro-batch. Sums of gradients, divided by it and by ``count``,
+            are the gradient of the mean over the batch's tokens.
+    """
 
     def __init__(self, blocks: TokenBlocks, run: str, count: int, rows: int) -> None:
         """Set up batches. ``rows``: the rows of a micro-batch."""
@@ -51,6 +41,7 @@ class BlockMicroBatches:
         self._rows = rows
 
     def at(self, step: int, number: int) -> Content:
+        """Return a micro-batch of a step. Any thread may call this method."""
         size = self.count * self._rows
         ids = self._blocks.rows(batch_of_step(self._order, step, size, number * self._rows, self._rows))
         return Content(ids, ids)

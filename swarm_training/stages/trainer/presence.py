@@ -11,7 +11,7 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.net.membership import RunMembership
 from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.peer.watch import RunWatch, until_end
-from swarm_training.stages.trainer.batches import MicroBatches
+from swarm_training.stages.trainer.batches import BlockMicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.roster import TrainerRoster
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
@@ -23,7 +23,7 @@ async def train(
     run: str,
     num_stages: int,
     member: RunMembership,
-    data: MicroBatches,
+    data: BlockMicroBatches,
     config: TrainerConfig,
     on_step: Callable[[StepReport], object] = lambda report: None,
     end: int | None = None,

@@ -20,7 +20,7 @@ from swarm_training.stages.routing.run_stages import Stages, moment_of
 from swarm_training.stages.routing.turns import next_ones, turn_of, window
 from swarm_training.stages.rpc.client import StagesClient
 from swarm_training.stages.trainer.auditor import Auditor
-from swarm_training.stages.trainer.batches import MicroBatches
+from swarm_training.stages.trainer.batches import BlockMicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.passes import Passes
 from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, StepOver
@@ -102,7 +102,7 @@ class Trainer:
         own_id: str,
         watch: RunSource,
         network: GrpcNetwork,
-        data: MicroBatches,
+        data: BlockMicroBatches,
         config: TrainerConfig,
         on_step: Callable[[StepReport], object] = lambda report: None,
         rng: random.Random | None = None,

@@ -19,7 +19,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints import checkpoint, store
 from swarm_training.checkpoints.checkpoint import Checkpoint, parameters_digest, read, write
 from swarm_training.checkpoints.flat_state import FlatState, flatten, load_optimizer, unflatten
-from swarm_training.checkpoints.store import CheckpointDirectory, HubCopies
+from swarm_training.checkpoints.store import CheckpointDirectory, copy_to_hub
 from swarm_training.checkpoints.whole_directory import CannotWrite
 
 
@@ -273,10 +273,10 @@ class FakeHub:
         self.commits.append((repository, message, files))
 
 
-def test_copies_on_the_hub_are_whole_and_can_be_read_back(tmp_path: Path) -> None:
+def test_copies_on_the_hub_are_whole_and_can_be_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, content = FakeHub(), small()
-    copies = HubCopies("ada/run", hub.upload)
-    copies.write(CheckpointDirectory(tmp_path / "run").write(content), content)
+    monkeypatch.setattr(store, "upload_to_hub", hub.upload)
+    copy_to_hub("ada/run", CheckpointDirectory(tmp_path / "run").write(content), content)
     assert hub.commits[0][:2] == ("ada/run", "run: step 3")
     (tmp_path / "down").mkdir()
     for name, data in hub.commits[0][2].items():
@@ -286,7 +286,7 @@ def test_copies_on_the_hub_are_whole_and_can_be_read_back(tmp_path: Path) -> Non
     hub.reachable = False
     for hub.error in (ConnectionError, ErrorOfTheHubsOwn):
         with pytest.raises(CheckpointError, match=r"step 3 was not copied to ada/run on the hub: no route to host$"):
-            copies.write(tmp_path / "run" / "step-000000003", content)
+            copy_to_hub("ada/run", tmp_path / "run" / "step-000000003", content)
 
 
 def test_the_hub_is_given_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_a_peer_that_begins_has_losses_that_became_known_after_its_newest_checkp
     run = LocalRun(list(setup.model.parameters()), setup.optimizer, TARGET)
     run.num_steps = 7
     run.evaluations = EvaluationHistory.of(HeldOutLoss(Moment(0, step), float(step), 7) for step in (2, 4, STEPS))
-    writing = joining.Writing(setup, None, print)
+    writing = joining.Writing(setup, print)
     writing.begin(run)
     assert read_evaluations(tmp_path / "checkpoints", "run") == run.evaluations
     writing.after_step(9, 0, {})

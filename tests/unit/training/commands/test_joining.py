@@ -319,7 +319,7 @@ def test_several_rollbacks_at_once_put_checkpoints_aside_and_remove_none(file: R
     joined(file, [], stop_after=4)
     directory = CheckpointDirectory(tmp_path / "checkpoints")
     written = directory.steps()
-    joining.Writing(prepared(file, said := []), None, said.append).went_back(None)
+    joining.Writing(prepared(file, said := []), said.append).went_back(None)
     assert written and not directory.steps()
     assert len(list(directory.directory.glob("unused-*"))) == len(written)
     assert any("may have undone any checkpoint here" in line for line in said)

@@ -30,9 +30,8 @@ from swarm_training.net.membership import RunMembership
 from swarm_training.progress import gossip
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer import presence, watch
+from swarm_training.stages.peer import presence, resuming, watch
 from swarm_training.stages.peer.presence import StageOfRun, StagePresence, WatchPresence
-from swarm_training.stages.resume import resuming
 from tests.marks import SLOW
 from tests.unit.support import until
 from tests.worlds.identities import identity

@@ -11,7 +11,7 @@ import pytest
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.net.membership import RunMembership
 from swarm_training.stages.peer.presence import WatchPresence
-from swarm_training.stages.trainer.batches import MicroBatches
+from swarm_training.stages.trainer.batches import BlockMicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.presence import train
 from tests.worlds.identities import identity
@@ -26,7 +26,7 @@ def test_who_finds_a_stage_empty_waits_as_long_as_was_said(monkeypatch: pytest.M
         return SimpleNamespace(watch=watch, network=None, board=SimpleNamespace(node=None), leave=leave)
 
     async def trained() -> None:
-        data: MicroBatches = SimpleNamespace(count=1)  # type: ignore[assignment]
+        data: BlockMicroBatches = SimpleNamespace(count=1)  # type: ignore[assignment]
         async with asyncio.timeout(10.0):
             await train("toy", 2, RunMembership(identity(1)), data, TrainerConfig(), join_timeout_s=0.05)
 

@@ -13,7 +13,7 @@ import torch
 
 from swarm_training.core.moment import Moment
 from swarm_training.rollback.kept import stored_in
-from swarm_training.stages.resume import resuming
+from swarm_training.stages.peer import resuming
 from swarm_training.stages.trainer.trainer import StepReport
 from tests.marks import SLOW
 from tests.worlds.whole_runs import WholeRun, one_process
