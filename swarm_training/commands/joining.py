@@ -187,12 +187,14 @@ class Writing:
         return self._directory.path(best.step)
 
 
-def _report(trained: TrainingSetup, run: TrainingRun, observer: RunObserver, reports: StepReports) -> None:
+def _report(trained: TrainingSetup, run: TrainingRun, observer: RunObserver) -> None:
     """Report the step that the run has taken."""
+    if trained.reports is None:
+        return
     file = trained.file
     bans, most = shown_bans(run.bans), file.averaging.max_samples
     view = view_of(file.run.name, file.run.target_batch_size, tuple(run.records), bans, most)
-    reports.report(observer.complete(replace(view, loss=run.last_loss), time.time()))
+    trained.reports.report(observer.complete(replace(view, loss=run.last_loss), time.time()))
 
 
 def train(trained: TrainingSetup, run: TrainingRun, writing: Writing, stopping: threading.Event, say: Say) -> None:
@@ -219,8 +221,7 @@ def train(trained: TrainingSetup, run: TrainingRun, writing: Writing, stopping: 
                 writing.went_back(kept_up_to)
             elif run.num_steps > step:
                 say(f"step {run.num_steps}: loss {loss.item():.3f}")
-                if trained.reports is not None:
-                    _report(trained, run, observer, trained.reports)
+                _report(trained, run, observer)
                 with run.shared_parameters():
                     writing.after_step(run.num_steps, run.num_rollbacks, loader.state_dict(), run.last_loss)
             if trained.evaluation is not None:

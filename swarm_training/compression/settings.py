@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_training.core.checks import require, require_one_of
 from swarm_training.core.config import AGGREGATIONS, check_max_samples
 
 CODECS = ("fp32", "fp16", "int8", "int4", "2bit")  # fp64 is for micro-batches that are counted exactly
@@ -34,24 +35,20 @@ class AveragingSettings:
     delay: bool = False
 
     def __post_init__(self) -> None:
-        if self.codec not in CODECS:
-            raise ValueError(f"codec is {self.codec!r}: expected one of {', '.join(CODECS)}")
+        require_one_of(self, "codec", CODECS)
         if self.error_feedback and self.codec == "fp32":
             raise ValueError("error_feedback is true: expected a codec other than fp32 with it, which loses nothing")
         if self.codec == "2bit" and not self.error_feedback:
             raise ValueError("codec is '2bit': expected error_feedback = true with it, since it loses most of a vector")
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
+        require_one_of(self, "aggregation", AGGREGATIONS)
         check_max_samples(self.max_samples)
         if self.aggregation != "mean" and self.power_sgd_rank:
             raise ValueError(
                 f"power_sgd_rank is {self.power_sgd_rank}: expected 0 with aggregation {self.aggregation!r}"
             )
-        if self.delay and self.power_sgd_rank:
-            raise ValueError(f"power_sgd_rank is {self.power_sgd_rank}: expected 0 with a delay")
+        require(self, "power_sgd_rank", not self.delay or not self.power_sgd_rank, "0 with a delay")
         if not 0 <= self.straggler_s <= _LONGEST_S:
             raise ValueError(
                 f"straggler_s is {self.straggler_s}: expected seconds, 0 (the default) to {_LONGEST_S:.0f}"
             )
-        if not 0 <= self.power_sgd_rank <= _MAX_RANK:
-            raise ValueError(f"power_sgd_rank is {self.power_sgd_rank}: expected 0 (off) to {_MAX_RANK}")
+        require(self, "power_sgd_rank", 0 <= self.power_sgd_rank <= _MAX_RANK, f"0 (off) to {_MAX_RANK}")

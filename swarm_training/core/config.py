@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from swarm_training.core.checks import require, require_one_of
+
 WIRE_VERSION = 1
 MAX_MEMBERS = 128  # of a group: the leader describes all to each, 16 MB at once, while they wait ``silence_s``
 AGGREGATIONS = ("mean", "centered_clip")
@@ -62,13 +64,10 @@ class RollbackPolicy:
     warmup: int = 20
 
     def __post_init__(self) -> None:
-        if not 0 < self.margin <= inf:
-            raise ValueError(f"margin is {self.margin}: expected a number above 0")
+        require(self, "margin", 0 < self.margin <= inf, "a number above 0")
         for name in ("patience", "window", "warmup"):
-            if not 1 <= getattr(self, name) <= MAX_WINDOW:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected 1 to {MAX_WINDOW}")
-        if self.warmup > self.window:
-            raise ValueError(f"warmup is {self.warmup}: expected at most the window, which is {self.window}")
+            require(self, name, 1 <= getattr(self, name) <= MAX_WINDOW, f"1 to {MAX_WINDOW}")
+        require(self, "warmup", self.warmup <= self.window, f"at most the window, which is {self.window}")
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,9 @@ class EvaluationPolicy:
     least_improvement: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.every <= _MAX_EVERY:
-            raise ValueError(f"every is {self.every}: expected at least 1 step, or 0 (no evaluation)")
-        if not 0 <= self.patience <= MAX_WINDOW:
-            raise ValueError(f"patience is {self.patience}: expected 1 to {MAX_WINDOW}, or 0 (the run does not end)")
-        if not 0 <= self.least_improvement < inf:
-            raise ValueError(f"least_improvement is {self.least_improvement}: expected a number of at least 0")
+        require(self, "every", 0 <= self.every <= _MAX_EVERY, "at least 1 step, or 0 (no evaluation)")
+        require(self, "patience", 0 <= self.patience <= MAX_WINDOW, f"1 to {MAX_WINDOW}, or 0 (the run does not end)")
+        require(self, "least_improvement", 0 <= self.least_improvement < inf, "a number of at least 0")
         if not self.every and (self.patience or self.least_improvement):
             raise ValueError("every is 0: expected at least 1 step with a patience or a least_improvement")
         if self.least_improvement and not self.patience:
@@ -192,34 +188,27 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("join_timeout_s", "gossip_s", "heartbeat_s", "silence_s", "straggler_s", "max_meeting_s"):
-            if not 0 < getattr(self, name) < inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected seconds, more than 0")
+            require(self, name, 0 < getattr(self, name) < inf, "seconds, more than 0")
         if not 0 <= self.restart_wait_s < self.join_timeout_s:
             raise ValueError(
                 f"restart_wait_s is {self.restart_wait_s}: expected seconds, from 0 to less than the join_timeout_s of "
                 f"{self.join_timeout_s}, for which others wait"
             )
-        if not self.presume_gone_s > self.silence_s:
-            raise ValueError(f"presume_gone_s is {self.presume_gone_s}: expected more than silence_s, {self.silence_s}")
+        require(self, "presume_gone_s", self.presume_gone_s > self.silence_s, f"more than silence_s, {self.silence_s}")
         self._check_averaging()
         check_max_norm(self.max_norm)
         check_average_decay(self.average_decay)
-        if not 0 <= self.share < inf:
-            raise ValueError(f"share is {self.share}: expected a number of at least 0")
-        if not 1 <= self.chunk_elements <= CHUNK_ELEMENTS:
-            raise ValueError(f"chunk_elements is {self.chunk_elements}: expected 1 to {CHUNK_ELEMENTS}")
+        require(self, "share", 0 <= self.share < inf, "a number of at least 0")
+        require(self, "chunk_elements", 1 <= self.chunk_elements <= CHUNK_ELEMENTS, f"1 to {CHUNK_ELEMENTS}")
         if self.heartbeat_s * 2 > self.silence_s:
             raise ValueError(f"silence_s is {self.silence_s}: expected two heartbeats ({2 * self.heartbeat_s}) or more")
-        if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every is {self.checkpoint_every}: expected at least 0 steps")
+        require(self, "checkpoint_every", self.checkpoint_every >= 0, "at least 0 steps")
         if self.checkpoint_every:
             self._check_checkpoints_kept()
 
     def _check_averaging(self) -> None:
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation is {self.aggregation!r}: expected one of {', '.join(AGGREGATIONS)}")
-        if self.counting not in COUNTINGS:
-            raise ValueError(f"counting is {self.counting!r}: expected one of {', '.join(COUNTINGS)}")
+        require_one_of(self, "aggregation", AGGREGATIONS)
+        require_one_of(self, "counting", COUNTINGS)
         check_max_samples(self.max_samples)
         if self.counting == "exact" and self.max_samples:
             raise ValueError("max_samples is set, and counting is 'exact': expected counting 'samples' with it")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_training.core.checks import require
+
 
 @dataclass(frozen=True)
 class DataSettings:
@@ -27,7 +29,5 @@ class DataSettings:
     def __post_init__(self) -> None:
         if not self.source:
             raise ValueError("source is empty: expected a file, a directory or the name of a data set on the hub")
-        if self.block_length < 2:
-            raise ValueError(f"block_length is {self.block_length}: expected at least 2 tokens")
-        if self.buffer_size < 1:
-            raise ValueError(f"buffer_size is {self.buffer_size}: expected at least 1 block")
+        require(self, "block_length", self.block_length >= 2, "at least 2 tokens")
+        require(self, "buffer_size", self.buffer_size >= 1, "at least 1 block")

@@ -8,6 +8,7 @@ from math import cos, pi
 
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
+from swarm_training.core.checks import require, require_one_of
 from swarm_training.core.config import EvaluationPolicy, RollbackPolicy, check_average_decay, check_max_norm
 from swarm_training.data.settings import DataSettings
 from swarm_training.runfile.stage_settings import StageSettings
@@ -24,11 +25,6 @@ _LONGEST_WAIT_S = 55.0  # less than the ``join_timeout_s`` of peers that join me
 def require_count(name: str, value: int) -> None:
     if not 1 <= value <= _MAX_COUNT:
         raise ValueError(f"{name} is {value}: expected at least 1")
-
-
-def require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}: expected one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -86,13 +82,12 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if bool(self.name_or_path) == bool(self.preset):
             raise ValueError("name_or_path and preset: expected one of the two")
-        require_one_of("init", self.init, INITS)
+        require_one_of(self, "init", INITS)
         if self.preset:
-            require_one_of("preset", self.preset, tuple(PRESETS))
+            require_one_of(self, "preset", PRESETS)
         if self.preset and not self.tokenizer:
             raise ValueError("tokenizer is missing: expected one, since a preset has none of its own")
-        if self.preset and self.init != "random":
-            raise ValueError(f"init is {self.init!r}: expected random, since a preset has no weights")
+        require(self, "init", not self.preset or self.init == "random", "random, since a preset has no weights")
 
 
 @dataclass(frozen=True)
@@ -118,14 +113,11 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_average_decay(self.average_decay)
-        require_one_of("name", self.name, OPTIMIZERS)
-        require_one_of("schedule", self.schedule, SCHEDULES)
-        if not 0 < self.lr <= _LARGEST:
-            raise ValueError(f"lr is {self.lr}: expected a number above 0, up to {_LARGEST:g}")
-        if not 0 <= self.weight_decay <= _LARGEST:
-            raise ValueError(f"weight_decay is {self.weight_decay}: expected a number of at least 0")
-        if not 0 <= self.warmup_steps <= _MAX_COUNT:
-            raise ValueError(f"warmup_steps is {self.warmup_steps}: expected at least 0")
+        require_one_of(self, "name", OPTIMIZERS)
+        require_one_of(self, "schedule", SCHEDULES)
+        require(self, "lr", 0 < self.lr <= _LARGEST, f"a number above 0, up to {_LARGEST:g}")
+        require(self, "weight_decay", 0 <= self.weight_decay <= _LARGEST, "a number of at least 0")
+        require(self, "warmup_steps", 0 <= self.warmup_steps <= _MAX_COUNT, "at least 0")
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"total_steps is {self.total_steps}: expected more than the {self.warmup_steps} of warmup_steps, "
@@ -173,12 +165,9 @@ class LocalSettings:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.batch_size <= _MAX_COUNT:
-            raise ValueError(f"batch_size is {self.batch_size}: expected at least 1, or 0 (no local steps)")
-        if not 0 < self.outer_lr <= _LARGEST:
-            raise ValueError(f"outer_lr is {self.outer_lr}: expected a number above 0, up to {_LARGEST:g}")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum is {self.outer_momentum}: expected a number from 0 to less than 1")
+        require(self, "batch_size", 0 <= self.batch_size <= _MAX_COUNT, "at least 1, or 0 (no local steps)")
+        require(self, "outer_lr", 0 < self.outer_lr <= _LARGEST, f"a number above 0, up to {_LARGEST:g}")
+        require(self, "outer_momentum", 0 <= self.outer_momentum < 1, "a number from 0 to less than 1")
         if self.nesterov and not self.outer_momentum:
             raise ValueError("nesterov is true: expected an outer_momentum above 0 with it, such as 0.9")
 
@@ -234,8 +223,7 @@ class BatchSettings:
 
     def __post_init__(self) -> None:
         require_count("max_size", self.max_size)
-        if not 0 <= self.size <= self.max_size:
-            raise ValueError(f"size is {self.size}: expected 0 (find out) to max_size, which is {self.max_size}")
+        require(self, "size", 0 <= self.size <= self.max_size, f"0 (find out) to max_size, which is {self.max_size}")
 
 
 @dataclass(frozen=True)

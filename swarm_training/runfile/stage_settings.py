@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES
+from swarm_training.core.checks import require, require_one_of
 
 SUMS = ("fp32", "fp64")
 WIRE_FORMS = ("fp32", "fp64", "bf16", "int8")
@@ -46,16 +47,11 @@ class StageSettings:
     def __post_init__(self) -> None:
         choices = {"sums": SUMS, "activations": WIRE_FORMS, "gradients": WIRE_FORMS, "precision": PRECISIONS}
         for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(known)}")
-        if not 0 <= self.count <= _MAX_STAGES:
-            raise ValueError(f"count is {self.count}: expected 0 (no stages) to {_MAX_STAGES}")
-        if self.micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {self.micro_batch_size}: expected at least 1")
-        if not 0 <= self.lora_rank <= _MAX_RANK:
-            raise ValueError(f"lora_rank is {self.lora_rank}: expected 0 (off) to {_MAX_RANK}")
-        if not 0 <= self.audit_share <= 1:
-            raise ValueError(f"audit_share is {self.audit_share}: expected 0 (nothing is audited) to 1")
+            require_one_of(self, name, known)
+        require(self, "count", 0 <= self.count <= _MAX_STAGES, f"0 (no stages) to {_MAX_STAGES}")
+        require(self, "micro_batch_size", self.micro_batch_size >= 1, "at least 1")
+        require(self, "lora_rank", 0 <= self.lora_rank <= _MAX_RANK, f"0 (off) to {_MAX_RANK}")
+        require(self, "audit_share", 0 <= self.audit_share <= 1, "0 (nothing is audited) to 1")
         if not LAYERS.fullmatch(self.layers):
             raise ValueError(
                 f"layers is {self.layers!r}: expected none, or bottleneck or maxout with the factor by which fewer "

@@ -23,8 +23,8 @@ from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
-from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.micro_batches import Content
 from swarm_training.stages.trainer.recomputing import Recomputing
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
 from tests.worlds.identities import identity

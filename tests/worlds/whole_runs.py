@@ -54,8 +54,8 @@ from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer import presence
-from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.micro_batches import Content
 from swarm_training.stages.trainer.presence import train_beside
 from swarm_training.stages.trainer.recomputing import HeldOutSamples, Recomputing
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer

@@ -30,8 +30,8 @@ from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.placement.memory import StageNeeds, room_of
 from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.room import StageLimits
-from swarm_training.stages.trainer.batches import BlockMicroBatches, loss_scale_of
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.micro_batches import BlockMicroBatches, loss_scale_of
 
 PRESUME_GONE_S = 8.0  # the silence after which a mate counts as gone: both sides of a cut network compute the same
 

@@ -17,8 +17,8 @@ from swarm_training.stages.routing.coverage import Claims
 from swarm_training.stages.rpc.answers import StageAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient
 from swarm_training.stages.trainer.auditor import Auditor
+from swarm_training.stages.trainer.micro_batches import Trace, backwards_needed
 from swarm_training.stages.trainer.peer_caller import PeerCaller
-from swarm_training.stages.trainer.traces import Trace, backwards_needed
 
 _COMMIT_TRIES, _COMMIT_RETRY_S, _COMMIT_S = 3, 0.2, 5.0
 _logger = logging.getLogger(__name__)

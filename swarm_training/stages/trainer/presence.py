@@ -11,8 +11,8 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.net.membership import RunMembership
 from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.peer.watch import RunWatch, until_end
-from swarm_training.stages.trainer.batches import BlockMicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.micro_batches import BlockMicroBatches
 from swarm_training.stages.trainer.roster import TrainerRoster
 from swarm_training.stages.trainer.trainer import RunSource, StepReport, Trainer
 

@@ -23,11 +23,10 @@ from swarm_training.stages.routing.router import Router
 from swarm_training.stages.routing.speed import FORWARD, SHARES
 from swarm_training.stages.rpc.client import StagesClient
 from swarm_training.stages.rpc.hosting import HostedStage
-from swarm_training.stages.trainer.batches import Content
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.micro_batches import Content, Trace
 from swarm_training.stages.trainer.passes import Passes
 from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, StepOver
-from swarm_training.stages.trainer.traces import Trace
 
 _AT_A_TIME = 8  # micro-batches under way, so that all stages have something to compute
 

@@ -20,11 +20,10 @@ from swarm_training.stages.routing.run_stages import Stages, moment_of
 from swarm_training.stages.routing.turns import next_ones, turn_of, window
 from swarm_training.stages.rpc.client import StagesClient
 from swarm_training.stages.trainer.auditor import Auditor
-from swarm_training.stages.trainer.batches import BlockMicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.micro_batches import BlockMicroBatches, Loss, Trace, Traces
 from swarm_training.stages.trainer.passes import Passes
 from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, StepOver
-from swarm_training.stages.trainer.traces import Loss, Trace, Traces
 
 _logger = logging.getLogger(__name__)
 

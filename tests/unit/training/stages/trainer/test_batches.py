@@ -7,7 +7,7 @@ import torch
 
 from swarm_training.data.blocks import TokenBlocks
 from swarm_training.data.order import SampleOrder, batch_of_step, derived_seed
-from swarm_training.stages.trainer.batches import BlockMicroBatches
+from swarm_training.stages.trainer.micro_batches import BlockMicroBatches
 
 BLOCKS = TokenBlocks(np.arange(60 * 5, dtype=np.int32), 5)
 

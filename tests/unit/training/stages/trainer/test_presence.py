@@ -11,8 +11,8 @@ import pytest
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.net.membership import RunMembership
 from swarm_training.stages.peer.presence import WatchPresence
-from swarm_training.stages.trainer.batches import BlockMicroBatches
 from swarm_training.stages.trainer.config import TrainerConfig
+from swarm_training.stages.trainer.micro_batches import BlockMicroBatches
 from swarm_training.stages.trainer.presence import train
 from tests.worlds.identities import identity
 

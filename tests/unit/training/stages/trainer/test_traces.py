@@ -6,8 +6,7 @@ from itertools import combinations
 
 import torch
 
-from swarm_training.stages.trainer.batches import Content
-from swarm_training.stages.trainer.traces import Trace, Traces, backwards_needed
+from swarm_training.stages.trainer.micro_batches import Content, Trace, Traces, backwards_needed
 
 
 def test_a_first_pass_goes_through_all_stages_and_a_replay_through_the_one_that_lacks() -> None:

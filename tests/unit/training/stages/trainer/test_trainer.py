@@ -16,7 +16,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.stages.routing.router import Backoff
 from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.room import StageLimits
-from swarm_training.stages.trainer.batches import Content
+from swarm_training.stages.trainer.micro_batches import Content
 from tests.worlds.identities import identity
 from tests.worlds.toy_stages import ToyStage, in_one_process, tokens
 from tests.worlds.trainer_swarm import (
