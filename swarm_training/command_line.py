@@ -177,10 +177,8 @@ def _init(args: argparse.Namespace) -> Command:
 
 def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
-    from swarm_protocol.access.tokens import Role
-
     if file.stages.count:
-        return join_staged(_required(stages), args, file, joining(args, file, Role.TRAINER, locks=True))
+        return join_staged(_required(stages), args, file, joining(args, file, "TRAINER", locks=True))
     require_unstaged(args)
     if args.batch_size is not None:
         size = parse_batch_size(args.batch_size)
@@ -189,7 +187,7 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
     part = None if args.part is None else parse_part(args.part)
     targets = [parse_report(text) for text in args.report]
     memory_bytes = None if args.memory is None else parse_size(args.memory)
-    who = joining(args, file, Role.TRAINER, locks=True)
+    who = joining(args, file, "TRAINER", locks=True)
 
     def run() -> None:
         from swarm_training.commands.joining import prepare, take_part
@@ -207,9 +205,7 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
 
 def _export(stages: StagesBackend | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
-    from swarm_protocol.access.tokens import Role
-
-    return export_staged(_required(stages), args, file, joining(args, file, Role.TRAINER))
+    return export_staged(_required(stages), args, file, joining(args, file, "TRAINER"))
 
 
 def _required(stages: StagesBackend | None) -> StagesBackend:
@@ -226,11 +222,9 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
         )
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
-    from swarm_protocol.access.tokens import Role
-
     targets = [parse_report(text) for text in args.report]
     # Peers of a stage report their progress to trainers alone; peers of other runs publish it on the DHT.
-    who = joining(args, file, Role.TRAINER if file.stages.count else Role.CLIENT)
+    who = joining(args, file, "TRAINER" if file.stages.count else "CLIENT")
     looking = partial(_required(stages).look, file, who) if file.stages.count else partial(backend.look, who)
 
     def run() -> None:
@@ -265,9 +259,7 @@ def _ledger(read: ReadLedger, args: argparse.Namespace) -> Command:
     _require_one_run(args, file)
     if (args.file is None) == (not args.initial_peers):
         raise ValueError("--initial-peers or --file: expected members of the run to ask, or else a ledger that is here")
-    from swarm_protocol.access.tokens import Role
-
-    who = joining(args, file, Role.CLIENT) if args.file is None else None
+    who = joining(args, file, "CLIENT") if args.file is None else None
 
     def run() -> None:
         ledger = summing.ledger_in_file(args.file, file) if who is None else read(who)
@@ -282,9 +274,7 @@ def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
     file = _moderated(args)
     if not 0 < args.hours <= _MAX_HOURS:
         raise ValueError(f"--hours is {args.hours:g}: expected a number above 0, up to {_MAX_HOURS:g}")
-    from swarm_protocol.access.tokens import Role
-
-    who = joining(args, file, Role.MODERATOR)
+    who = joining(args, file, "MODERATOR")
     order = ModeratorOrder.new(file.run.name, Ban(args.peer_id, args.reason), time.time(), args.hours * 3600.0)
 
     def run() -> None:
@@ -301,9 +291,7 @@ def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
     _require_one_run(args, file)
     if not 0 <= args.to_step <= _MAX_STEP:
         raise ValueError(f"--to-step is {args.to_step}: expected the number of a step, at least 0")
-    from swarm_protocol.access.tokens import Role
-
-    who = joining(args, file, Role.MODERATOR)
+    who = joining(args, file, "MODERATOR")
 
     def run() -> None:
         with look(who) as view:

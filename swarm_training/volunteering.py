@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import nn
 
 from swarm_models.gpu.devices import named_device
-from swarm_protocol.access.tokens import Role
 from swarm_training.commands.flags import joining_as, parse_part
 from swarm_training.commands.joining import prepare, take_part
 from swarm_training.core_backend import BACKEND
@@ -49,7 +48,7 @@ def volunteer(
     file = read_run_file(Path(run_file))
     own_part = None if part is None else parse_part(part)
     files = [None if path is None else Path(path) for path in (membership, identity)]
-    who = joining_as(Role.TRAINER, file, initial_peers, *files, locks=True)
+    who = joining_as("TRAINER", file, initial_peers, *files, locks=True)
     try:
         trained = prepare(file, who, own_part, device, say)
         try:

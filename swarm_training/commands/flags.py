@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from swarm_protocol.dht.addresses import check_peer
 from swarm_training.contract.backend import Joining
@@ -14,8 +14,7 @@ from swarm_training.data.order import DataShard
 from swarm_training.reports.reporter import EXPECTED
 from swarm_training.runfile.settings import RunFile
 
-if TYPE_CHECKING:
-    from swarm_protocol.access.tokens import Role
+RoleName = Literal["TRAINER", "CLIENT", "MODERATOR"]
 
 
 def add_joining_flags(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +48,14 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def joining(args: argparse.Namespace, file: RunFile, role: Role, *, locks: bool = False) -> Joining:
+def joining(args: argparse.Namespace, file: RunFile, role: RoleName, *, locks: bool = False) -> Joining:
     """Return how this peer joins. Raises ValueError if a flag is wrong, or the membership is not for this role.
     ``locks``: see ``joining_as``."""
     return joining_as(role, file, args.initial_peers, args.membership, args.identity, locks=locks)
 
 
 def joining_as(
-    role: Role,
+    role: RoleName,
     file: RunFile,
     initial_peers: Sequence[str],
     membership: Path | None,
@@ -72,6 +71,7 @@ def joining_as(
         check_peer(peer)
     from swarm_protocol.access.membership import MemberCredentials
     from swarm_protocol.access.organiser import SwarmKey
+    from swarm_protocol.access.tokens import Role
     from swarm_protocol.net.identity import Identity, locked_key_file
 
     own = Identity.load_or_create(identity) if identity is not None else None
@@ -92,7 +92,7 @@ def joining_as(
     credentials = MemberCredentials.read(membership)
     if credentials is None:
         raise ValueError("the run takes only members: ask its organiser, and give --membership FILE")
-    credentials.require(role, organiser)
+    credentials.require(Role[role], organiser)
     if locks and membership is not None and credentials.identity is not None:
         credentials.identity.lock = locked_key_file(membership)
     return Joining(*common, credentials.identity_or(own), organiser, credentials.token, **settings)

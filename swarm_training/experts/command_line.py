@@ -18,11 +18,9 @@ from pathlib import Path
 from swarm_protocol.access.member_flags import CONFIG_RULES, MEMBERSHIP
 from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
-from swarm_protocol.process.invocation import CONSOLE_SCRIPT, add_common_flags
-from swarm_protocol.process.logs import say_error, start_logging
+from swarm_protocol.process.invocation import CONSOLE_SCRIPT, add_common_flags, run_command
 from swarm_protocol.wire.constants import MIB
 from swarm_training.experts.core.cells import check_grid, check_name, expert_name, parse_expert_name
 from swarm_training.experts.core.config import ExpertServerConfig
@@ -82,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog=f"{CONSOLE_SCRIPT} {_COMMAND}" if is_script else "python -m swarm_training.experts",
         description="Host experts of a mixture.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="action", required=True, metavar="COMMAND")
     text = "host experts of a mixture, and train them, until Ctrl-C"
     serve = commands.add_parser(
         "serve", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -105,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--identity", type=Path, metavar="FILE", help=identity)
     serve.add_argument("--membership", type=Path, metavar="FILE", help=MEMBERSHIP.help)
     add_common_flags(serve, "info")
+    serve.set_defaults(command=_command)
     return parser
 
 
@@ -156,22 +155,15 @@ def serve(config: ExpertServerConfig, identity_file: Path | None, membership: Pa
             server.check()
 
 
-def main(argv: list[str] | None = None, all_parsers: Callable[[], Parsers] | None = None) -> None:
-    try:
-        args = parse_args((sys.argv[1:] if argv is None else argv) or ["--help"], all_parsers)
-        start_logging(args)
-        config = read_config(args)
-    except ValueError as error:
-        say_error(error)
-        sys.exit(2)
+def _command(args: argparse.Namespace) -> Callable[[], None]:
+    config = read_config(args)
     try:
         for name in args.modules:
             importlib.import_module(name)
     except ImportError as error:
-        say_error(ValueError(f"--import: {error}"))
-        sys.exit(2)
-    try:
-        serve(config, args.identity, args.membership)
-    except (SwarmError, ValueError) as error:
-        say_error(error)
-        sys.exit(1)
+        raise ValueError(f"--import: {error}") from None
+    return lambda: serve(config, args.identity, args.membership)
+
+
+def main(argv: list[str] | None = None, all_parsers: Callable[[], Parsers] | None = None) -> None:
+    run_command(lambda: parse_args((sys.argv[1:] if argv is None else argv) or ["--help"], all_parsers))

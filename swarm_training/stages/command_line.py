@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from swarm_protocol.errors import SwarmError
 from swarm_protocol.process import signals
-from swarm_protocol.process.invocation import add_common_flags
-from swarm_protocol.process.logs import say_error, start_logging
+from swarm_protocol.process.invocation import add_common_flags, run_command
 from swarm_training.commands.flags import add_export_flags, add_joining_flags, joining
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.commands.running import Work, carry_out, device_named
+from swarm_training.stages.front import Command, export, hold, require_ports, train
 from swarm_training.stages.routing.router import POLICIES, SHORTEST_DELAY
 
 _PROG = "python -m swarm_training.stages"
-say = partial(print, flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_PROG, description="Train a model that fits on no machine, in stages.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
-    def command(name: str, work: Callable[[argparse.Namespace], Work], text: str) -> argparse.ArgumentParser:
+    def command(name: str, work: Callable[[argparse.Namespace], Command], text: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(
             name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
@@ -60,9 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     trainer.add_argument("--steps", type=int, metavar="N", help="last step of the run; else that of the schedule")
     trainer.add_argument("--routing", default=SHORTEST_DELAY, choices=POLICIES, help="how a stage's peer is chosen")
 
-    export = command("export", _export, "write the run as a checkpoint that transformers loads")
-    export.add_argument("directory", type=Path, metavar="DIR")
-    add_export_flags(export)
+    exporting = command("export", _export, "write the run as a checkpoint that transformers loads")
+    exporting.add_argument("directory", type=Path, metavar="DIR")
+    add_export_flags(exporting)
     return parser
 
 
@@ -77,66 +71,33 @@ def _file(args: argparse.Namespace) -> RunFile:
     return file
 
 
-def _serve(args: argparse.Namespace) -> Work:
-    from swarm_protocol.access.tokens import Role
-    from swarm_protocol.size import parse_size
+def _serve(args: argparse.Namespace) -> Command:
+    from swarm_training.stages.commands.inference import after_last_step
 
     file = _file(args)
     if args.stage is not None and not 0 <= args.stage < file.stages.count:
         raise ValueError(f"--stage is {args.stage}: expected 0 to {file.stages.count - 1}")
-    for name in ("port", "dht_port"):
-        if not 0 <= getattr(args, name) < 1 << 16:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
+    require_ports(args)
     where = {name: getattr(args, name) for name in ("host", "port", "dht_port", "announce_host")}
-    memory_bytes = None if args.memory is None else parse_size(args.memory)
-    device = device_named(args.device)
-    who = joining(args, file, Role.TRAINER, locks=True)
+    who = joining(args, file, "TRAINER", locks=True)
     if args.steps is not None and (args.then_serve is None or args.steps < 1):
         raise ValueError(f"--steps is {args.steps}: expected at least 1, and --then-serve")
-    afterwards = None
-    if args.then_serve is not None:
-        from swarm_training.stages.commands.inference import after_last_step
-
-        afterwards = after_last_step(file, args.then_serve, args.steps, args.quant)
-
-    def work() -> Coroutine[Any, Any, None]:
-        from swarm_training.stages.commands.serving import serve
-
-        return serve(file, who, args.stage, say, device, afterwards=afterwards, memory_bytes=memory_bytes, **where)
-
-    return work
+    then = None if args.then_serve is None else after_last_step(file, args.then_serve, args.steps, args.quant)
+    return hold(file, who, args.stage, args.device, args.memory, afterwards=then, **where)
 
 
-def _trainer(args: argparse.Namespace) -> Work:
-    from swarm_protocol.access.tokens import Role
-
+def _trainer(args: argparse.Namespace) -> Command:
     file = _file(args)
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps is {args.steps}: expected at least 1")
     _require_initial_peers(args)
-    who = joining(args, file, Role.TRAINER, locks=True)
-
-    def work() -> Coroutine[Any, Any, None]:
-        from swarm_training.stages.commands.training import train_run
-
-        return train_run(file, who, args.routing, args.steps, say)
-
-    return work
+    return train(file, joining(args, file, "TRAINER", locks=True), routing=args.routing, end=args.steps)
 
 
-def _export(args: argparse.Namespace) -> Work:
-    from swarm_protocol.access.tokens import Role
-
+def _export(args: argparse.Namespace) -> Command:
     file = _file(args)
     _require_initial_peers(args)
-    who = joining(args, file, Role.TRAINER)
-
-    def work() -> Coroutine[Any, Any, None]:
-        from swarm_training.stages.commands.exporting import export_run
-
-        return export_run(file, who, args.directory, say, averaged=args.averaged, best=args.best)
-
-    return work
+    return export(file, joining(args, file, "TRAINER"), args.directory, args.averaged, args.best)
 
 
 def _require_initial_peers(args: argparse.Namespace) -> None:
@@ -146,18 +107,4 @@ def _require_initial_peers(args: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> None:
     signals.exit_on_interrupt()
-    try:
-        args = make_parser().parse_args(argv or ["--help"])
-        start_logging(args)
-        work = args.command(args)
-    except (SwarmError, ValueError) as error:
-        say_error(error)
-        sys.exit(2)
-    try:
-        carry_out(work)
-    except (SwarmError, ValueError) as error:
-        say_error(error)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        sys.exit(signals.INTERRUPTED)
+    run_command(lambda: make_parser().parse_args(argv or ["--help"]))

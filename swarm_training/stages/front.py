@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarm_training.commands.staged import StagesBackend
+from swarm_training.stages.routing.router import SHORTEST_DELAY
 
 if TYPE_CHECKING:
     from swarm_training.contract.backend import Joining
@@ -24,7 +25,6 @@ say = partial(print, flush=True)
 
 def serve_stage(args: argparse.Namespace) -> Command:
     """Return what ``swarm server`` with ``--train`` was asked for. Raises ValueError if a flag is wrong."""
-    from swarm_protocol.access.tokens import Role
     from swarm_protocol.net.hosts import split_address
     from swarm_training.commands.flags import joining_as
     from swarm_training.reports.reporter import parse_report
@@ -36,9 +36,7 @@ def serve_stage(args: argparse.Namespace) -> Command:
     require_stages(file)
     if args.blocks is not None and args.initial_blocks is not None:
         raise ValueError("--blocks and --initial-blocks: expected one of them")
-    for name in ("port", "dht_port"):
-        if not 0 <= getattr(args, name) < 1 << 16:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
+    require_ports(args)
     announced = args.announce_address
     if announced is not None:
         host, port = split_address(announced, 0)
@@ -47,16 +45,23 @@ def serve_stage(args: argparse.Namespace) -> Command:
                 f"--announce-address is {announced!r}: expected HOST alone with --train; its port is --port"
             )
         announced = host
-    who = joining_as(Role.TRAINER, file, args.initial_peers, args.membership, args.identity, locks=True)
+    who = joining_as("TRAINER", file, args.initial_peers, args.membership, args.identity, locks=True)
     where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
     reports = [parse_report(text) for text in args.report]
     afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)
     options = {"stays": stays, "afterwards": afterwards}
-    return _until_stopped(_hold(file, who, blocks, args.device, args.memory, reports, **options, **where))
+    return _until_stopped(_hold_blocks(file, who, blocks, args.device, args.memory, reports, **options, **where))
 
 
-def _hold(
+def require_ports(args: argparse.Namespace) -> None:
+    """Raise ValueError if a port is none."""
+    for name in ("port", "dht_port"):
+        if not 0 <= getattr(args, name) < 1 << 16:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
+
+
+def _hold_blocks(
     file: RunFile,
     who: Joining,
     blocks: str | None,
@@ -65,13 +70,9 @@ def _hold(
     reports: Sequence[OpenReporter],
     **options: Any,
 ) -> Command:
-    """Return the command that holds a stage. ``reports``: where the numbers of each step go. ``options``: see
-    ``serve``."""
-    from swarm_protocol.size import parse_size
+    """Return the command that holds the stage with these blocks, else as ``hold`` does."""
     from swarm_protocol.span import Span
     from swarm_training.stages.commands.building import require_stages, stage_source
-    from swarm_training.stages.commands.running import carry_out, device_named
-    from swarm_training.stages.commands.serving import serve
     from swarm_training.stages.commands.spans import spans_of_stages, stage_with
 
     require_stages(file)
@@ -79,8 +80,26 @@ def _hold(
     if blocks is not None:
         span, spans = Span.parse(blocks), spans_of_stages(stage_source(file).config, file.stages.count)
         index = stage_with(span, spans)
-    named = device_named(device)
+    return hold(file, who, index, device, memory, reports, **options)
+
+
+def hold(
+    file: RunFile,
+    who: Joining,
+    index: int | None,
+    device: str,
+    memory: str | None,
+    reports: Sequence[OpenReporter] = (),
+    **options: Any,
+) -> Command:
+    """Return the command that holds a stage. ``reports``: where the numbers of each step go. ``options``: see
+    ``serve``."""
+    from swarm_protocol.size import parse_size
+    from swarm_training.stages.commands.running import carry_out, device_named
+    from swarm_training.stages.commands.serving import serve
+
     options["memory_bytes"] = None if memory is None else parse_size(memory)
+    named = device_named(device)
 
     def run() -> None:
         with _opened(reports, file) as opened:
@@ -115,10 +134,16 @@ def _until_stopped(hold: Command) -> Command:
     return run
 
 
-def _train(file: RunFile, who: Joining, reports: Sequence[OpenReporter] = ()) -> Command:
+def train(
+    file: RunFile,
+    who: Joining,
+    reports: Sequence[OpenReporter] = (),
+    routing: str = SHORTEST_DELAY,
+    end: int | None = None,
+) -> Command:
+    """Return the command that takes data through the stages; ``routing``, ``end``: see ``train_run``."""
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.running import carry_out
-    from swarm_training.stages.routing.router import SHORTEST_DELAY
 
     require_stages(file)
 
@@ -126,12 +151,13 @@ def _train(file: RunFile, who: Joining, reports: Sequence[OpenReporter] = ()) ->
         from swarm_training.stages.commands.training import train_run
 
         with _opened(reports, file) as opened:
-            carry_out(lambda: train_run(file, who, SHORTEST_DELAY, None, say, opened))
+            carry_out(lambda: train_run(file, who, routing, end, say, opened))
 
     return run
 
 
-def _export(file: RunFile, who: Joining, directory: Path, averaged: bool, best: bool) -> Command:
+def export(file: RunFile, who: Joining, directory: Path, averaged: bool, best: bool) -> Command:
+    """Return the command that writes what was trained; see ``export_run``."""
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.running import carry_out
 
@@ -153,4 +179,4 @@ def _look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
         yield see
 
 
-STAGES = StagesBackend(_hold, _train, _export, _look)
+STAGES = StagesBackend(_hold_blocks, train, export, _look)
